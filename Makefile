@@ -1,0 +1,53 @@
+# `make demo` and `make test` work in a fresh clone: both make the virtual environment themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROCESSES ?= 2
+
+# One thread a process: the processes share the cores, and threads on top of them only wait.
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types pytest docs format clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+venv: $(STAMP) ## make or renew .venv, when setup.cfg or constraints.txt changed
+
+# setuptools comes first, so that building the package needs nothing that is not pinned.
+$(STAMP): setup.cfg constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt setuptools
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	touch $@
+
+demo: venv ## train on digits with SGD and every optimizer, two processes: a table and demo.png
+	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
+
+test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: venv
+	$(BIN)/mypy
+
+pytest: venv
+	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+docs: venv ## build the documentation into site/; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+format: venv ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove what the other targets made, .venv too
+	rm -rf $(VENV) site build dist .coverage .coverage.* htmlcov demo.png
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
