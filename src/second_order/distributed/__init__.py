@@ -1,0 +1,1 @@
+"""Who computes what, and how it travels."""

@@ -1,0 +1,146 @@
+"""Which rank solves and preconditions which layer: pure functions of (costs, world size, options)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "AssignmentCost",
+    "Grid",
+    "LayerAssignment",
+    "LayerDims",
+    "assign_layers",
+    "gradient_worker_count",
+    "solve_cost",
+]
+
+AssignmentCost: TypeAlias = Literal["compute", "memory"]
+
+
+@dataclass(frozen=True)
+class LayerDims:
+    """What assignment needs to know of a layer: ``groups`` pairs of factors of these sizes."""
+
+    groups: int
+    in_dim: int
+    out_dim: int
+
+
+@dataclass(frozen=True)
+class LayerAssignment:
+    """Who works on a layer.
+
+    Attributes:
+        row: The row of the grid whose ranks are the layer's gradient workers.
+        a_solver: The rank that decomposes A.
+        g_solver: The rank that decomposes G; the same one if factors are colocated.
+    """
+
+    row: int
+    a_solver: int
+    g_solver: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """P ranks as ``rows`` x ``columns`` (Pauloski et al. 2022, section 4).
+
+    The ranks of a row are the gradient workers of that row's layers. A column holds one worker of
+    every row, so that all columns broadcast preconditioned gradients at the same time.
+    """
+
+    rows: int
+    columns: int
+
+    def row_of(self, rank: int) -> int:
+        """The row a rank is in."""
+        return rank // self.columns
+
+    def column_of(self, rank: int) -> int:
+        """The column a rank is in."""
+        return rank % self.columns
+
+    def row(self, index: int) -> tuple[int, ...]:
+        """The ranks of a row, in order."""
+        return tuple(range(index * self.columns, (index + 1) * self.columns))
+
+    def column(self, index: int) -> tuple[int, ...]:
+        """The ranks of a column, in order: the worker of row 0 first."""
+        return tuple(range(index, self.rows * self.columns, self.columns))
+
+
+def gradient_worker_count(world_size: int, fraction: float) -> int:
+    """Gradient workers a layer: max(1, fraction x world size).
+
+    Raises:
+        ValueError: If that is not a whole number that divides the world size.
+    """
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(
+            f"grad_worker_fraction={fraction} is outside 0..1; use 1.0 (every rank preconditions "
+            f"every layer) or 0.0 (one rank a layer)"
+        )
+    workers = max(1.0, fraction * world_size)
+    whole = round(workers)
+    if abs(workers - whole) > 1e-6 or world_size % whole:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        choices = ", ".join(f"{n / world_size:.6g}" for n in divisors)
+        raise ValueError(
+            f"grad_worker_fraction={fraction:g} with {world_size} processes gives {workers:g} "
+            f"gradient workers, which does not divide them evenly; use one of {choices}"
+        )
+    return whole
+
+
+def solve_cost(groups: int, dim: int, cost: AssignmentCost) -> float:
+    """Cost of one factor: n³ for computation, n² for memory, times its groups."""
+    return float(groups * dim ** (3 if cost == "compute" else 2))
+
+
+def assign_layers(
+    layers: Sequence[LayerDims],
+    grid: Grid,
+    *,
+    cost: AssignmentCost = "compute",
+    colocate_factors: bool = True,
+) -> list[LayerAssignment]:
+    """Longest processing time first, over the rows, then over the ranks of the row.
+
+    Args:
+        layers: In an order that all ranks share.
+        grid: The ranks.
+        cost: What is balanced.
+        colocate_factors: One rank decomposes both factors of a layer; otherwise each factor goes to
+            the rank of the row with the least to do.
+
+    Returns:
+        One assignment a layer, in the order of ``layers``. Ties go to the lowest row and rank, so
+        that every rank arrives at the same answer.
+    """
+    a_costs = [solve_cost(layer.groups, layer.in_dim, cost) for layer in layers]
+    g_costs = [solve_cost(layer.groups, layer.out_dim, cost) for layer in layers]
+    order = sorted(range(len(layers)), key=lambda i: (-(a_costs[i] + g_costs[i]), i))
+    row_load = [0.0] * grid.rows
+    rank_load = [0.0] * (grid.rows * grid.columns)
+
+    def give(row: int, work: float) -> int:
+        rank = min(grid.row(row), key=lambda r: (rank_load[r], r))
+        rank_load[rank] += work
+        return rank
+
+    assignments: dict[int, LayerAssignment] = {}
+    for i in order:
+        row = min(range(grid.rows), key=lambda r: (row_load[r], r))
+        row_load[row] += a_costs[i] + g_costs[i]
+        if colocate_factors:
+            solver = give(row, a_costs[i] + g_costs[i])
+            assignments[i] = LayerAssignment(row, solver, solver)
+        elif a_costs[i] >= g_costs[i]:
+            a_solver = give(row, a_costs[i])
+            assignments[i] = LayerAssignment(row, a_solver, give(row, g_costs[i]))
+        else:
+            g_solver = give(row, g_costs[i])
+            assignments[i] = LayerAssignment(row, give(row, a_costs[i]), g_solver)
+    return [assignments[i] for i in range(len(layers))]

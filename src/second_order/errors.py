@@ -1,0 +1,24 @@
+"""The exceptions and warnings this package raises."""
+
+from __future__ import annotations
+
+__all__ = ["DecompositionError", "RankMismatchError", "SecondOrderError", "SecondOrderWarning"]
+
+
+class SecondOrderError(RuntimeError):
+    """Base class of the errors that a run can meet, as opposed to wrong arguments."""
+
+
+class DecompositionError(SecondOrderError):
+    """A layer's factors could not be decomposed ``max_consecutive_failures`` times in a row.
+
+    Raised on every rank at the same step.
+    """
+
+
+class RankMismatchError(SecondOrderError):
+    """The ranks of a process group built different models or options."""
+
+
+class SecondOrderWarning(UserWarning):
+    """Something was left to the base optimizer, dropped, or computed by a fallback."""

@@ -1,0 +1,274 @@
+"""One preconditioned layer: where its statistics, factors and inverse live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from second_order.kronecker.factors import KroneckerFactors, StagedStatistics
+from second_order.kronecker.layers import (
+    Approximation,
+    FactorShape,
+    factor_shape,
+    gradient_from_matrix,
+    gradient_to_matrix,
+    pair_statistics,
+    unsupported_reason,
+)
+from second_order.kronecker.solvers import Inverse
+
+__all__ = ["KroneckerBlock", "LeftToBase", "StatisticsCollector", "find_blocks"]
+
+
+class KroneckerBlock:
+    """A weight, the bias that goes with it, and the curvature of the two.
+
+    Attributes:
+        names: Names of the modules that share the weight, one for most layers.
+        modules: Those modules.
+        weight: The shared weight.
+        bias: The bias in the optimizer's care, or None.
+        factors: Running averages; None before the first statistic or checkpoint.
+        staged: Statistics since the last step.
+        inverse: Held by the layer's gradient workers once it is solved.
+        solved: Whether its gradient workers, whichever they are, hold an inverse.
+        failures: Refreshes in a row that gave no sound decomposition.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        modules: Sequence[nn.Module],
+        bias: nn.Parameter | None,
+        factor_dtype: torch.dtype,
+        triangular: bool,
+    ) -> None:
+        self.names = list(names)
+        self.modules = list(modules)
+        self.weight = cast(nn.Parameter, modules[0].weight)
+        self.bias = bias
+        self._factor_dtype = factor_dtype
+        self._triangular = triangular
+        self.inverse: Inverse | None = None
+        self.solved = False
+        self.failures = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.shape: FactorShape = factor_shape(self.modules[0], self.trains_bias)
+        self.staged = StagedStatistics(self.shape, self.weight.device, self._factor_dtype)
+        self.factors: KroneckerFactors | None = None
+        self.drop_inverse()
+
+    @property
+    def name(self) -> str:
+        """The layer's name, for messages."""
+        return " = ".join(self.names)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the weight asks for a gradient now."""
+        return self.weight.requires_grad
+
+    @property
+    def trains_bias(self) -> bool:
+        """Whether A has the homogeneous coordinate now."""
+        return self.bias is not None and self.bias.requires_grad
+
+    def follow_requires_grad(self) -> None:
+        """Start anew if the bias was frozen or unfrozen, or the layer moved: A has another size."""
+        moved = self.weight.device != self.staged.device
+        if moved or factor_shape(self.modules[0], self.trains_bias) != self.shape:
+            self._reset()
+
+    def ensure_factors(self) -> KroneckerFactors:
+        """The running averages, made on first use."""
+        if self.factors is None:
+            self.factors = KroneckerFactors.zeros(
+                self.shape, self.weight.device, self._factor_dtype, self._triangular
+            )
+        return self.factors
+
+    def load_factors(self, a: Tensor, g: Tensor, weight: Tensor) -> None:
+        """Take over saved factors, stored as triangles or not, whatever their dtype.
+
+        Raises:
+            ValueError: If their sizes are not this layer's.
+        """
+        self.check_factors(a, g)
+        self.factors = None
+        factors = self.ensure_factors()
+        saved = KroneckerFactors(self.shape, a, g, weight)
+        full_a, full_g = saved.matrices(a.dtype)
+        factors.a.copy_(a if saved.triangular == factors.triangular else factors.store(full_a))
+        factors.g.copy_(g if saved.triangular == factors.triangular else factors.store(full_g))
+        factors.weight.copy_(weight)
+
+    def check_factors(self, a: Tensor, g: Tensor) -> None:
+        """Raise ValueError unless saved factors have this layer's sizes."""
+        for factor, dim, letter in ((a, self.shape.in_dim, "A"), (g, self.shape.out_dim, "G")):
+            full = (self.shape.groups, dim, dim)
+            triangle = (self.shape.groups, dim * (dim + 1) // 2)
+            if tuple(factor.shape) not in (full, triangle):
+                raise ValueError(
+                    f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
+                    f"{tuple(factor.shape)}, the model needs {full} or, as a triangle, {triangle}; "
+                    f"load it into the model that it was saved from"
+                )
+
+    def drop_inverse(self) -> None:
+        """Forget the inverse: the layer runs on its base gradient until it is solved again."""
+        self.inverse = None
+        self.solved = False
+
+    def gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient as a new matrix ``(groups, out, in)``; None if the weight has none."""
+        if self.weight.grad is None:
+            return None
+        bias = None
+        if self.trains_bias:
+            assert self.bias is not None
+            bias = torch.zeros_like(self.bias) if self.bias.grad is None else self.bias.grad
+        return gradient_to_matrix(self.weight.grad, bias, self.shape, dtype)
+
+    def write_gradient(self, matrix: Tensor) -> None:
+        """Put a preconditioned matrix where the gradient was, in place."""
+        assert self.weight.grad is not None
+        bias = self.bias.grad if self.trains_bias and self.bias is not None else None
+        if bias is None and self.trains_bias:
+            matrix = matrix[..., :-1]
+        gradient_from_matrix(matrix, self.weight.grad, bias)
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the running averages on this process."""
+        return 0 if self.factors is None else self.factors.nbytes
+
+    @property
+    def inverse_bytes(self) -> int:
+        """Bytes of the inverse on this process."""
+        return 0 if self.inverse is None else self.inverse.nbytes
+
+
+@dataclass(frozen=True)
+class LeftToBase:
+    """Parameters that the base optimizer trains alone, and why."""
+
+    name: str
+    kind: str
+    reason: str
+    parameters: int
+
+
+@dataclass
+class StatisticsCollector:
+    """Turns captured pairs into staged statistics.
+
+    Attributes:
+        approximation: "expand" or "reduce".
+        factor_dtype: Statistics are formed in this dtype, or float32 if that is wider.
+        mean_reduction: Whether the captured gradients are of a mean over the loss's terms.
+        gradient_scale: A further factor of the captured gradients, asked for at every pair.
+    """
+
+    approximation: Approximation
+    factor_dtype: torch.dtype
+    mean_reduction: bool
+    gradient_scale: Callable[[Tensor], Tensor | float]
+    blocks: dict[nn.Module, KroneckerBlock] = field(default_factory=dict)
+
+    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
+        """Add one pair to its layer's staged statistics."""
+        block = self.blocks.get(module)
+        if block is None:
+            return
+        block.follow_requires_grad()
+        pair = pair_statistics(
+            module,
+            x,
+            d,
+            bias=block.trains_bias,
+            approximation=self.approximation,
+            dtype=self.factor_dtype,
+        )
+        terms = pair.terms if self.mean_reduction else 1
+        block.staged.add(pair, self.gradient_scale(d) * terms, pass_id)
+
+
+def find_blocks(
+    model: nn.Module,
+    owned: set[int],
+    skip: Iterable[str],
+    known: dict[int, KroneckerBlock],
+    factor_dtype: torch.dtype,
+    triangular: bool,
+) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
+    """Sort the model's modules into blocks and what is left to the base.
+
+    Args:
+        model: The user's module, unwrapped.
+        owned: ``id`` of every parameter in the optimizer's groups.
+        skip: Patterns (shell style) of module names or class names to leave to the base.
+        known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
+        factor_dtype: For new blocks.
+        triangular: For new blocks.
+
+    Returns:
+        The blocks in the order of the model's modules, and the rest.
+    """
+    patterns = list(skip)
+    sharing: dict[int, list[tuple[str, nn.Module]]] = {}
+    left: list[LeftToBase] = []
+
+    def leave(name: str, module: nn.Module, reason: str, count: int) -> None:
+        left.append(LeftToBase(name or "(model)", type(module).__name__, reason, count))
+
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) in owned]
+        if not own:
+            continue
+        count = sum(p.numel() for p in own)
+        skipped = [p for p in patterns if _matches(p, name, module)]
+        reason = f"skip_layers: {skipped[0]!r}" if skipped else unsupported_reason(module)
+        weight = module._parameters.get("weight")
+        if reason is None and (weight is None or id(weight) not in owned):
+            reason = "its weight is not in the optimizer's groups"
+        if reason is not None:
+            leave(name, module, reason, count)
+        if weight is not None and id(weight) in owned:
+            sharing.setdefault(id(weight), []).append((name, module))
+
+    rejected = {row.name for row in left}
+    blocks: list[KroneckerBlock] = []
+    for key, members in sharing.items():
+        names = [name for name, _ in members]
+        modules = [module for _, module in members]
+        if any((name or "(model)") in rejected for name in names):
+            if len(members) > 1:
+                for name, module in members:
+                    if (name or "(model)") not in rejected:
+                        size = cast(Tensor, module.weight).numel()
+                        leave(name, module, "its weight is tied to a module left to the base", size)
+            continue
+        biases = [module._parameters.get("bias") for module in modules]
+        shapes = {(type(m), cast(Tensor, m.weight).shape) for m in modules}
+        if len({id(b) for b in biases}) > 1 or len(shapes) > 1:
+            for name, module in members:
+                size = cast(Tensor, module.weight).numel()
+                leave(name, module, "tied weights with separate biases or types", size)
+            continue
+        bias = biases[0] if biases[0] is not None and id(biases[0]) in owned else None
+        block = known.get(key)
+        if block is None or block.modules != modules or block.bias is not bias:
+            block = KroneckerBlock(names, modules, bias, factor_dtype, triangular)
+        blocks.append(block)
+    return blocks, left
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)

@@ -1,0 +1,210 @@
+"""Pairs of (layer input, gradient of the layer's output), caught as they come into being.
+
+The gradient is taken by a hook on the output *tensor*. A hook on the module's backward would wrap
+the output in a view and break in-place activations; the tensor hook sees the gradient with respect
+to the value the layer produced, whatever happens to that tensor afterwards, and it fires once however
+often a checkpointed forward is repeated. A pair exists only when its gradient arrives: a forward that
+never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing behind.
+
+The input is kept the way autograd keeps its own inputs, through the saved-tensor hooks in force, so
+activation checkpointing and offloading keep their memory savings.
+
+Hook functions live at module level and find their :class:`Capture` through weak references: a pickled
+or deep-copied model takes no optimizer along, and its copies capture nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Capture", "PairConsumer"]
+
+Sampler = Callable[[Any, int], Tensor]
+
+
+class PairConsumer(Protocol):
+    """Whoever turns pairs into statistics."""
+
+    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
+        """Take one pair; calls with the same ``pass_id`` belong to one backward pass."""
+
+
+class _SavedInput(torch.autograd.Function):
+    """A node beside the graph whose only purpose is to hold one saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("this node is not part of any graph")
+
+
+def _save(x: Tensor) -> Any:
+    anchor = torch.empty(0, requires_grad=True)
+    return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
+
+
+_captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
+_captures = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.disable
+def _forward_hook(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    for capture in tuple(_captures.get(module, ())):
+        capture._observe(module, args[0] if args else kwargs["input"], output)
+
+
+@torch.compiler.disable
+def _root_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    for capture in tuple(_captures.get(module, ())):
+        capture._enter_root(module)
+
+
+@torch.compiler.disable
+def _root_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    for capture in tuple(_captures.get(module, ())):
+        capture._leave_root(module, output)
+
+
+def _gradient_hook(
+    capture: weakref.ref[Capture], module: nn.Module, saved: Any, gradient: Tensor
+) -> None:
+    alive = capture()
+    if alive is not None:
+        # The task id names the backward pass that is running.
+        pass_id = torch._C._current_graph_task_id()
+        alive._emit(module, saved.saved_tensors[0], gradient, pass_id)
+
+
+def _remove_handles(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+class Capture:
+    """Watches a set of layers and hands their pairs to a consumer.
+
+    Args:
+        consumer: Receives every pair, under ``no_grad`` and without autocast.
+        sampler: For the sampled Fisher: ``sampler(model_output, call)`` draws labels from the
+            model's output and returns the summed negative log-likelihood. The pairs then carry that
+            loss's gradients, taken as soon as the root module's forward returns, and no parameter's
+            ``.grad`` is touched. None: the gradients of the user's own backward.
+
+    Attributes:
+        enabled: Pairs are captured only while this is True.
+        root_calls: How often the root returned an output that labels were drawn from.
+    """
+
+    def __init__(self, consumer: PairConsumer, sampler: Sampler | None = None) -> None:
+        self.enabled = True
+        self.root_calls = 0
+        self._consumer = consumer
+        self._sampler = sampler
+        self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._root: weakref.ref[nn.Module] | None = None
+        self._inside_root = False
+        self._pending: list[tuple[nn.Module, Tensor, GradientEdge]] = []
+        self._handles: list[RemovableHandle] = []
+        self._finalizer = weakref.finalize(self, _remove_handles, self._handles)
+
+    def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Watch exactly these layers; what was watched before is let go."""
+        self.detach()
+        layers = list(layers)
+        for module in layers:
+            self._register(module)
+            _drop_hook(module._forward_hooks, _forward_hook)
+            handle = module.register_forward_hook(_forward_hook, with_kwargs=True)
+            self._handles.append(handle)
+        self._observed = weakref.WeakSet(layers)
+        if self._sampler is not None:
+            self._root = weakref.ref(root)
+            self._register(root)
+            _drop_hook(root._forward_pre_hooks, _root_pre_hook)
+            _drop_hook(root._forward_hooks, _root_hook)
+            self._handles.append(root.register_forward_pre_hook(_root_pre_hook))
+            self._handles.append(root.register_forward_hook(_root_hook))
+
+    def detach(self) -> None:
+        """Remove every hook and forget pairs in flight."""
+        for module in [*self._observed, *([self._root()] if self._root else [])]:
+            if module is not None and module in _captures:
+                _captures[module].discard(self)
+        _remove_handles(self._handles)
+        self._observed = weakref.WeakSet()
+        self._root = None
+        self._pending.clear()
+
+    def _register(self, module: nn.Module) -> None:
+        _captures.setdefault(module, weakref.WeakSet()).add(self)
+
+    def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
+        if not (
+            self.enabled
+            and module in self._observed
+            and torch.is_grad_enabled()
+            and isinstance(x, Tensor)
+            and isinstance(output, Tensor)
+            and output.requires_grad
+            and cast(Tensor, module.weight).requires_grad
+        ):
+            return
+        if self._sampler is None:
+            hook = partial(_gradient_hook, weakref.ref(self), module, _save(x))
+            output.register_hook(hook)
+        elif self._inside_root:
+            # The edge, not the tensor: an in-place activation moves the tensor to a later node.
+            self._pending.append((module, x.detach(), get_gradient_edge(output)))
+
+    def _enter_root(self, module: nn.Module) -> None:
+        if self._root is not None and module is self._root():
+            self._pending.clear()
+            self._inside_root = True
+
+    def _leave_root(self, module: nn.Module, output: Any) -> None:
+        if self._root is None or module is not self._root():
+            return
+        self._inside_root = False
+        pending, self._pending = self._pending, []
+        if not pending or self._sampler is None:
+            return
+        with torch.autocast(_device_type(pending[0][1]), enabled=False):
+            loss = self._sampler(output, self.root_calls)
+        gradients = torch.autograd.grad(
+            loss, [edge for _, _, edge in pending], retain_graph=True, allow_unused=True
+        )
+        for (layer, x, _), gradient in zip(pending, gradients, strict=True):
+            if gradient is not None:
+                self._emit(layer, x, gradient, self.root_calls)
+        self.root_calls += 1
+
+    def _emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
+        with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
+            self._consumer.consume(module, x, d.detach(), pass_id)
+
+
+def _device_type(tensor: Tensor) -> str:
+    return tensor.device.type
+
+
+def _drop_hook(hooks: dict[int, Any], function: Callable[..., Any]) -> None:
+    """Remove what a deep copy of a watched module brought along.
+
+    One hook per module serves every capture, so that re-registering moves it, never doubles it.
+    """
+    for key in [k for k, hook in hooks.items() if hook is function]:
+        del hooks[key]

@@ -1,0 +1,39 @@
+"""The norm constraint on a preconditioned step (Pauloski et al. 2022, 5.1; Ba et al. 2017, eq. 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["kl_clip_coefficient"]
+
+
+def kl_clip_coefficient(
+    preconditioned: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    learning_rates: Sequence[float | Tensor],
+    kl_clip: float,
+) -> Tensor:
+    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), the sum over all preconditioned layers.
+
+    lr² Σ P·∇ estimates the KL divergence between the model before and after the step; ν bounds it by
+    κ. A layer whose product is not finite does not count, so that it spoils no other.
+
+    Args:
+        preconditioned: P of each layer, any shapes.
+        gradients: ∇ of each layer, shapes as in ``preconditioned``.
+        learning_rates: Of each layer's parameter group, at this step.
+        kl_clip: κ.
+
+    Returns:
+        A scalar on the layers' device; nothing waits for it.
+    """
+    terms = [
+        torch.linalg.vecdot(p.flatten(), g.flatten()).abs() * lr**2
+        for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True)
+    ]
+    products = torch.stack([term.to(terms[0].device, terms[0].dtype) for term in terms])
+    total = torch.where(torch.isfinite(products), products, 0.0).sum()
+    return torch.sqrt(kl_clip / total).clamp(max=1.0)

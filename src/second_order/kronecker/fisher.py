@@ -1,0 +1,89 @@
+"""Labels drawn from the model's own predictive distribution, for the sampled Fisher.
+
+The Fisher takes its expectation over the model's labels, the empirical Fisher over the data's
+(Martens & Grosse 2015, section 2). The losses here are summed, not averaged, so that the gradient
+with respect to one example's output is that of the example's own loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["LIKELIHOODS", "Likelihood", "sampled_loss"]
+
+Likelihood: TypeAlias = (
+    Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
+)
+
+
+def _categorical(output: Tensor, generator: torch.Generator) -> Tensor:
+    logits = output.reshape(-1, output.shape[-1])
+    with torch.no_grad():
+        labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def _bernoulli(output: Tensor, generator: torch.Generator) -> Tensor:
+    with torch.no_grad():
+        labels = torch.bernoulli(output.sigmoid(), generator=generator)
+    return F.binary_cross_entropy_with_logits(output, labels, reduction="sum")
+
+
+def _gaussian(output: Tensor, generator: torch.Generator) -> Tensor:
+    with torch.no_grad():
+        noise = torch.empty_like(output).normal_(generator=generator)
+        labels = output + noise
+    return 0.5 * (output - labels).square().sum()
+
+
+LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "categorical": _categorical,
+    "bernoulli": _bernoulli,
+    "gaussian": _gaussian,
+}
+
+
+def _logits(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
+        return output["logits"]
+    if isinstance(getattr(output, "logits", None), Tensor):
+        return output.logits
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    raise TypeError(
+        f"fisher='sampled' found no tensor of logits in the model's output of type "
+        f"{type(output).__name__}; pass likelihood= a callable that takes the output, draws labels "
+        f"from it and returns their summed negative log-likelihood"
+    )
+
+
+def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
+    """Summed negative log-likelihood of labels drawn from the model's output.
+
+    Args:
+        output: The model's output. For the named likelihoods a tensor, a mapping or object with
+            ``logits``, or a tuple whose first entry is the tensor. "categorical": logits, classes on
+            the last dimension; "bernoulli": logits of any shape; "gaussian": means, unit variance.
+        likelihood: A name, or a callable ``output -> loss`` that does its own drawing.
+        seed: Labels depend on this alone; the global random state is left as it is.
+
+    Returns:
+        A scalar with a graph back to ``output``.
+
+    Raises:
+        TypeError: If no tensor can be found in the output.
+    """
+    if callable(likelihood):
+        return likelihood(output)
+    tensor = _logits(output)
+    # Half precision logits make poor distributions, and float32 costs nothing here.
+    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    return LIKELIHOODS[likelihood](tensor, generator)

@@ -1,0 +1,201 @@
+"""How each module type turns (input, gradient of the output) into Kronecker statistics.
+
+A layer computes s = W a, with a the input and, where the layer has a bias, a 1 appended. All factors
+carry a leading dimension of groups (1 except for grouped convolutions), so that every layer is the
+same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out, out)`` and the gradient is
+``(groups, out, in)``.
+
+Sources: Martens & Grosse 2015 (Linear), Grosse & Martens 2016, eq. 30-35 (convolutions, KFC),
+Eschenhagen et al. 2023 (expand and reduce), Ba et al. 2017, appendix A (reduce for convolutions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from second_order.kronecker.patches import Convolution, extract_patches
+
+__all__ = [
+    "Approximation",
+    "FactorShape",
+    "PairStatistics",
+    "factor_shape",
+    "gradient_from_matrix",
+    "gradient_to_matrix",
+    "pair_statistics",
+    "unsupported_reason",
+]
+
+Approximation: TypeAlias = Literal["expand", "reduce"]
+
+
+@dataclass(frozen=True)
+class FactorShape:
+    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``."""
+
+    groups: int
+    in_dim: int
+    out_dim: int
+
+
+@dataclass(frozen=True)
+class PairStatistics:
+    """Sums over one captured pair.
+
+    Attributes:
+        a: Shape ``(groups, in, in)``; ``a / examples`` is this pair's estimate of A.
+        g: Shape ``(groups, out, out)``; ``g * terms**2 / examples`` is the estimate of G when the
+            loss is a mean over its terms, ``g / examples`` when it is a sum.
+        examples: What the sums are divided by.
+        terms: How many terms the captured gradient was averaged over.
+    """
+
+    a: Tensor
+    g: Tensor
+    examples: int
+    terms: int
+
+
+def _gram(x: Tensor, homogeneous: bool) -> Tensor:
+    """Sum of the outer products of the rows of ``x``, batched.
+
+    Args:
+        x: Shape ``(groups, rows, dim)``.
+        homogeneous: Append a 1 to every row, without a copy of the rows.
+
+    Returns:
+        Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``.
+    """
+    groups, rows, dim = x.shape
+    if not homogeneous:
+        return x.mT @ x
+    gram = x.new_empty(groups, dim + 1, dim + 1)
+    torch.matmul(x.mT, x, out=gram[:, :dim, :dim])
+    column = x.sum(1)
+    gram[:, :dim, dim] = column
+    gram[:, dim, :dim] = column
+    gram[:, dim, dim] = rows
+    return gram
+
+
+def _linear_statistics(
+    module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
+) -> PairStatistics:
+    if approximation == "reduce" and x.dim() > 2:
+        x = x.flatten(1, -2).mean(1)
+        d = d.flatten(1, -2).sum(1)
+    x = x.reshape(1, -1, x.shape[-1])
+    d = d.reshape(1, -1, d.shape[-1])
+    rows = x.shape[1]
+    return PairStatistics(_gram(x, bias), _gram(d, False), examples=rows, terms=rows)
+
+
+def _conv_statistics(
+    module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
+) -> PairStatistics:
+    conv = cast(Convolution, module)
+    dims = len(conv.kernel_size)
+    if x.dim() == dims + 1:  # a single example without a batch dimension
+        x, d = x.unsqueeze(0), d.unsqueeze(0)
+    examples = x.shape[0]
+    patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
+    d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
+    locations = d.shape[-1]
+    if approximation == "reduce":
+        spatial = tuple(range(3 + dims, 3 + 2 * dims))
+        rows_x = patches.mean(spatial).flatten(2).transpose(0, 1)
+        rows_d = d.sum(-1).transpose(0, 1)
+        return PairStatistics(_gram(rows_x, bias), _gram(rows_d, False), examples, examples)
+    # (groups, N, output, C / groups * kernel): the one copy that the product needs.
+    order = (1, 0, *range(3 + dims, 3 + 2 * dims), 2, *range(3, 3 + dims))
+    rows_x = patches.permute(order).reshape(conv.groups, examples * locations, -1)
+    rows_d = d.permute(1, 0, 3, 2).reshape(conv.groups, examples * locations, -1)
+    g = _gram(rows_d, False).div_(locations)
+    return PairStatistics(_gram(rows_x, bias), g, examples, examples)
+
+
+_Statistics: TypeAlias = Callable[
+    [nn.Module, Tensor, Tensor, bool, Approximation], PairStatistics
+]
+_REGISTRY: dict[type[nn.Module], _Statistics] = {
+    nn.Linear: _linear_statistics,
+    nn.Conv1d: _conv_statistics,
+    nn.Conv2d: _conv_statistics,
+    nn.Conv3d: _conv_statistics,
+}
+
+
+def _registered_type(module: nn.Module) -> type[nn.Module] | None:
+    return next((kind for kind in _REGISTRY if isinstance(module, kind)), None)
+
+
+def unsupported_reason(module: nn.Module) -> str | None:
+    """Why a module with parameters of its own cannot be preconditioned; None if it can."""
+    kind = _registered_type(module)
+    if kind is None:
+        return f"{type(module).__name__} has no Kronecker factors here"
+    if type(module).forward is not kind.forward:
+        return f"{type(module).__name__} overrides {kind.__name__}.forward"
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed (parametrization, weight norm or pruning)"
+    if isinstance(module._parameters["weight"], nn.parameter.UninitializedParameter):
+        return "its weight is not initialised yet: run one forward before making the optimizer"
+    return None
+
+
+def factor_shape(module: nn.Module, bias: bool) -> FactorShape:
+    """Sizes of a supported module's factors, with or without the homogeneous coordinate."""
+    weight = cast(Tensor, module.weight)
+    groups = cast(int, getattr(module, "groups", 1))
+    return FactorShape(groups, weight[0].numel() + int(bias), weight.shape[0] // groups)
+
+
+def pair_statistics(
+    module: nn.Module,
+    x: Tensor,
+    d: Tensor,
+    *,
+    bias: bool,
+    approximation: Approximation,
+    dtype: torch.dtype,
+) -> PairStatistics:
+    """Statistics of one captured pair.
+
+    Args:
+        module: A supported layer.
+        x: The layer's input.
+        d: The gradient with respect to the layer's output, same leading shape as the output.
+        bias: Whether the homogeneous coordinate belongs to A.
+        approximation: How dimensions that share the weight are treated (Eschenhagen et al. 2023).
+        dtype: The sums are formed in this dtype, never in a narrower one than float32.
+    """
+    kind = _registered_type(module)
+    assert kind is not None
+    dtype = torch.promote_types(dtype, torch.float32)
+    return _REGISTRY[kind](module, x.to(dtype), d.to(dtype), bias, approximation)
+
+
+def gradient_to_matrix(
+    weight: Tensor, bias: Tensor | None, shape: FactorShape, dtype: torch.dtype
+) -> Tensor:
+    """Gradients of weight and bias as one new matrix of shape ``(groups, out, in)``."""
+    groups, out = shape.groups, shape.out_dim
+    matrix = torch.empty(groups, out, shape.in_dim, dtype=dtype, device=weight.device)
+    if bias is None:
+        return matrix.copy_(weight.reshape(groups, out, -1))
+    matrix[..., :-1].copy_(weight.reshape(groups, out, -1))
+    matrix[..., -1].copy_(bias.reshape(groups, out))
+    return matrix
+
+
+def gradient_from_matrix(matrix: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Write a matrix of :func:`gradient_to_matrix` back into the gradients, in place."""
+    if bias is not None:
+        bias.copy_(matrix[..., -1].reshape(bias.shape))
+        matrix = matrix[..., :-1]
+    weight.copy_(matrix.reshape(weight.shape))

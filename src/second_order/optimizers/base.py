@@ -1,0 +1,395 @@
+"""The contract of a ``torch.optim`` optimizer that wraps another.
+
+    loss = closure()                   once, first, with gradients enabled
+    gradients <- mean over processes   unless DistributedDataParallel has done it
+    gradients <- curvature⁻¹ gradients in place, what a subclass adds
+    base.step()                        the wrapped optimizer, on the same groups and state
+
+Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer sees as
+its whole state for p, and ``"curvature"``, which belongs to the subclass.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order.distributed.collectives import PendingReduction, World
+from second_order.errors import SecondOrderWarning
+from second_order.optimizers.options import check_base, check_choice, split_base_keywords
+
+__all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
+
+ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
+State: TypeAlias = defaultdict[Tensor, dict[str, Any]]
+
+BASE, CURVATURE = "base", "curvature"
+
+
+class _BaseState(MutableMapping[Tensor, dict[str, Any]]):
+    """``state[p]["base"]`` as a mapping of its own: all that the base optimizer sees."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __getitem__(self, p: Tensor) -> dict[str, Any]:
+        part: dict[str, Any] = self._state[p].setdefault(BASE, {})
+        return part
+
+    def __setitem__(self, p: Tensor, value: dict[str, Any]) -> None:
+        self._state[p][BASE] = value
+
+    def __delitem__(self, p: Tensor) -> None:
+        del self._state[p][BASE]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for p, parts in self._state.items() if BASE in parts)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, p: object) -> bool:
+        return p in self._state and BASE in self._state[p]  # type: ignore[index]
+
+
+class _PendingAverage:
+    """Gradients on their way to their mean over the processes."""
+
+    def __init__(self, params: list[Tensor], world: World) -> None:
+        self._world = world
+        self._params = params
+        self._missing = [p for p in params if p.grad is None]
+        self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        for gradient in self._gradients:
+            if gradient.is_sparse:
+                raise TypeError(
+                    "a sparse gradient cannot be averaged in buckets; use sparse=False in the "
+                    "embedding, or wrap the model in DistributedDataParallel"
+                )
+        device = params[0].device
+        # A gradient that is None everywhere stays None, as it would for the base alone.
+        self._present = torch.tensor([p.grad is not None for p in params]).float().to(device)
+        self._work: PendingReduction = world.start_sum([*self._gradients, self._present])
+
+    def wait(self) -> None:
+        self._work.wait()
+        torch._foreach_div_(self._gradients, float(self._world.size))
+        if self._missing:
+            for p, g, n in zip(self._params, self._gradients, self._present.tolist(), strict=True):
+                if p.grad is None and n > 0:
+                    p.grad = g
+
+
+class SecondOrderOptimizer(torch.optim.Optimizer):
+    """Base class: everything a wrapper of ``torch.optim`` owes its surroundings.
+
+    Subclasses set up their own parts, call :meth:`_finish_construction`, and implement
+    :meth:`_transform_gradients`.
+
+    Args:
+        params_or_model: A module, whose trainable parameters are optimized, or parameters or groups.
+        model: The module, where ``params_or_model`` is not one.
+        base: Class of the first-order optimizer.
+        base_kwargs: Its keyword arguments.
+        own_keywords: Names of the subclass's options, for messages.
+        gradient_averaging: "auto": average gradients over the processes unless the model is wrapped in
+            DistributedDataParallel; True or False: always or never.
+        grad_scaler: The GradScaler that scales the loss, if one does.
+        process_group: The processes to work with; None for the default group.
+
+    Raises:
+        TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
+        ValueError: For a value outside its bounds.
+    """
+
+    def __init__(
+        self,
+        params_or_model: ParamsOrModel,
+        *,
+        model: nn.Module | None,
+        base: type[torch.optim.Optimizer],
+        base_kwargs: dict[str, Any],
+        own_keywords: Iterable[str],
+        gradient_averaging: str | bool,
+        grad_scaler: Any,
+        process_group: Any,
+    ) -> None:
+        name = type(self).__name__
+        check_base(base, SecondOrderOptimizer)
+        split_base_keywords(base, own_keywords, base_kwargs)
+        check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
+        if isinstance(params_or_model, nn.Module):
+            if model is not None and model is not params_or_model:
+                raise TypeError(f"{name} got two models; pass the model once")
+            model = params_or_model
+            groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        elif model is None:
+            raise TypeError(
+                f"{name} needs the model to see its layers; write "
+                f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
+            )
+        else:
+            groups = list(params_or_model)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r} is not a torch.nn.Module")
+
+        self._model, self._under_ddp = _look_through(model)
+        self._world = World(process_group)
+        self._averages = (
+            self._world.size > 1 and not self._under_ddp
+            if gradient_averaging == "auto"
+            else bool(gradient_averaging) and self._world.size > 1
+        )
+        self._grad_scaler = grad_scaler
+        _check_scaler(grad_scaler, self._averages, self._world.size)
+        self._warned: set[str] = set()
+        self._steps = 0
+        self._constructed = False
+
+        self._base = base([_shallow(g) for g in groups], **base_kwargs)
+        super().__init__([_shallow(g) for g in groups], dict(self._base.defaults))
+        self._bind_base()
+
+    def _finish_construction(self, description: list[str]) -> None:
+        """Agree with the other processes, and start from the same parameters.
+
+        Raises:
+            RankMismatchError: On every rank, if descriptions or parameters' shapes differ.
+        """
+        shapes = [
+            f"{name}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+            for name, p in self._model.named_parameters()
+        ]
+        self._world.require_equal([*shapes, *description], "models or options")
+        if self._averages:
+            with torch.no_grad():
+                tensors = [*self._model.parameters(), *self._model.buffers()]
+                self._world.broadcast_from_first(tensors)
+        self._constructed = True
+
+    # ---------------------------------------------------------------- what subclasses implement
+
+    def _transform_gradients(self, average: Callable[[], None]) -> None:
+        """Replace ``p.grad`` in place by the preconditioned gradient.
+
+        Args:
+            average: Waits until gradients are the mean over the processes; call it once, before
+                gradients are read.
+        """
+        raise NotImplementedError
+
+    def _replan(self) -> None:
+        """Parameters or groups have changed: look at the model again."""
+
+    def _nothing_captured(self) -> bool:
+        """Whether no statistic has arrived since the last step."""
+        return True
+
+    def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The ``"curvature"`` part of each parameter that has one; tensors are shared, not copied."""
+        return {}
+
+    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        """Take over the ``"curvature"`` parts of a checkpoint, in the dtypes they were saved in."""
+
+    def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
+
+    # ------------------------------------------------------------------------------- stepping
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._initialises_state():
+            self._share_state()
+            self._base_step()
+            return loss
+        average = self._start_averaging()
+        self._transform_gradients(average)
+        self._base_step()
+        self._steps += 1
+        if self._steps == 1:
+            self._share_state()
+        return loss
+
+    def _initialises_state(self) -> bool:
+        """Whether this is the empty step by which checkpointing code brings state into being.
+
+        ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients. Such a
+        step must move no counter and start no collective, since one rank alone may take it.
+        """
+        return (
+            not self.state
+            and self._steps == 0
+            and all(float(group["lr"]) == 0.0 for group in self.param_groups)
+            and self._nothing_captured()
+            and not any(
+                bool(p.grad.count_nonzero())
+                for group in self.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            )
+        )
+
+    def _start_averaging(self) -> Callable[[], None]:
+        if not self._averages:
+            return lambda: None
+        params = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        return _PendingAverage(params, self._world).wait
+
+    def _base_step(self) -> None:
+        """Step the base without the hooks that this optimizer's own step already runs."""
+        step = type(self._base).step
+        while getattr(step, "hooked", False):
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        step(self._base)
+
+    def _share_state(self) -> None:
+        """Show counters and curvature in ``state``, where checkpoints look."""
+        parts = self._curvature_state()
+        for group in self.param_groups:
+            for p in group["params"]:
+                part = self.state[p].setdefault(CURVATURE, {})
+                part.update(parts.get(p, {}))
+                part["steps"] = self._steps
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and with them what else the last backward left."""
+        super().zero_grad(set_to_none)
+
+    # ------------------------------------------------------------------- groups and checkpoints
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its layers are planned from the next step on."""
+        super().add_param_group(param_group)
+        if self.__dict__.get("_constructed"):
+            self._replan()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as primitives and tensors, as ``torch.load`` accepts with its defaults."""
+        if self.state:
+            self._share_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer, or one of its base alone.
+
+        A checkpoint written by any number of processes loads on any other. Inverses are not in it:
+        they are recomputed at the next step. The state of the base optimizer alone is taken as the
+        base's part, and curvature starts anew.
+
+        Raises:
+            ValueError: If the groups or a layer's factors do not fit; nothing has changed then.
+        """
+        parts = {k: _with_parts(v) for k, v in state_dict["state"].items()}
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        # Loading casts floating state to the parameter's dtype, so curvature goes around it.
+        saved = {
+            p: parts[i].get(CURVATURE, {})
+            for i, p in zip(ids, params, strict=False)
+            if i in parts
+        }
+        self._check_curvature(saved)
+        base_parts = {k: {BASE: v.get(BASE, {})} for k, v in parts.items()}
+        super().load_state_dict({**state_dict, "state": base_parts})
+        self._steps = max((int(part.get("steps", 0)) for part in saved.values()), default=0)
+        self._bind_base()
+        self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
+        self._adopt_curvature(saved)
+        self._share_state()
+
+    def _bind_base(self) -> None:
+        """Let the base work on the very groups and state of this optimizer."""
+        self._base.param_groups = self.param_groups
+        self._base.state = _BaseState(self.state)  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("step", None)  # a scheduler's patch, bound to this instance
+        state["_base"] = (type(self._base), self._base.defaults)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_base" not in state:  # called by load_state_dict with state and groups alone
+            super().__setstate__(state)
+            return
+        base_class, base_defaults = state.pop("_base")
+        super().__setstate__(state)
+        self._base = base_class.__new__(base_class)
+        torch.optim.Optimizer.__setstate__(
+            self._base,
+            {"defaults": base_defaults, "state": {}, "param_groups": self.param_groups},
+        )
+        self._bind_base()
+        self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
+
+    # ------------------------------------------------------------------------------ odds and ends
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, SecondOrderWarning, stacklevel=4)
+
+
+def _shallow(group: Any) -> Any:
+    return copy.copy(group) if isinstance(group, dict) else group
+
+
+def _with_parts(entry: dict[str, Any]) -> dict[str, Any]:
+    if set(entry) <= {BASE, CURVATURE}:
+        return entry
+    return {BASE: dict(entry)}
+
+
+def _look_through(model: nn.Module) -> tuple[nn.Module, bool]:
+    """The user's own module inside wrappers, and whether one of them averages gradients."""
+    under_ddp = False
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model, under_ddp = model.module, True
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            break
+    for name, p in model.named_parameters():
+        if type(p.data).__name__ == "DTensor":
+            raise TypeError(
+                f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is not "
+                f"supported; use DistributedDataParallel, or build the optimizer on an unsharded "
+                f"model"
+            )
+    return model, under_ddp
+
+
+def _check_scaler(scaler: Any, averages: bool, world_size: int) -> None:
+    if scaler is None:
+        return
+    if not callable(getattr(scaler, "scale", None)):
+        raise TypeError(f"grad_scaler={scaler!r} has no scale(); pass a torch.amp.GradScaler")
+    synchronised = type(scaler).__name__ == "ShardedGradScaler"
+    if averages and scaler.is_enabled() and not synchronised:
+        raise ValueError(
+            f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
+            f"{world_size} processes: an overflow on one process would skip step() there alone and "
+            f"leave the others waiting; wrap the model in DistributedDataParallel, or use "
+            f"torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+        )

@@ -1,0 +1,596 @@
+"""The K-FAC step that every system with Kronecker factors takes.
+
+    every factor_update_steps   A, G <- running averages of the statistics of this step's passes
+    every inv_update_steps      damped inverse of A ⊗ G, layer by layer
+    every step                  P = (A ⊗ G + γ)⁻¹ ∇,  ν = min(1, sqrt(κ / Σ lr² |P·∇|)),  ∇ <- ν P
+
+Which rank does which part, and how results travel, is for the subclass to say.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from second_order.errors import DecompositionError, SecondOrderWarning
+from second_order.kronecker.block import (
+    KroneckerBlock,
+    LeftToBase,
+    StatisticsCollector,
+    find_blocks,
+)
+from second_order.kronecker.capture import Capture
+from second_order.kronecker.clip import kl_clip_coefficient
+from second_order.kronecker.fisher import LIKELIHOODS, Likelihood, sampled_loss
+from second_order.kronecker.layers import Approximation
+from second_order.kronecker.solvers import SOLVERS, Decomposition, SolverName, decompose_batched
+from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.options import (
+    Interval,
+    Schedule,
+    check_choice,
+    check_interval,
+    check_number,
+    value_at,
+)
+from second_order.report import LayerRow, Summary
+
+__all__ = ["KFACOptimizer", "KFACOptions"]
+
+FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KFACOptions:
+    """The options of :class:`KFACOptimizer`, checked; meanings as in the optimizers' docstrings."""
+
+    damping: Schedule
+    factor_decay: Schedule
+    kl_clip: Schedule | None
+    solver: SolverName
+    factor_update_steps: Interval
+    inv_update_steps: Interval
+    fisher: str
+    likelihood: Likelihood
+    kfac_approx: Approximation
+    symmetry_aware: bool
+    skip_layers: tuple[str, ...]
+    accumulation_steps: int
+    loss_reduction: str
+    factor_dtype: torch.dtype
+    inv_dtype: torch.dtype
+    max_consecutive_failures: int
+
+    def __post_init__(self) -> None:
+        if not callable(self.damping):
+            check_number("damping", self.damping, low=0.0, open_high=True, remedy="try 0.1")
+        if not callable(self.factor_decay):
+            _check_decay(self.factor_decay)
+        if self.kl_clip is not None and not callable(self.kl_clip):
+            _check_clip(self.kl_clip)
+        check_choice("solver", self.solver, SOLVERS)
+        check_interval("factor_update_steps", self.factor_update_steps)
+        check_interval("inv_update_steps", self.inv_update_steps)
+        check_choice("fisher", self.fisher, ("empirical", "sampled"))
+        if not callable(self.likelihood):
+            check_choice("likelihood", self.likelihood, LIKELIHOODS)
+        check_choice("kfac_approx", self.kfac_approx, ("expand", "reduce"))
+        if isinstance(self.skip_layers, str) or not all(
+            isinstance(p, str) for p in self.skip_layers
+        ):
+            raise TypeError(
+                f"skip_layers={self.skip_layers!r} is not a sequence of patterns; "
+                f"write skip_layers=['head', 'decoder.*']"
+            )
+        check_interval("accumulation_steps", self.accumulation_steps)
+        if callable(self.accumulation_steps):
+            raise TypeError("accumulation_steps is a number of micro-batches, not a callable")
+        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        for name in ("factor_dtype", "inv_dtype"):
+            if getattr(self, name) not in FACTOR_DTYPES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not one of float32, float64 and bfloat16 "
+                    f"(float16 overflows at 65504); use torch.float32"
+                )
+        check_interval("max_consecutive_failures", self.max_consecutive_failures)
+
+
+def _check_decay(value: float) -> None:
+    check_number(
+        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="0.95 is the usual value"
+    )
+
+
+def _check_clip(value: float) -> None:
+    check_number(
+        "kl_clip", value, low=0.0, open_low=True, remedy="use a positive number, or None for no clip"
+    )
+
+
+class KFACOptimizer(SecondOrderOptimizer):
+    """What KAISA and its relatives share: layers, statistics, refreshes, the preconditioned step.
+
+    A subclass places the work by implementing the methods under "Placement".
+    """
+
+    def __init__(
+        self,
+        params_or_model: ParamsOrModel,
+        *,
+        model: nn.Module | None,
+        base: type[torch.optim.Optimizer],
+        base_kwargs: dict[str, Any],
+        own_keywords: Iterable[str],
+        options: KFACOptions,
+        gradient_averaging: str | bool,
+        grad_scaler: Any,
+        process_group: Any,
+    ) -> None:
+        self._options = options
+        self._solver = SOLVERS[options.solver]
+        super().__init__(
+            params_or_model,
+            model=model,
+            base=base,
+            base_kwargs=base_kwargs,
+            own_keywords=own_keywords,
+            gradient_averaging=gradient_averaging,
+            grad_scaler=grad_scaler,
+            process_group=process_group,
+        )
+        self._blocks: list[KroneckerBlock] = []
+        self._left: list[LeftToBase] = []
+        self._solve_needed = False
+        self._find_blocks()
+        self._finish_construction([f"options: {self._described_options()}"])
+
+    def _described_options(self) -> str:
+        shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
+        return f"{type(self._base).__name__} {shown}"
+
+    # ------------------------------------------------------------------------------- the layers
+
+    def _find_blocks(self) -> None:
+        owned = {id(p) for group in self.param_groups for p in group["params"]}
+        known = {id(block.weight): block for block in self._blocks}
+        self._blocks, self._left = find_blocks(
+            self._model,
+            owned,
+            self._options.skip_layers,
+            known,
+            self._options.factor_dtype,
+            self._options.symmetry_aware,
+        )
+        self._group_index = {
+            id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]
+        }
+        self._signature: tuple[Any, ...] = ()
+        self._active: list[KroneckerBlock] = []
+        self._connect_capture()
+        self._follow_requires_grad()
+        if self._left:
+            names = ", ".join(f"{row.name} ({row.kind})" for row in self._left[:20])
+            more = f" and {len(self._left) - 20} more" if len(self._left) > 20 else ""
+            self._warn_once(
+                f"left:{names}",
+                f"trained by {type(self._base).__name__} alone, without curvature: {names}{more}; "
+                f"summary() tells why",
+            )
+
+    def _connect_capture(self) -> None:
+        options = self._options
+        sampled = options.fisher == "sampled"
+        collector = StatisticsCollector(
+            options.kfac_approx,
+            options.factor_dtype,
+            mean_reduction=not sampled and options.loss_reduction == "mean",
+            gradient_scale=_GradientScale(
+                1 if sampled else options.accumulation_steps,
+                None if sampled else self._grad_scaler,
+            ),
+            blocks={module: block for block in self._blocks for module in block.modules},
+        )
+        sampler = _LabelSampler(options.likelihood, self._world.rank) if sampled else None
+        self._capture = Capture(collector, sampler)
+        self._capture.attach(self._model, collector.blocks)
+        self._sampler = sampler
+        self._gate_capture()
+
+    def _gate_capture(self) -> None:
+        """Capture during the coming passes only if the coming step wants statistics."""
+        self._capture.enabled = self._due(self._options.factor_update_steps)
+        if self._sampler is not None:
+            self._sampler.step = self._steps
+
+    def _follow_requires_grad(self) -> None:
+        """Plan anew when layers were frozen or unfrozen since the last step."""
+        for block in self._blocks:
+            block.follow_requires_grad()
+        signature = tuple((block.trainable, block.shape) for block in self._blocks)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        self._active = [block for block in self._blocks if block.trainable]
+        self._place(self._active)
+        for block in self._blocks:
+            block.drop_inverse()
+        self._solve_needed = True
+
+    def _replan(self) -> None:
+        self._find_blocks()
+
+    def close(self) -> None:
+        """Remove every hook from the model; the optimizer goes on as its base alone."""
+        self._capture.detach()
+        self._blocks, self._active, self._signature = [], [], ()
+
+    # ------------------------------------------------------------- Placement: for the subclass
+
+    def _place(self, blocks: Sequence[KroneckerBlock]) -> None:
+        """Decide who works on which of these layers; the same answer on every rank."""
+        raise NotImplementedError
+
+    def _solves(self, index: int) -> tuple[bool, bool]:
+        """Whether this rank decomposes A and G of an active layer."""
+        raise NotImplementedError
+
+    def _preconditions(self, index: int) -> bool:
+        """Whether this rank preconditions an active layer's gradient."""
+        raise NotImplementedError
+
+    def _computed_by(self, index: int) -> str:
+        """Who works on an active layer, for :meth:`summary`."""
+        raise NotImplementedError
+
+    def _exchange_statistics(self, sums: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Add the layers' ``(A, G, examples)`` over the ranks that contribute, in place."""
+        raise NotImplementedError
+
+    def _exchange_decompositions(
+        self, mine: dict[tuple[int, str], Decomposition], ready: Sequence[int]
+    ) -> dict[tuple[int, str], Decomposition]:
+        """Give every gradient worker the decompositions of its layers.
+
+        Args:
+            mine: What this rank decomposed, by (layer, "A" or "G"); failed ones are absent.
+            ready: Active layers that were to be solved, the same on every rank.
+        """
+        raise NotImplementedError
+
+    def _exchange_gradients(self, mine: dict[int, Tensor], solved: Sequence[int]) -> dict[int, Tensor]:
+        """Give every rank the preconditioned gradients of all ``solved`` layers."""
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------------------- the step
+
+    def _due(self, interval: Interval) -> bool:
+        every = value_at(interval, self._steps)
+        check_interval("an interval's callable", every)
+        return self._steps % int(every) == 0
+
+    def _nothing_captured(self) -> bool:
+        return all(block.staged.empty for block in self._blocks)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and drop the statistics of backward passes already completed."""
+        super().zero_grad(set_to_none)
+        for block in self.__dict__.get("_blocks", ()):
+            if not block.staged.empty:
+                block.staged.clear()
+
+    def _transform_gradients(self, average: Callable[[], None]) -> None:
+        self._follow_requires_grad()
+        if self._due(self._options.factor_update_steps):
+            with record_function("second_order.statistics"):
+                self._update_factors()
+        if self._solve_needed or self._due(self._options.inv_update_steps):
+            with record_function("second_order.solve"):
+                self._refresh_inverses()
+        with record_function("second_order.average_gradients"):
+            average()
+        with record_function("second_order.precondition"):
+            self._precondition_gradients()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step: statistics and inverses where due, then the base on preconditioned gradients.
+
+        Args:
+            closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            DecompositionError: On every rank, if a layer's factors could not be decomposed
+                ``max_consecutive_failures`` refreshes in a row.
+        """
+        loss = super().step(closure)
+        self._gate_capture()
+        return loss
+
+    def _update_factors(self) -> None:
+        """Running averages take in the statistics of all ranks, weighted by their examples."""
+        decay = value_at(self._options.factor_decay, self._steps)
+        _check_decay(decay)
+        sums = []
+        for block in self._active:
+            factors = block.ensure_factors()
+            a, g, examples = block.staged.sums()
+            sums.append((factors.store(a), factors.store(g), examples))
+        self._exchange_statistics(sums)
+        for block, (a, g, examples) in zip(self._active, sums, strict=True):
+            block.ensure_factors().update(a, g, examples, decay)
+            block.staged.clear()
+
+    def _refresh_inverses(self) -> None:
+        """Decompose this rank's share, exchange, and agree on what failed."""
+        ready = self._layers_with_factors()
+        damping = self._damping(ready)
+        mine, reason = self._decompose_mine(ready, damping)
+        failed = torch.zeros(len(self._active), device=self._device())
+        for i in ready:
+            due = {w for w, ours in zip("AG", self._solves(i), strict=True) if ours}
+            if any((i, which) not in mine for which in due):
+                failed[i] = 1.0
+        agreement = self._world.start_sum([failed])
+        received = self._exchange_decompositions(mine, ready)
+        agreement.wait()
+        hopeless = []
+        for i, bad in zip(ready, failed[ready].tolist(), strict=True):
+            block = self._active[i]
+            if bad:
+                block.failures += 1
+                self._warn_failure(block, reason)
+                if block.failures >= self._options.max_consecutive_failures:
+                    hopeless.append(block.name)
+                continue
+            block.failures = 0
+            block.solved = True
+            if self._preconditions(i):
+                block.inverse = self._solver.combine(
+                    received[i, "A"], received[i, "G"], damping, self._options.inv_dtype
+                )
+        self._solve_needed = False
+        if hopeless:
+            raise DecompositionError(
+                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
+                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
+                f"float64; raise damping, lower lr, or name them in skip_layers"
+            )
+
+    def _decompose_mine(
+        self, ready: Sequence[int], damping: float
+    ) -> tuple[dict[tuple[int, str], Decomposition], str]:
+        """This rank's decompositions; an exception here must not part it from the others."""
+        keys: list[tuple[int, str]] = []
+        matrices: list[Tensor] = []
+        options = self._options
+        dtype = torch.promote_types(options.factor_dtype, options.inv_dtype)
+        dtype = torch.promote_types(dtype, torch.float32)
+        try:
+            for i in ready:
+                solves = self._solves(i)
+                if not any(solves):
+                    continue
+                a, g = self._solver.damp(*self._active[i].ensure_factors().matrices(dtype), damping)
+                for which, matrix, ours in zip("AG", (a, g), solves, strict=True):
+                    if ours:
+                        keys.append((i, which))
+                        matrices.append(matrix)
+            results = decompose_batched(self._solver, matrices)
+        except Exception as error:
+            return {}, f" ({type(error).__name__}: {error})"
+        found = zip(keys, results, strict=True)
+        return {key: result for key, result in found if result is not None}, ""
+
+    def _layers_with_factors(self) -> list[int]:
+        """Active layers that have seen a statistic; the others are named once."""
+        if not self._active:
+            return []
+        weights = torch.stack([block.ensure_factors().weight for block in self._active])
+        present = (weights > 0).tolist()
+        absent = [b.name for b, seen in zip(self._active, present, strict=True) if not seen]
+        if len(absent) == len(self._active):
+            self._warn_once("no statistics", self._no_statistics_message())
+        elif absent:
+            self._warn_once(
+                f"absent:{absent}",
+                f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
+                f"call these modules, or their outputs do not reach the loss; the base optimizer "
+                f"trains them until it does",
+            )
+        return [i for i, seen in enumerate(present) if seen]
+
+    def _no_statistics_message(self) -> str:
+        cause = (
+            "make the optimizer before torch.compile's first run, since hooks added later never fire"
+        )
+        if self._options.fisher == "sampled":
+            cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
+        return (
+            f"no layer gave statistics: {type(self).__name__} now does no more than "
+            f"{type(self._base).__name__}; {cause}"
+        )
+
+    def _warn_failure(self, block: KroneckerBlock, reason: str) -> None:
+        kept = "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
+        self._warn_once(
+            f"failed:{block.name}",
+            f"the factors of layer {block.name!r} could not be decomposed at step {self._steps}"
+            f"{reason}; {kept} until a refresh succeeds",
+        )
+
+    def _damping(self, ready: Sequence[int]) -> float:
+        damping = value_at(self._options.damping, self._steps)
+        check_number("damping", damping, low=0.0, open_high=True, remedy="try 0.1")
+        return float(damping)
+
+    def _precondition_gradients(self) -> None:
+        """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""
+        solved = [i for i, block in enumerate(self._active) if block.solved]
+        gradients: dict[int, Tensor] = {}
+        mine: dict[int, Tensor] = {}
+        for i in solved:
+            block = self._active[i]
+            gradient = block.gradient(block.weight.dtype)
+            if gradient is not None:
+                gradients[i] = gradient
+            if self._preconditions(i):
+                mine[i] = self._apply_inverse(block, gradient)
+        results = self._exchange_gradients(mine, solved)
+        if not gradients:
+            return
+        indices = list(gradients)
+        coefficient = self._clip([results[i] for i in indices], list(gradients.values()), indices)
+        for i in indices:
+            result = results[i]
+            if coefficient is not None:
+                result = result.mul_(coefficient.to(result.device, result.dtype))
+            self._active[i].write_gradient(result)
+
+    def _apply_inverse(self, block: KroneckerBlock, gradient: Tensor | None) -> Tensor:
+        shape = block.shape
+        if gradient is None:  # nobody has one, but the others expect a message of this size
+            size = (shape.groups, shape.out_dim, shape.in_dim)
+            return torch.zeros(size, dtype=block.weight.dtype, device=block.weight.device)
+        assert block.inverse is not None
+        return block.inverse.precondition(gradient.to(self._options.inv_dtype)).to(gradient.dtype)
+
+    def _clip(
+        self, results: list[Tensor], gradients: list[Tensor], indices: list[int]
+    ) -> Tensor | None:
+        kl_clip = value_at(self._options.kl_clip, self._steps)
+        if kl_clip is None:
+            return None
+        _check_clip(kl_clip)
+        rates = [
+            self.param_groups[self._group_index[id(self._active[i].weight)]]["lr"] for i in indices
+        ]
+        return kl_clip_coefficient(results, gradients, rates, kl_clip)
+
+    def _device(self) -> torch.device:
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    # ------------------------------------------------------------------------ state and summary
+
+    def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
+        parts: dict[Tensor, dict[str, Any]] = {}
+        for block in self._active:
+            factors = block.ensure_factors()
+            parts[block.weight] = {
+                "A": factors.a,
+                "G": factors.g,
+                "average_weight": factors.weight,
+            }
+        return parts
+
+    def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        for block in self._blocks:
+            part = saved.get(block.weight, {})
+            if "A" in part:
+                block.check_factors(part["A"], part["G"])
+
+    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        for block in self._blocks:
+            part = saved.get(block.weight, {})
+            block.staged.clear()
+            block.factors = None
+            block.drop_inverse()
+            if "A" in part:
+                block.load_factors(part["A"], part["G"], torch.as_tensor(part["average_weight"]))
+        self._solve_needed = True
+        self._gate_capture()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_capture")
+        state.pop("_sampler")
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_options" in state:
+            self._group_index = {
+                id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]
+            }
+            self._connect_capture()
+
+    def summary(self) -> Summary:
+        """A table of every layer: its factors and their bytes, who computes what, what the base has.
+
+        Bytes are those of this process. Reading it waits for the device.
+        """
+        rows = []
+        for block in self._blocks:
+            shape = block.shape
+            count = block.weight.numel() + (block.bias.numel() if block.trains_bias else 0)  # type: ignore[union-attr]
+            groups = f"{shape.groups} x " if shape.groups > 1 else ""
+            rows.append(
+                LayerRow(
+                    name=block.name,
+                    kind=type(block.modules[0]).__name__,
+                    parameters=count,
+                    status="preconditioned" if block.trainable else "frozen",
+                    detail=f"{groups}A {shape.in_dim}², G {shape.out_dim}²",
+                    computed_by=self._computed_by(self._active.index(block))
+                    if block.trainable
+                    else "",
+                    factor_bytes=block.factor_bytes,
+                    inverse_bytes=block.inverse_bytes,
+                )
+            )
+        for left in self._left:
+            rows.append(LayerRow(left.name, left.kind, left.parameters, "base", left.reason))
+        group = self.param_groups[0]
+        title = (
+            f"{type(self).__name__} over {type(self._base).__name__}, lr {group['lr']}, "
+            f"{self._options.solver}, {self._world.size} process"
+            f"{'es' if self._world.size > 1 else ''}, step {self._steps}"
+        )
+        return Summary(
+            title,
+            rows,
+            dropped=sum(int(block.staged.dropped) for block in self._blocks),
+            failed=sum(block.failures > 0 for block in self._blocks),
+        )
+
+
+class _GradientScale:
+    """What captured gradients are multiplied by, besides the number of the loss's terms."""
+
+    def __init__(self, accumulation_steps: int, scaler: Any) -> None:
+        self._accumulation_steps = accumulation_steps
+        self._scaler = scaler
+
+    def __call__(self, gradient: Tensor) -> Tensor | float:
+        if self._scaler is None or not self._scaler.is_enabled():
+            return float(self._accumulation_steps)
+        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
+        one = torch.ones((), dtype=torch.float32, device=gradient.device)
+        scale: Tensor = self._scaler.scale(one)
+        return self._accumulation_steps / scale
+
+
+class _LabelSampler:
+    """Draws labels whose seed is a function of the step, the pass and the rank alone."""
+
+    def __init__(self, likelihood: Likelihood, rank: int) -> None:
+        self.step = 0
+        self._likelihood = likelihood
+        self._rank = rank
+        self._last = (0, 0)
+
+    def __call__(self, output: Any, call: int) -> Tensor:
+        step, first_call = self._last
+        if step != self.step:
+            self._last = (self.step, call)
+            first_call = call
+        seed = hash((self.step, call - first_call, self._rank)) % 2**63
+        return sampled_loss(output, self._likelihood, seed)

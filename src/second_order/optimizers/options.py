@@ -1,0 +1,109 @@
+"""Keywords of the optimizers: which are whose, and whether their values make sense."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = [
+    "Interval",
+    "Schedule",
+    "check_base",
+    "check_choice",
+    "check_interval",
+    "check_number",
+    "split_base_keywords",
+    "value_at",
+]
+
+Schedule: TypeAlias = float | Callable[[int], float]
+Interval: TypeAlias = int | Callable[[int], int]
+
+
+def check_base(base: Any, own_class: type) -> None:
+    """Raise unless ``base`` is an optimizer class that a preconditioned gradient can be given to."""
+    if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
+        raise TypeError(
+            f"base={base!r} is not an optimizer class; pass the class itself, "
+            f"as in base=torch.optim.SGD, and its arguments as keywords"
+        )
+    if issubclass(base, own_class):
+        raise TypeError(f"base={base.__name__} is a second-order optimizer; use a first-order one")
+    if issubclass(base, torch.optim.LBFGS):
+        raise TypeError("base=LBFGS evaluates its closure many times a step; use SGD or Adam")
+
+
+def split_base_keywords(base: type, ours: Iterable[str], keywords: Mapping[str, Any]) -> None:
+    """Raise unless every keyword is in the signature of ``base``.
+
+    Raises:
+        TypeError: Naming the closest known keyword, of ours or of the base's.
+    """
+    parameters = inspect.signature(base).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = {name for name in parameters if name not in ("params", "self")}
+    for name in keywords:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, sorted(known | set(ours)), n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TypeError(
+            f"unknown keyword {name!r}: neither an option here nor one of {base.__name__}{hint}"
+        )
+    if keywords.get("differentiable"):
+        raise ValueError(
+            "differentiable=True is not supported: the preconditioner is not differentiated "
+            "through; leave it out"
+        )
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = float("inf"),
+    open_low: bool = False,
+    open_high: bool = False,
+    remedy: str,
+) -> None:
+    """Raise ValueError unless a number lies between its bounds."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number:
+        raise TypeError(f"{name}={value!r} is not a number; {remedy}")
+    inside = (value > low if open_low else value >= low) and (
+        value < high if open_high else value <= high
+    )
+    if not inside or (value == float("inf") and open_high):
+        left, right = "(" if open_low else "[", ")" if open_high else "]"
+        raise ValueError(f"{name}={value} is outside {left}{low:g}, {high:g}{right}; {remedy}")
+
+
+def check_interval(name: str, value: Any) -> None:
+    """Raise unless a number of steps is a whole number of at least 1, or a callable."""
+    if callable(value):
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number of steps; use 1 for every step")
+    if value < 1:
+        raise ValueError(f"{name}={value} is below 1; use 1 for every step, 10 for every tenth")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    choices = list(choices)
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        listed = ", ".join(repr(c) for c in choices)
+        raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
+
+
+def value_at(option: Any, step: int) -> Any:
+    """An option's value at a step, be it a constant or a callable of the step."""
+    return option(step) if callable(option) else option

@@ -1,0 +1,106 @@
+"""What an optimizer does with each layer, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["LayerRow", "Summary"]
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One line of the table.
+
+    Attributes:
+        name: The module's name.
+        kind: The module's class.
+        parameters: How many parameters the line stands for.
+        status: "preconditioned", "base", or "frozen".
+        detail: Sizes of the factors, or why the base has it.
+        computed_by: Ranks that decompose and that precondition.
+        factor_bytes: On this process.
+        inverse_bytes: On this process.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    status: str
+    detail: str
+    computed_by: str = ""
+    factor_bytes: int = 0
+    inverse_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table of every layer; ``print`` it, or read its rows.
+
+    Attributes:
+        title: The optimizer, its base and its world.
+        rows: One a layer.
+        dropped: Statistics dropped so far on this process because they were not finite.
+        failed: Decompositions that gave no sound result, over the last refreshes in a row.
+    """
+
+    title: str
+    rows: Sequence[LayerRow]
+    dropped: int = 0
+    failed: int = 0
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of running averages on this process."""
+        return sum(row.factor_bytes for row in self.rows)
+
+    @property
+    def inverse_bytes(self) -> int:
+        """Bytes of inverses on this process."""
+        return sum(row.inverse_bytes for row in self.rows)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of second-order state on this process."""
+        return self.factor_bytes + self.inverse_bytes
+
+    @property
+    def preconditioned_share(self) -> float:
+        """Share of the optimizer's parameters that are preconditioned, 0 to 1."""
+        total = sum(row.parameters for row in self.rows)
+        ours = sum(row.parameters for row in self.rows if row.status == "preconditioned")
+        return ours / total if total else 0.0
+
+    def __str__(self) -> str:
+        header = ("layer", "type", "parameters", "status", "factors / reason", "ranks", "KiB")
+        table = [header]
+        for row in self.rows:
+            size = (row.factor_bytes + row.inverse_bytes) / 1024
+            table.append(
+                (
+                    row.name,
+                    row.kind,
+                    f"{row.parameters:,}",
+                    row.status,
+                    row.detail,
+                    row.computed_by,
+                    f"{size:,.1f}" if size else "",
+                )
+            )
+        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+        right = {2, 6}
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i in right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in table
+        ]
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        lines.append(
+            f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
+            f"of this process: factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
+            f"{self.inverse_bytes / 2**20:.2f} MiB"
+        )
+        lines.append(f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}")
+        return "\n".join([self.title, *lines])
