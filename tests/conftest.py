@@ -1,0 +1,116 @@
+"""Fixtures and settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+import random
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import hypothesis
+import pytest
+import torch
+from pool import Launch, TorchRun, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# "ci" gives the same examples in every run; "thorough" looks for new ones.
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=5, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+class _TorchRandom:
+    """Lets hypothesis seed torch for each example, as it does `random` and numpy."""
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+_TORCH_RANDOM = _TorchRandom()  # hypothesis keeps a weak reference only
+hypothesis.register_random(_TORCH_RANDOM)
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test starts from the same random state."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Persistent gloo ranks: `world.run(function, world_size, *args)`; see `pool.World`."""
+    world = World()
+    yield world
+    world.close()
+
+
+class Launcher(Protocol):
+    """`launch(script, nproc, *args, environment=None)`."""
+
+    def __call__(self, script: str | Path, nproc: int, *args: object, **options: Any) -> Launch: ...
+
+
+class TorchRunner(Protocol):
+    """`torchrun(script, nproc, *args, max_restarts=0, environment=None)`."""
+
+    def __call__(
+        self, script: str | Path, nproc: int, *args: object, **options: Any
+    ) -> TorchRun: ...
+
+
+def _path(script: str | Path, directory: Path) -> Path:
+    """Of a script given as a path, or as its text."""
+    if isinstance(script, Path):
+        return script
+    path = directory / "script.py"
+    path.write_text(textwrap.dedent(script))
+    return path
+
+
+@pytest.fixture
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Separate processes, one a rank, that the test may kill; see `pool.Launch`."""
+    started: list[Launch] = []
+
+    def start(script: str | Path, nproc: int, *args: object, **options: Any) -> Launch:
+        directory = tmp_path_factory.mktemp("launch")
+        started.append(
+            Launch(_path(script, directory), nproc, *args, directory=directory, **options)
+        )
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.close()
+
+
+@pytest.fixture
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchRunner]:
+    """A script under `torchrun`, agent and restarts included; see `pool.TorchRun`."""
+    started: list[TorchRun] = []
+
+    def start(script: str | Path, nproc: int, *args: object, **options: Any) -> TorchRun:
+        directory = tmp_path_factory.mktemp("torchrun")
+        started.append(
+            TorchRun(_path(script, directory), nproc, *args, directory=directory, **options)
+        )
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.close()
