@@ -102,5 +102,7 @@ class Summary:
             f"of this process: factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
             f"{self.inverse_bytes / 2**20:.2f} MiB"
         )
-        lines.append(f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}")
+        lines.append(
+            f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}"
+        )
         return "\n".join([self.title, *lines])

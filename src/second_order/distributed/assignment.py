@@ -1,4 +1,4 @@
-"""Which rank solves and preconditions which layer: pure functions of (costs, world size, options)."""
+"""Which rank solves and preconditions which layer: pure functions of costs and world size."""
 
 from __future__ import annotations
 

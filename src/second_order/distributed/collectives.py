@@ -1,4 +1,4 @@
-"""A handful of bucketed collectives over ``torch.distributed``; with one process they return at once.
+"""A handful of bucketed collectives; with one process they return at once.
 
 Whatever a layer has to say travels in a flat buffer with everybody else's, so that the number of
 collectives does not grow with the number of layers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from second_order.kronecker.layers import (
 )
 from second_order.kronecker.solvers import Inverse
 
-__all__ = ["KroneckerBlock", "LeftToBase", "StatisticsCollector", "find_blocks"]
+__all__ = ["GradientScale", "KroneckerBlock", "LeftToBase", "StatisticsCollector", "find_blocks"]
 
 
 class KroneckerBlock:
@@ -163,6 +163,23 @@ class LeftToBase:
     kind: str
     reason: str
     parameters: int
+
+
+class GradientScale:
+    """What captured gradients are multiplied by, besides the number of the loss's terms."""
+
+    def __init__(self, accumulation_steps: int, scaler: Any) -> None:
+        self._accumulation_steps = accumulation_steps
+        self._scaler = scaler
+
+    def __call__(self, gradient: Tensor) -> Tensor | float:
+        """The factor, as a number or as a scalar on the gradient's device."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return float(self._accumulation_steps)
+        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
+        one = torch.ones((), dtype=torch.float32, device=gradient.device)
+        scale: Tensor = self._scaler.scale(one)
+        return self._accumulation_steps / scale
 
 
 @dataclass

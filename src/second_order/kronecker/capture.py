@@ -2,15 +2,15 @@
 
 The gradient is taken by a hook on the output *tensor*. A hook on the module's backward would wrap
 the output in a view and break in-place activations; the tensor hook sees the gradient with respect
-to the value the layer produced, whatever happens to that tensor afterwards, and it fires once however
-often a checkpointed forward is repeated. A pair exists only when its gradient arrives: a forward that
-never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing behind.
+to the value the layer produced, whatever happens to that tensor afterwards, and it fires once
+however often a checkpointed forward is repeated. A pair exists only when its gradient arrives: a
+forward that never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing.
 
 The input is kept the way autograd keeps its own inputs, through the saved-tensor hooks in force, so
 activation checkpointing and offloading keep their memory savings.
 
-Hook functions live at module level and find their :class:`Capture` through weak references: a pickled
-or deep-copied model takes no optimizer along, and its copies capture nothing.
+Hook functions live at module level and find their :class:`Capture` through weak references: a
+pickled or deep-copied model takes no optimizer along, and its copies capture nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +55,14 @@ def _save(x: Tensor) -> Any:
     return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
 
 
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
+_eager = cast(Callable[[_Hook], _Hook], torch.compiler.disable)
+
 _captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
 _captures = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.disable
+@_eager
 def _forward_hook(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
@@ -67,13 +70,13 @@ def _forward_hook(
         capture._observe(module, args[0] if args else kwargs["input"], output)
 
 
-@torch.compiler.disable
+@_eager
 def _root_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
     for capture in tuple(_captures.get(module, ())):
         capture._enter_root(module)
 
 
-@torch.compiler.disable
+@_eager
 def _root_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     for capture in tuple(_captures.get(module, ())):
         capture._leave_root(module, output)

@@ -1,4 +1,7 @@
-"""The norm constraint on a preconditioned step (Pauloski et al. 2022, 5.1; Ba et al. 2017, eq. 14)."""
+"""The norm constraint on a preconditioned step.
+
+Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ def kl_clip_coefficient(
 ) -> Tensor:
     """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), the sum over all preconditioned layers.
 
-    lr² Σ P·∇ estimates the KL divergence between the model before and after the step; ν bounds it by
-    κ. A layer whose product is not finite does not count, so that it spoils no other.
+    lr² Σ P·∇ estimates the KL divergence between the model before and after the step; ν bounds it
+    by κ. A layer whose product is not finite does not count, so that it spoils no other.
 
     Args:
         preconditioned: P of each layer, any shapes.

@@ -16,6 +16,7 @@ from second_order.kronecker.layers import FactorShape, PairStatistics
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
+    packed_trace,
     unpack_upper_triangular,
 )
 
@@ -53,8 +54,8 @@ class StagedStatistics:
 
         Args:
             pair: Sums over the pair's examples.
-            gradient_scale: What the captured gradient is to be multiplied by to give the gradient of
-                one example's loss; G takes its square.
+            gradient_scale: What the captured gradient is to be multiplied by to give the gradient
+                of one example's loss; G takes its square.
             pass_id: The backward pass the pair came from.
         """
         a = pair.a
@@ -148,6 +149,17 @@ class KroneckerFactors:
             unpack_upper_triangular(a, self.shape.in_dim),
             unpack_upper_triangular(g, self.shape.out_dim),
         )
+
+    def mean_curvature(self) -> Tensor:
+        """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar."""
+        shape = self.shape
+        if self.triangular:
+            traces = packed_trace(self.a, shape.in_dim), packed_trace(self.g, shape.out_dim)
+        else:
+            a, g = (f.diagonal(dim1=-2, dim2=-1).sum(-1) for f in (self.a, self.g))
+            traces = a, g
+        mean_a, mean_g = traces[0] / shape.in_dim, traces[1] / shape.out_dim
+        return (mean_a * mean_g).mean()
 
     def to_dense(self) -> Tensor:
         """The curvature block G ⊗ A of the row-major gradient matrix.

@@ -8,30 +8,27 @@ with respect to one example's output is that of the example's own loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["LIKELIHOODS", "Likelihood", "sampled_loss"]
+__all__ = ["LIKELIHOODS", "LabelSampler", "Likelihood", "sampled_loss"]
 
-Likelihood: TypeAlias = (
-    Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
-)
+Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
 
 
 def _categorical(output: Tensor, generator: torch.Generator) -> Tensor:
     logits = output.reshape(-1, output.shape[-1])
     with torch.no_grad():
         labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
-    return F.cross_entropy(logits, labels, reduction="sum")
+    return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
 def _bernoulli(output: Tensor, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
         labels = torch.bernoulli(output.sigmoid(), generator=generator)
-    return F.binary_cross_entropy_with_logits(output, labels, reduction="sum")
+    return nn.functional.binary_cross_entropy_with_logits(output, labels, reduction="sum")
 
 
 def _gaussian(output: Tensor, generator: torch.Generator) -> Tensor:
@@ -52,9 +49,9 @@ def _logits(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
-        return output["logits"]
+        return cast(Tensor, output["logits"])
     if isinstance(getattr(output, "logits", None), Tensor):
-        return output.logits
+        return cast(Tensor, output.logits)
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0]
     raise TypeError(
@@ -69,8 +66,9 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
 
     Args:
         output: The model's output. For the named likelihoods a tensor, a mapping or object with
-            ``logits``, or a tuple whose first entry is the tensor. "categorical": logits, classes on
-            the last dimension; "bernoulli": logits of any shape; "gaussian": means, unit variance.
+            ``logits``, or a tuple whose first entry is the tensor. "categorical": logits, classes
+            on the last dimension; "bernoulli": logits of any shape; "gaussian": means, with unit
+            variance.
         likelihood: A name, or a callable ``output -> loss`` that does its own drawing.
         seed: Labels depend on this alone; the global random state is left as it is.
 
@@ -87,3 +85,26 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     generator = torch.Generator(tensor.device).manual_seed(seed)
     return LIKELIHOODS[likelihood](tensor, generator)
+
+
+class LabelSampler:
+    """Draws labels whose seed is a function of the step, the pass and the rank alone.
+
+    Attributes:
+        step: Set by the optimizer before the passes of a step.
+    """
+
+    def __init__(self, likelihood: Likelihood, rank: int) -> None:
+        self.step = 0
+        self._likelihood = likelihood
+        self._rank = rank
+        self._last = (0, 0)
+
+    def __call__(self, output: Any, call: int) -> Tensor:
+        """The loss on labels drawn for the ``call``-th pass since the beginning."""
+        step, first_call = self._last
+        if step != self.step:
+            self._last = (self.step, call)
+            first_call = call
+        seed = hash((self.step, call - first_call, self._rank)) % 2**63
+        return sampled_loss(output, self._likelihood, seed)

@@ -1,9 +1,9 @@
 """How each module type turns (input, gradient of the output) into Kronecker statistics.
 
-A layer computes s = W a, with a the input and, where the layer has a bias, a 1 appended. All factors
-carry a leading dimension of groups (1 except for grouped convolutions), so that every layer is the
-same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out, out)`` and the gradient is
-``(groups, out, in)``.
+A layer computes s = W a, with a the input and, where the layer has a bias, a 1 appended. All
+factors carry a leading dimension of groups (1 except for grouped convolutions), so that every
+layer is the same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out, out)`` and the
+gradient is ``(groups, out, in)``.
 
 Sources: Martens & Grosse 2015 (Linear), Grosse & Martens 2016, eq. 30-35 (convolutions, KFC),
 Eschenhagen et al. 2023 (expand and reduce), Ba et al. 2017, appendix A (reduce for convolutions).
@@ -119,9 +119,7 @@ def _conv_statistics(
     return PairStatistics(_gram(rows_x, bias), g, examples, examples)
 
 
-_Statistics: TypeAlias = Callable[
-    [nn.Module, Tensor, Tensor, bool, Approximation], PairStatistics
-]
+_Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, bool, Approximation], PairStatistics]
 _REGISTRY: dict[type[nn.Module], _Statistics] = {
     nn.Linear: _linear_statistics,
     nn.Conv1d: _conv_statistics,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 __all__ = ["Convolution", "extract_patches", "pad_input"]
@@ -29,7 +29,7 @@ def pad_input(x: Tensor, conv: Convolution) -> Tensor:
         return x
     flat = [amount for side in reversed(sides) for amount in side]
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    return F.pad(x, flat, mode=mode)
+    return nn.functional.pad(x, flat, mode=mode)
 
 
 def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
@@ -52,4 +52,4 @@ def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
     # (N, C, *output, *kernel) -> (N, C, *kernel, *output)
     output, kernel_dims = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
     x = x.permute(0, 1, *kernel_dims, *output)
-    return x.unflatten(1, (conv.groups, -1))
+    return torch.unflatten(x, 1, (conv.groups, -1))

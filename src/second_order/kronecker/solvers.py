@@ -16,6 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "SOLVERS",
+    "Damping",
     "Decomposition",
     "EigenInverse",
     "EigenSolver",
@@ -30,6 +31,7 @@ __all__ = [
 
 SolverName: TypeAlias = Literal["eigen", "inverse"]
 Decomposition: TypeAlias = tuple[Tensor, ...]
+Damping: TypeAlias = float | Tensor
 
 # Relative residual above which a float32 decomposition is taken again in float64. A sound one is
 # near 1e-6; a wrong one is near 1.
@@ -111,7 +113,7 @@ class FactoredInverse:
         return self.a_inverse.nbytes + self.g_inverse.nbytes
 
 
-def factored_damping(a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def factored_damping(a: Tensor, g: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
     """Split γ over two factors: (π √γ, √γ / π), π = sqrt((tr A / dim A) / (tr G / dim G)).
 
     This π minimises the bound on the error that the cross terms make (Martens & Grosse 2015, 6.3).
@@ -120,7 +122,7 @@ def factored_damping(a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tens
     Args:
         a: ``(groups, in, in)``.
         g: ``(groups, out, out)``.
-        damping: γ.
+        damping: γ, a number or a scalar.
 
     Returns:
         What is added to the diagonals of A and of G, both of shape ``(groups,)``.
@@ -133,7 +135,7 @@ def factored_damping(a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tens
 
 
 def _eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Eigenvectors and eigenvalues (clamped at 0) of ``(batch, n, n)``, and whether each is sound."""
+    """Eigenvectors and eigenvalues (at least 0) of ``(batch, n, n)``, and which are sound."""
     tiny = torch.finfo(matrix.dtype).tiny
     size = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).abs().clamp_min(tiny)[:, None, None]
     scaled = matrix / size
@@ -164,13 +166,15 @@ def _cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=(-2, -1))
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norm
 
 
 def _probe(matrix: Tensor) -> Tensor:
     """A fixed vector with no zero and no pattern, shape ``(n, 1)``."""
     steps = torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)
-    return torch.cos(steps * steps * 0.7).add_(1.5).unsqueeze(-1)
+    wave: Tensor = torch.cos(steps * steps * 0.7)
+    return wave.add_(1.5).unsqueeze(-1)
 
 
 class Solver(Protocol):
@@ -179,7 +183,7 @@ class Solver(Protocol):
     symmetric: bool
     """Whether the first tensor of a decomposition is symmetric, so that a triangle will do."""
 
-    def damp(self, a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    def damp(self, a: Tensor, g: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
         """The matrices to decompose, of the factors' shapes."""
 
     def decompose(self, matrix: Tensor) -> tuple[Decomposition, Tensor]:
@@ -189,7 +193,7 @@ class Solver(Protocol):
         """Shapes of a decomposition of a factor of shape ``(groups, dim, dim)``."""
 
     def combine(
-        self, a: Decomposition, g: Decomposition, damping: float, dtype: torch.dtype
+        self, a: Decomposition, g: Decomposition, damping: Damping, dtype: torch.dtype
     ) -> Inverse:
         """The layer's inverse, in ``dtype``, from the decompositions of its two factors."""
 
@@ -199,7 +203,7 @@ class EigenSolver:
 
     symmetric = False
 
-    def damp(self, a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    def damp(self, a: Tensor, g: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
         """The factors as they are."""
         return a, g
 
@@ -212,7 +216,7 @@ class EigenSolver:
         return (groups, dim, dim), (groups, dim)
 
     def combine(
-        self, a: Decomposition, g: Decomposition, damping: float, dtype: torch.dtype
+        self, a: Decomposition, g: Decomposition, damping: Damping, dtype: torch.dtype
     ) -> EigenInverse:
         """Form 1 / (v_G v_Aᵀ + γ) once, for all steps until the next refresh."""
         (q_a, v_a), (q_g, v_g) = a, g
@@ -225,7 +229,7 @@ class InverseSolver:
 
     symmetric = True
 
-    def damp(self, a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    def damp(self, a: Tensor, g: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
         """A + π √γ I and G + √γ/π I."""
         on_a, on_g = factored_damping(a, g, damping)
         damped_a, damped_g = a.clone(), g.clone()
@@ -242,7 +246,7 @@ class InverseSolver:
         return ((groups, dim, dim),)
 
     def combine(
-        self, a: Decomposition, g: Decomposition, damping: float, dtype: torch.dtype
+        self, a: Decomposition, g: Decomposition, damping: Damping, dtype: torch.dtype
     ) -> FactoredInverse:
         """Nothing is left to do."""
         return FactoredInverse(a[0].to(dtype), g[0].to(dtype))
@@ -251,9 +255,7 @@ class InverseSolver:
 SOLVERS: dict[str, Solver] = {"eigen": EigenSolver(), "inverse": InverseSolver()}
 
 
-def decompose_batched(
-    solver: Solver, matrices: Sequence[Tensor]
-) -> list[Decomposition | None]:
+def decompose_batched(solver: Solver, matrices: Sequence[Tensor]) -> list[Decomposition | None]:
     """Decompose many factors, those of one size, dtype and device together.
 
     Args:
@@ -261,8 +263,8 @@ def decompose_batched(
         matrices: Each of shape ``(groups, n, n)``, symmetric.
 
     Returns:
-        Per matrix its decomposition with leading ``groups``, or None if no rung of the ladder gave a
-        sound one for every group.
+        Per matrix its decomposition with leading ``groups``, or None if no rung of the ladder gave
+        a sound one for every group.
     """
     batches: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for index, matrix in enumerate(matrices):

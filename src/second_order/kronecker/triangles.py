@@ -13,7 +13,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["pack_upper_triangular", "packed_length", "unpack_upper_triangular"]
+__all__ = [
+    "pack_upper_triangular",
+    "packed_length",
+    "packed_trace",
+    "unpack_upper_triangular",
+]
 
 
 def packed_length(dim: int) -> int:
@@ -33,6 +38,14 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
     second[..., :m].copy_(matrix[..., h:, h:].tril())
     second[..., :h, 1:].add_(matrix[..., :h, :h].triu())
     return packed
+
+
+def packed_trace(packed: Tensor, dim: int) -> Tensor:
+    """Traces, shape ``(...)``, of packed matrices of shape ``(..., dim (dim + 1) / 2)``."""
+    h, m = dim // 2, dim - dim // 2
+    second = packed[..., h * m :].unflatten(-1, (m, h + 1))
+    lower = second[..., :m].diagonal(dim1=-2, dim2=-1).sum(-1)
+    return lower + second[..., :h, 1:].diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:

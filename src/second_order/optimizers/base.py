@@ -5,8 +5,8 @@
     gradients <- curvature⁻¹ gradients in place, what a subclass adds
     base.step()                        the wrapped optimizer, on the same groups and state
 
-Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer sees as
-its whole state for p, and ``"curvature"``, which belongs to the subclass.
+Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer
+sees as its whole state for p, and ``"curvature"``, which belongs to the subclass.
 """
 
 from __future__ import annotations
@@ -94,13 +94,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     :meth:`_transform_gradients`.
 
     Args:
-        params_or_model: A module, whose trainable parameters are optimized, or parameters or groups.
+        params_or_model: A module, whose trainable parameters are optimized, or parameters or
+            groups.
         model: The module, where ``params_or_model`` is not one.
         base: Class of the first-order optimizer.
         base_kwargs: Its keyword arguments.
         own_keywords: Names of the subclass's options, for messages.
-        gradient_averaging: "auto": average gradients over the processes unless the model is wrapped in
-            DistributedDataParallel; True or False: always or never.
+        gradient_averaging: "auto": average gradients over the processes unless the model is wrapped
+            in DistributedDataParallel; True or False: always or never.
         grad_scaler: The GradScaler that scales the loss, if one does.
         process_group: The processes to work with; None for the default group.
 
@@ -193,7 +194,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return True
 
     def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The ``"curvature"`` part of each parameter that has one; tensors are shared, not copied."""
+        """The ``"curvature"`` part of each parameter that has one; tensors are shared."""
         return {}
 
     def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
@@ -205,7 +206,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------- stepping
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
         Args:
@@ -233,8 +234,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _initialises_state(self) -> bool:
         """Whether this is the empty step by which checkpointing code brings state into being.
 
-        ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients. Such a
-        step must move no counter and start no collective, since one rank alone may take it.
+        ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients. Such
+        a step must move no counter and start no collective, since one rank alone may take it.
         """
         return (
             not self.state
@@ -304,9 +305,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         # Loading casts floating state to the parameter's dtype, so curvature goes around it.
         saved = {
-            p: parts[i].get(CURVATURE, {})
-            for i, p in zip(ids, params, strict=False)
-            if i in parts
+            p: parts[i].get(CURVATURE, {}) for i, p in zip(ids, params, strict=False) if i in parts
         }
         self._check_curvature(saved)
         base_parts = {k: {BASE: v.get(BASE, {})} for k, v in parts.items()}
@@ -373,9 +372,9 @@ def _look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     for name, p in model.named_parameters():
         if type(p.data).__name__ == "DTensor":
             raise TypeError(
-                f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is not "
-                f"supported; use DistributedDataParallel, or build the optimizer on an unsharded "
-                f"model"
+                f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is "
+                f"not supported; use DistributedDataParallel, or build the optimizer on an "
+                f"unsharded model"
             )
     return model, under_ddp
 

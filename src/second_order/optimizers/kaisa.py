@@ -1,11 +1,11 @@
 """KAISA: K-FAC with an adaptable split of memory and communication (Pauloski et al., 2022).
 
-    statistics            A, G of this rank's batch, all-reduced           every factor_update_steps
-    eigendecompositions   one rank a factor, longest processing time first  every inv_update_steps
-                          results gathered among the layer's gradient workers
-    precondition          the layer's gradient workers, max(1, fP) of P ranks        every step
-                          receivers get P from the worker in their own column of the grid
-    clip and base step    every rank
+every factor_update_steps:  A, G of this rank's batch, summed over all ranks, into running averages
+every inv_update_steps:     decompositions, one rank a factor, longest processing time first;
+                            gathered among the layer's gradient workers, max(1, fP) of P ranks
+every step:                 the layer's gradient workers precondition its gradient;
+                            receivers get it from the worker in their own column of the grid;
+                            all clip, and step the base
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ from second_order.kronecker.triangles import (
     unpack_upper_triangular,
 )
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.kfac import KFACOptimizer, KFACOptions
-from second_order.optimizers.options import Interval, Schedule, check_choice, check_number
+from second_order.optimizers.kfac import KFACOptimizer
+from second_order.optimizers.kfac_options import KFACOptions
+from second_order.optimizers.options import (
+    Interval,
+    Schedule,
+    check_choice,
+    check_number,
+    check_patterns,
+)
 
 __all__ = ["KAISA"]
 
@@ -55,6 +62,7 @@ class KAISA(KFACOptimizer):
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
         damping: Schedule = 1.0,
+        relative_damping: bool = False,
         factor_decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-3,
         solver: SolverName = "eigen",
@@ -79,11 +87,16 @@ class KAISA(KFACOptimizer):
         **base_kwargs: Any,
     ) -> None:
         check_number(
-            "grad_worker_fraction", grad_worker_fraction, low=0.0, high=1.0, remedy="1.0 is the default"
+            "grad_worker_fraction",
+            grad_worker_fraction,
+            low=0.0,
+            high=1.0,
+            remedy="1.0 is the default",
         )
         check_choice("assignment", assignment, ("compute", "memory"))
         options = KFACOptions(
             damping=damping,
+            relative_damping=bool(relative_damping),
             factor_decay=factor_decay,
             kl_clip=kl_clip,
             solver=solver,
@@ -93,7 +106,7 @@ class KAISA(KFACOptimizer):
             likelihood=likelihood,
             kfac_approx=kfac_approx,
             symmetry_aware=symmetry_aware,
-            skip_layers=skip_layers if isinstance(skip_layers, str) else tuple(skip_layers),  # type: ignore[arg-type]
+            skip_layers=check_patterns(skip_layers),
             accumulation_steps=accumulation_steps,
             loss_reduction=loss_reduction,
             factor_dtype=factor_dtype,
@@ -159,9 +172,7 @@ class KAISA(KFACOptimizer):
         if row.size == 1:
             return mine
         parcels = _Parcels(self, ready)
-        outgoing = [
-            parcels.pack(key, mine.get(key)) for key in parcels.solved_by(self._world.rank)
-        ]
+        outgoing = [parcels.pack(key, mine.get(key)) for key in parcels.solved_by(self._world.rank)]
         dtype, device = self._options.inv_dtype, self._device()
         flat = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=dtype, device=device)
         ranks = self._grid.row(self._my_row)
@@ -175,7 +186,9 @@ class KAISA(KFACOptimizer):
                 start = stop
         return received
 
-    def _exchange_gradients(self, mine: dict[int, Tensor], solved: Sequence[int]) -> dict[int, Tensor]:
+    def _exchange_gradients(
+        self, mine: dict[int, Tensor], solved: Sequence[int]
+    ) -> dict[int, Tensor]:
         column = self._column_world
         if column.size == 1:
             return mine

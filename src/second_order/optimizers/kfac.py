@@ -9,17 +9,16 @@ Which rank does which part, and how results travel, is for the subclass to say.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.errors import DecompositionError, SecondOrderWarning
+from second_order.errors import DecompositionError
 from second_order.kronecker.block import (
+    GradientScale,
     KroneckerBlock,
     LeftToBase,
     StatisticsCollector,
@@ -27,90 +26,23 @@ from second_order.kronecker.block import (
 )
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.clip import kl_clip_coefficient
-from second_order.kronecker.fisher import LIKELIHOODS, Likelihood, sampled_loss
-from second_order.kronecker.layers import Approximation
-from second_order.kronecker.solvers import SOLVERS, Decomposition, SolverName, decompose_batched
+from second_order.kronecker.fisher import LabelSampler
+from second_order.kronecker.solvers import (
+    SOLVERS,
+    Damping,
+    Decomposition,
+    decompose_batched,
+)
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_damping, check_decay
 from second_order.optimizers.options import (
     Interval,
-    Schedule,
-    check_choice,
     check_interval,
-    check_number,
     value_at,
 )
 from second_order.report import LayerRow, Summary
 
-__all__ = ["KFACOptimizer", "KFACOptions"]
-
-FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class KFACOptions:
-    """The options of :class:`KFACOptimizer`, checked; meanings as in the optimizers' docstrings."""
-
-    damping: Schedule
-    factor_decay: Schedule
-    kl_clip: Schedule | None
-    solver: SolverName
-    factor_update_steps: Interval
-    inv_update_steps: Interval
-    fisher: str
-    likelihood: Likelihood
-    kfac_approx: Approximation
-    symmetry_aware: bool
-    skip_layers: tuple[str, ...]
-    accumulation_steps: int
-    loss_reduction: str
-    factor_dtype: torch.dtype
-    inv_dtype: torch.dtype
-    max_consecutive_failures: int
-
-    def __post_init__(self) -> None:
-        if not callable(self.damping):
-            check_number("damping", self.damping, low=0.0, open_high=True, remedy="try 0.1")
-        if not callable(self.factor_decay):
-            _check_decay(self.factor_decay)
-        if self.kl_clip is not None and not callable(self.kl_clip):
-            _check_clip(self.kl_clip)
-        check_choice("solver", self.solver, SOLVERS)
-        check_interval("factor_update_steps", self.factor_update_steps)
-        check_interval("inv_update_steps", self.inv_update_steps)
-        check_choice("fisher", self.fisher, ("empirical", "sampled"))
-        if not callable(self.likelihood):
-            check_choice("likelihood", self.likelihood, LIKELIHOODS)
-        check_choice("kfac_approx", self.kfac_approx, ("expand", "reduce"))
-        if isinstance(self.skip_layers, str) or not all(
-            isinstance(p, str) for p in self.skip_layers
-        ):
-            raise TypeError(
-                f"skip_layers={self.skip_layers!r} is not a sequence of patterns; "
-                f"write skip_layers=['head', 'decoder.*']"
-            )
-        check_interval("accumulation_steps", self.accumulation_steps)
-        if callable(self.accumulation_steps):
-            raise TypeError("accumulation_steps is a number of micro-batches, not a callable")
-        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        for name in ("factor_dtype", "inv_dtype"):
-            if getattr(self, name) not in FACTOR_DTYPES:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not one of float32, float64 and bfloat16 "
-                    f"(float16 overflows at 65504); use torch.float32"
-                )
-        check_interval("max_consecutive_failures", self.max_consecutive_failures)
-
-
-def _check_decay(value: float) -> None:
-    check_number(
-        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="0.95 is the usual value"
-    )
-
-
-def _check_clip(value: float) -> None:
-    check_number(
-        "kl_clip", value, low=0.0, open_low=True, remedy="use a positive number, or None for no clip"
-    )
+__all__ = ["KFACOptimizer"]
 
 
 class KFACOptimizer(SecondOrderOptimizer):
@@ -190,13 +122,13 @@ class KFACOptimizer(SecondOrderOptimizer):
             options.kfac_approx,
             options.factor_dtype,
             mean_reduction=not sampled and options.loss_reduction == "mean",
-            gradient_scale=_GradientScale(
+            gradient_scale=GradientScale(
                 1 if sampled else options.accumulation_steps,
                 None if sampled else self._grad_scaler,
             ),
             blocks={module: block for block in self._blocks for module in block.modules},
         )
-        sampler = _LabelSampler(options.likelihood, self._world.rank) if sampled else None
+        sampler = LabelSampler(options.likelihood, self._world.rank) if sampled else None
         self._capture = Capture(collector, sampler)
         self._capture.attach(self._model, collector.blocks)
         self._sampler = sampler
@@ -263,7 +195,9 @@ class KFACOptimizer(SecondOrderOptimizer):
         """
         raise NotImplementedError
 
-    def _exchange_gradients(self, mine: dict[int, Tensor], solved: Sequence[int]) -> dict[int, Tensor]:
+    def _exchange_gradients(
+        self, mine: dict[int, Tensor], solved: Sequence[int]
+    ) -> dict[int, Tensor]:
         """Give every rank the preconditioned gradients of all ``solved`` layers."""
         raise NotImplementedError
 
@@ -297,8 +231,8 @@ class KFACOptimizer(SecondOrderOptimizer):
         with record_function("second_order.precondition"):
             self._precondition_gradients()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take one step: statistics and inverses where due, then the base on preconditioned gradients.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step: refresh what is due, precondition, step the base.
 
         Args:
             closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
@@ -317,7 +251,7 @@ class KFACOptimizer(SecondOrderOptimizer):
     def _update_factors(self) -> None:
         """Running averages take in the statistics of all ranks, weighted by their examples."""
         decay = value_at(self._options.factor_decay, self._steps)
-        _check_decay(decay)
+        check_decay(decay)
         sums = []
         for block in self._active:
             factors = block.ensure_factors()
@@ -354,7 +288,7 @@ class KFACOptimizer(SecondOrderOptimizer):
             block.solved = True
             if self._preconditions(i):
                 block.inverse = self._solver.combine(
-                    received[i, "A"], received[i, "G"], damping, self._options.inv_dtype
+                    received[i, "A"], received[i, "G"], damping[i], self._options.inv_dtype
                 )
         self._solve_needed = False
         if hopeless:
@@ -365,7 +299,7 @@ class KFACOptimizer(SecondOrderOptimizer):
             )
 
     def _decompose_mine(
-        self, ready: Sequence[int], damping: float
+        self, ready: Sequence[int], damping: Mapping[int, Damping]
     ) -> tuple[dict[tuple[int, str], Decomposition], str]:
         """This rank's decompositions; an exception here must not part it from the others."""
         keys: list[tuple[int, str]] = []
@@ -378,7 +312,8 @@ class KFACOptimizer(SecondOrderOptimizer):
                 solves = self._solves(i)
                 if not any(solves):
                     continue
-                a, g = self._solver.damp(*self._active[i].ensure_factors().matrices(dtype), damping)
+                factors = self._active[i].ensure_factors()
+                a, g = self._solver.damp(*factors.matrices(dtype), damping[i])
                 for which, matrix, ours in zip("AG", (a, g), solves, strict=True):
                     if ours:
                         keys.append((i, which))
@@ -408,9 +343,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         return [i for i, seen in enumerate(present) if seen]
 
     def _no_statistics_message(self) -> str:
-        cause = (
-            "make the optimizer before torch.compile's first run, since hooks added later never fire"
-        )
+        cause = "make the optimizer before torch.compile's first run: hooks added later never fire"
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
         return (
@@ -426,10 +359,15 @@ class KFACOptimizer(SecondOrderOptimizer):
             f"{reason}; {kept} until a refresh succeeds",
         )
 
-    def _damping(self, ready: Sequence[int]) -> float:
+    def _damping(self, ready: Sequence[int]) -> dict[int, Damping]:
+        """γ of each layer that is to be solved: a number, or that many times its mean curvature."""
         damping = value_at(self._options.damping, self._steps)
-        check_number("damping", damping, low=0.0, open_high=True, remedy="try 0.1")
-        return float(damping)
+        check_damping(damping)
+        if not self._options.relative_damping:
+            return dict.fromkeys(ready, float(damping))
+        curvatures = {i: self._active[i].ensure_factors().mean_curvature() for i in ready}
+        # A layer whose gradients vanish has no curvature to be relative to.
+        return {i: damping * c.clamp_min(torch.finfo(c.dtype).eps) for i, c in curvatures.items()}
 
     def _precondition_gradients(self) -> None:
         """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""
@@ -468,7 +406,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         kl_clip = value_at(self._options.kl_clip, self._steps)
         if kl_clip is None:
             return None
-        _check_clip(kl_clip)
+        check_clip(kl_clip)
         rates = [
             self.param_groups[self._group_index[id(self._active[i].weight)]]["lr"] for i in indices
         ]
@@ -523,7 +461,7 @@ class KFACOptimizer(SecondOrderOptimizer):
             self._connect_capture()
 
     def summary(self) -> Summary:
-        """A table of every layer: its factors and their bytes, who computes what, what the base has.
+        """A table of every layer: its factors, who computes what, what is left to the base.
 
         Bytes are those of this process. Reading it waits for the device.
         """
@@ -546,8 +484,10 @@ class KFACOptimizer(SecondOrderOptimizer):
                     inverse_bytes=block.inverse_bytes,
                 )
             )
-        for left in self._left:
-            rows.append(LayerRow(left.name, left.kind, left.parameters, "base", left.reason))
+        rows.extend(
+            LayerRow(left.name, left.kind, left.parameters, "base", left.reason)
+            for left in self._left
+        )
         group = self.param_groups[0]
         title = (
             f"{type(self).__name__} over {type(self._base).__name__}, lr {group['lr']}, "
@@ -560,37 +500,3 @@ class KFACOptimizer(SecondOrderOptimizer):
             dropped=sum(int(block.staged.dropped) for block in self._blocks),
             failed=sum(block.failures > 0 for block in self._blocks),
         )
-
-
-class _GradientScale:
-    """What captured gradients are multiplied by, besides the number of the loss's terms."""
-
-    def __init__(self, accumulation_steps: int, scaler: Any) -> None:
-        self._accumulation_steps = accumulation_steps
-        self._scaler = scaler
-
-    def __call__(self, gradient: Tensor) -> Tensor | float:
-        if self._scaler is None or not self._scaler.is_enabled():
-            return float(self._accumulation_steps)
-        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
-        one = torch.ones((), dtype=torch.float32, device=gradient.device)
-        scale: Tensor = self._scaler.scale(one)
-        return self._accumulation_steps / scale
-
-
-class _LabelSampler:
-    """Draws labels whose seed is a function of the step, the pass and the rank alone."""
-
-    def __init__(self, likelihood: Likelihood, rank: int) -> None:
-        self.step = 0
-        self._likelihood = likelihood
-        self._rank = rank
-        self._last = (0, 0)
-
-    def __call__(self, output: Any, call: int) -> Tensor:
-        step, first_call = self._last
-        if step != self.step:
-            self._last = (self.step, call)
-            first_call = call
-        seed = hash((self.step, call - first_call, self._rank)) % 2**63
-        return sampled_loss(output, self._likelihood, seed)

@@ -16,6 +16,7 @@ __all__ = [
     "check_choice",
     "check_interval",
     "check_number",
+    "check_patterns",
     "split_base_keywords",
     "value_at",
 ]
@@ -25,7 +26,7 @@ Interval: TypeAlias = int | Callable[[int], int]
 
 
 def check_base(base: Any, own_class: type) -> None:
-    """Raise unless ``base`` is an optimizer class that a preconditioned gradient can be given to."""
+    """Raise unless ``base`` is an optimizer class that can take a preconditioned gradient."""
     if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
         raise TypeError(
             f"base={base!r} is not an optimizer class; pass the class itself, "
@@ -102,6 +103,16 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(repr(c) for c in choices)
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
+
+
+def check_patterns(value: Any) -> tuple[str, ...]:
+    """``skip_layers`` as a tuple; TypeError unless it is a sequence of strings."""
+    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(
+            f"skip_layers={value!r} is not a sequence of patterns; "
+            f"write skip_layers=['head', 'decoder.*']"
+        )
+    return tuple(value)
 
 
 def value_at(option: Any, step: int) -> Any:

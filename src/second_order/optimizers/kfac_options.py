@@ -1,0 +1,89 @@
+"""The options that every system with Kronecker factors shares, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
+from second_order.kronecker.layers import Approximation
+from second_order.kronecker.solvers import SOLVERS, SolverName
+from second_order.optimizers.options import (
+    Interval,
+    Schedule,
+    check_choice,
+    check_interval,
+    check_number,
+)
+
+__all__ = ["KFACOptions", "check_clip", "check_damping", "check_decay"]
+
+FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KFACOptions:
+    """The options of :class:`KFACOptimizer`, checked; meanings as in the optimizers' docstrings."""
+
+    damping: Schedule
+    relative_damping: bool
+    factor_decay: Schedule
+    kl_clip: Schedule | None
+    solver: SolverName
+    factor_update_steps: Interval
+    inv_update_steps: Interval
+    fisher: str
+    likelihood: Likelihood
+    kfac_approx: Approximation
+    symmetry_aware: bool
+    skip_layers: tuple[str, ...]
+    accumulation_steps: int
+    loss_reduction: str
+    factor_dtype: torch.dtype
+    inv_dtype: torch.dtype
+    max_consecutive_failures: int
+
+    def __post_init__(self) -> None:
+        if not callable(self.damping):
+            check_damping(self.damping)
+        if not callable(self.factor_decay):
+            check_decay(self.factor_decay)
+        if self.kl_clip is not None and not callable(self.kl_clip):
+            check_clip(self.kl_clip)
+        check_choice("solver", self.solver, SOLVERS)
+        check_interval("factor_update_steps", self.factor_update_steps)
+        check_interval("inv_update_steps", self.inv_update_steps)
+        check_choice("fisher", self.fisher, ("empirical", "sampled"))
+        if not callable(self.likelihood):
+            check_choice("likelihood", self.likelihood, LIKELIHOODS)
+        check_choice("kfac_approx", self.kfac_approx, ("expand", "reduce"))
+        check_interval("accumulation_steps", self.accumulation_steps)
+        if callable(self.accumulation_steps):
+            raise TypeError("accumulation_steps is a number of micro-batches, not a callable")
+        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        for name in ("factor_dtype", "inv_dtype"):
+            if getattr(self, name) not in FACTOR_DTYPES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not one of float32, float64 and bfloat16 "
+                    f"(float16 overflows at 65504); use torch.float32"
+                )
+        check_interval("max_consecutive_failures", self.max_consecutive_failures)
+
+
+def check_damping(value: float) -> None:
+    """Raise ValueError unless a damping is at least 0 and finite."""
+    check_number("damping", value, low=0.0, open_high=True, remedy="1.0 is a cautious value")
+
+
+def check_decay(value: float) -> None:
+    """Raise ValueError unless a factor_decay lies in 0..1, 1 excluded."""
+    check_number(
+        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="0.95 is the usual value"
+    )
+
+
+def check_clip(value: float) -> None:
+    """Raise ValueError unless a kl_clip is positive."""
+    remedy = "use a positive number, or None for no clip"
+    check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
