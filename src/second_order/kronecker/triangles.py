@@ -43,9 +43,10 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
 def packed_trace(packed: Tensor, dim: int) -> Tensor:
     """Traces, shape ``(...)``, of packed matrices of shape ``(..., dim (dim + 1) / 2)``."""
     h, m = dim // 2, dim - dim // 2
-    second = packed[..., h * m :].unflatten(-1, (m, h + 1))
-    lower = second[..., :m].diagonal(dim1=-2, dim2=-1).sum(-1)
-    return lower + second[..., :h, 1:].diagonal(dim1=-2, dim2=-1).sum(-1)
+    second = packed[..., h * m :].view(*packed.shape[:-1], m, h + 1)
+    lower: Tensor = second[..., :m].diagonal(dim1=-2, dim2=-1).sum(-1)
+    upper: Tensor = second[..., :h, 1:].diagonal(dim1=-2, dim2=-1).sum(-1)
+    return lower + upper
 
 
 def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:

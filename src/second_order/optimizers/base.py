@@ -73,9 +73,11 @@ class _PendingAverage:
                     "a sparse gradient cannot be averaged in buckets; use sparse=False in the "
                     "embedding, or wrap the model in DistributedDataParallel"
                 )
-        device = params[0].device
         # A gradient that is None everywhere stays None, as it would for the base alone.
-        self._present = torch.tensor([p.grad is not None for p in params]).float().to(device)
+        device = params[0].device
+        self._present = torch.ones(len(params), device=device)
+        if self._missing:
+            self._present = torch.tensor([float(p.grad is not None) for p in params], device=device)
         self._work: PendingReduction = world.start_sum([*self._gradients, self._present])
 
     def wait(self) -> None:
@@ -104,6 +106,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             in DistributedDataParallel; True or False: always or never.
         grad_scaler: The GradScaler that scales the loss, if one does.
         process_group: The processes to work with; None for the default group.
+        group_defaults: Further entries of every parameter group, primitives.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
@@ -121,6 +124,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         gradient_averaging: str | bool,
         grad_scaler: Any,
         process_group: Any,
+        group_defaults: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
@@ -137,7 +141,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
             )
         else:
-            groups = list(params_or_model)
+            groups = [_materialised(g) for g in params_or_model]
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r} is not a torch.nn.Module")
 
@@ -155,7 +159,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._constructed = False
 
         self._base = base([_shallow(g) for g in groups], **base_kwargs)
-        super().__init__([_shallow(g) for g in groups], dict(self._base.defaults))
+        super().__init__(
+            [_shallow(g) for g in groups], {**self._base.defaults, **(group_defaults or {})}
+        )
         self._bind_base()
 
     def _finish_construction(self, description: list[str]) -> None:
@@ -347,6 +353,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(message, SecondOrderWarning, stacklevel=4)
+
+
+def _materialised(group: Any) -> Any:
+    """A group that can be walked through twice, be its parameters a generator or one tensor."""
+    if not isinstance(group, dict):
+        return group
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 
 def _shallow(group: Any) -> Any:

@@ -44,6 +44,8 @@ from second_order.report import LayerRow, Summary
 
 __all__ = ["KFACOptimizer"]
 
+PEAK_LR = "peak_lr"
+
 
 class KFACOptimizer(SecondOrderOptimizer):
     """What KAISA and its relatives share: layers, statistics, refreshes, the preconditioned step.
@@ -75,12 +77,14 @@ class KFACOptimizer(SecondOrderOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            group_defaults={PEAK_LR: 0.0},
         )
         self._blocks: list[KroneckerBlock] = []
         self._left: list[LeftToBase] = []
         self._solve_needed = False
-        self._find_blocks()
+        # Before any group of processes is made: ranks that differ would wait there for ever.
         self._finish_construction([f"options: {self._described_options()}"])
+        self._find_blocks()
 
     def _described_options(self) -> str:
         shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
@@ -102,7 +106,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         self._group_index = {
             id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]
         }
-        self._signature: tuple[Any, ...] = ()
+        self._signature: tuple[Any, ...] | None = None
         self._active: list[KroneckerBlock] = []
         self._connect_capture()
         self._follow_requires_grad()
@@ -161,6 +165,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         """Remove every hook from the model; the optimizer goes on as its base alone."""
         self._capture.detach()
         self._blocks, self._active, self._signature = [], [], ()
+        self._left = []
 
     # ------------------------------------------------------------- Placement: for the subclass
 
@@ -220,6 +225,7 @@ class KFACOptimizer(SecondOrderOptimizer):
 
     def _transform_gradients(self, average: Callable[[], None]) -> None:
         self._follow_requires_grad()
+        self._follow_learning_rates()
         if self._due(self._options.factor_update_steps):
             with record_function("second_order.statistics"):
                 self._update_factors()
@@ -407,10 +413,17 @@ class KFACOptimizer(SecondOrderOptimizer):
         if kl_clip is None:
             return None
         check_clip(kl_clip)
-        rates = [
-            self.param_groups[self._group_index[id(self._active[i].weight)]]["lr"] for i in indices
-        ]
-        return kl_clip_coefficient(results, gradients, rates, kl_clip)
+        # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
+        # ν lr P would otherwise not depend on lr at all while the clip is active.
+        which = "lr" if callable(self._options.kl_clip) else PEAK_LR
+        groups = [self.param_groups[self._group_index[id(self._active[i].weight)]] for i in indices]
+        return kl_clip_coefficient(results, gradients, [g[which] for g in groups], kl_clip)
+
+    def _follow_learning_rates(self) -> None:
+        """Keep the largest learning rate of each group, that of the schedule to come included."""
+        for group in self.param_groups:
+            for rate in (group["lr"], group.get("initial_lr", group["lr"])):
+                group[PEAK_LR] = _larger(group[PEAK_LR], rate)
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
@@ -500,3 +513,10 @@ class KFACOptimizer(SecondOrderOptimizer):
             dropped=sum(int(block.staged.dropped) for block in self._blocks),
             failed=sum(block.failures > 0 for block in self._blocks),
         )
+
+
+def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
+        return torch.maximum(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
+    return max(a, b)
