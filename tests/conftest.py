@@ -40,8 +40,10 @@ _TORCH_RANDOM = _TorchRandom()  # hypothesis keeps a weak reference only
 hypothesis.register_random(_TORCH_RANDOM)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # What the zoo's asymmetric padding is for.
+    config.addinivalue_line("filterwarnings", "ignore:Using padding='same' with even:UserWarning")
 
 
 @pytest.fixture(autouse=True)
