@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -210,7 +210,10 @@ def linear_factors(x: Tensor, d: Tensor, bias: bool, approx: Approx = "expand") 
 
 
 def embedding_factors(x: Tensor, d: Tensor, rows: int, approx: Approx = "expand") -> Factors:
-    """Of an Embedding with `rows` entries: the Linear on one-hot rows, A dense."""
+    """Of an Embedding with `rows` entries: the Linear on one-hot rows, A dense.
+
+    A is diagonal for "expand" (counts / rows of x), and not for "reduce" of several positions.
+    """
     return linear_factors(functional.one_hot(x, rows).to(d), d, False, approx)
 
 
@@ -501,6 +504,7 @@ class ReferenceKFAC:
         base: (parameters) -> their optimizer.
         solver: "eigen" or "inverse".
         staleness: a solve is used from this many steps later on; the first one at once.
+        skip: names of layers to leave to `base`.
     """
 
     def __init__(
@@ -520,6 +524,7 @@ class ReferenceKFAC:
         approx: Approx = "expand",
         loss: Loss = cross_entropy,
         staleness: int = 0,
+        skip: Collection[str] = (),
     ) -> None:
         self.model = model
         self.lr, self.damping, self.factor_decay = lr, damping, factor_decay
@@ -532,6 +537,7 @@ class ReferenceKFAC:
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear | nn.Embedding | _ConvNd)
             and module.weight.requires_grad
+            and name not in skip
         }
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.base = (
