@@ -1,0 +1,74 @@
+"""The data, networks and batches that the demo, the training script and the benchmarks share."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from digits import (
+    autoencoder,
+    autoencoder_images,
+    autoencoder_loss,
+    batches,
+    conv_net,
+    load_split,
+    mlp,
+)
+
+
+def test_pixels_are_standardised_by_the_training_images() -> None:
+    data = load_split()
+    assert data.train_images.shape == (1437, 64)
+    assert data.test_images.shape == (360, 64)
+    deviation = data.train_images.std(dim=0, correction=0)
+    constant = data.train_images.abs().amax(dim=0) == 0
+    assert constant.any()
+    torch.testing.assert_close(data.train_images.mean(dim=0), torch.zeros(64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(deviation, (~constant).float(), atol=1e-6, rtol=0)
+    assert data.test_images.isfinite().all()
+
+
+def test_the_split_is_fixed_and_stratified() -> None:
+    first, second = load_split(), load_split()
+    assert torch.equal(first.test_labels, second.test_labels)
+    counts = first.test_labels.bincount()
+    assert counts.sum() == 360
+    assert counts.max() - counts.min() <= 3
+
+
+@pytest.mark.parametrize("make_model", [mlp, conv_net])
+def test_networks_take_rows_of_pixels(make_model: type[torch.nn.Module]) -> None:
+    assert make_model()(load_split().test_images[:3]).shape == (3, 10)
+
+
+def test_the_mean_image_is_the_autoencoders_plateau() -> None:
+    images = autoencoder_images()
+    assert images.shape == (1797, 64)
+    assert images.min() == 0
+    assert images.max() == 1
+    assert autoencoder()(images[:3]).shape == (3, 64)
+    mean_image = images.mean(dim=0).logit(eps=1e-6).expand_as(images)
+    assert autoencoder_loss(mean_image, images).item() == pytest.approx(27.1, abs=0.1)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parts_of_all_ranks_are_the_global_batch(world_size: int) -> None:
+    whole = list(islice(batches(100, 16, seed=5), 13))
+    parts = [
+        list(islice(batches(100, 16, seed=5, rank=rank, world_size=world_size), 13))
+        for rank in range(world_size)
+    ]
+    for step, batch in enumerate(whole):
+        assert torch.equal(batch, torch.cat([part[step] for part in parts]))
+
+
+def test_an_epoch_uses_no_example_twice() -> None:
+    first_epoch = torch.cat(list(islice(batches(100, 16, seed=5), 6)))
+    assert len(first_epoch.unique()) == 96
+
+
+def test_batches_refuse_what_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match="does not divide into 3 equal parts"):
+        next(batches(100, 16, seed=0, world_size=3))
+    with pytest.raises(ValueError, match="do not fill one batch"):
+        next(batches(10, 16, seed=0))
