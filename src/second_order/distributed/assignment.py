@@ -26,6 +26,7 @@ class LayerDims:
     groups: int
     in_dim: int
     out_dim: int
+    diagonal_a: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,12 @@ def assign_layers(
         One assignment a layer, in the order of ``layers``. Ties go to the lowest row and rank, so
         that every rank arrives at the same answer.
     """
-    a_costs = [solve_cost(layer.groups, layer.in_dim, cost) for layer in layers]
+    a_costs = [
+        float(layer.groups * layer.in_dim)
+        if layer.diagonal_a
+        else solve_cost(layer.groups, layer.in_dim, cost)
+        for layer in layers
+    ]
     g_costs = [solve_cost(layer.groups, layer.out_dim, cost) for layer in layers]
     order = sorted(range(len(layers)), key=lambda i: (-(a_costs[i] + g_costs[i]), i))
     row_load = [0.0] * grid.rows

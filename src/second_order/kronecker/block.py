@@ -104,9 +104,10 @@ class KroneckerBlock:
         self.factors = None
         factors = self.ensure_factors()
         saved = KroneckerFactors(self.shape, a, g, weight)
-        full_a, full_g = saved.matrices(a.dtype)
-        factors.a.copy_(a if saved.triangular == factors.triangular else factors.store(full_a))
-        factors.g.copy_(g if saved.triangular == factors.triangular else factors.store(full_g))
+        if saved.triangular != factors.triangular:
+            a, g = map(factors.store, saved.matrices(a.dtype))
+        factors.a.copy_(a)
+        factors.g.copy_(g)
         factors.weight.copy_(weight)
 
     def check_factors(self, a: Tensor, g: Tensor) -> None:
@@ -114,6 +115,8 @@ class KroneckerBlock:
         for factor, dim, letter in ((a, self.shape.in_dim, "A"), (g, self.shape.out_dim, "G")):
             full = (self.shape.groups, dim, dim)
             triangle = (self.shape.groups, dim * (dim + 1) // 2)
+            if letter == "A" and self.shape.diagonal_a:
+                full = triangle = (self.shape.groups, dim)  # type: ignore[assignment]
             if tuple(factor.shape) not in (full, triangle):
                 raise ValueError(
                     f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
@@ -142,7 +145,7 @@ class KroneckerBlock:
         bias = self.bias.grad if self.trains_bias and self.bias is not None else None
         if bias is None and self.trains_bias:
             matrix = matrix[..., :-1]
-        gradient_from_matrix(matrix, self.weight.grad, bias)
+        gradient_from_matrix(matrix, self.weight.grad, bias, self.shape)
 
     @property
     def factor_bytes(self) -> int:

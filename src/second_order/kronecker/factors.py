@@ -60,7 +60,7 @@ class StagedStatistics:
         """
         a = pair.a
         g = pair.g.mul_(torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2)
-        trace = a.diagonal(dim1=-2, dim2=-1).sum() + g.diagonal(dim1=-2, dim2=-1).sum()
+        trace = _trace(a, self.shape.diagonal_a).sum() + _trace(g).sum()
         finite = torch.isfinite(trace)
         a.masked_fill_(~finite, 0.0)
         g.masked_fill_(~finite, 0.0)
@@ -79,7 +79,8 @@ class StagedStatistics:
         """
         groups, inner, outer = self.shape.groups, self.shape.in_dim, self.shape.out_dim
         if self._a is None or self._g is None:
-            a = torch.zeros(groups, inner, inner, dtype=self.dtype, device=self.device)
+            size = (groups, inner) if self.shape.diagonal_a else (groups, inner, inner)
+            a = torch.zeros(size, dtype=self.dtype, device=self.device)
             g = torch.zeros(groups, outer, outer, dtype=self.dtype, device=self.device)
             return a, g, self._examples
         uses = self._calls / len(self._passes)
@@ -92,8 +93,9 @@ class KroneckerFactors:
 
     Attributes:
         shape: Sizes of the factors.
-        a: A, shape ``(groups, in (in + 1) / 2)`` as upper triangles, or ``(groups, in, in)``.
-        g: G, likewise with ``out``.
+        a: A, shape ``(groups, in (in + 1) / 2)`` as upper triangles, or ``(groups, in, in)``, or
+            ``(groups, in)`` where A is diagonal.
+        g: G, ``(groups, out (out + 1) / 2)`` or ``(groups, out, out)``.
         weight: W, a scalar; 0 until the first statistic.
     """
 
@@ -113,12 +115,15 @@ class KroneckerFactors:
             return torch.zeros(shape.groups, *size, dtype=dtype, device=device)
 
         weight = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return cls(shape, storage(shape.in_dim), storage(shape.out_dim), weight)
+        a = storage(shape.in_dim)
+        if shape.diagonal_a:
+            a = torch.zeros(shape.groups, shape.in_dim, dtype=dtype, device=device)
+        return cls(shape, a, storage(shape.out_dim), weight)
 
     @property
     def triangular(self) -> bool:
         """Whether only the upper triangles are stored."""
-        return self.a.dim() == 2
+        return self.g.dim() == 2
 
     @property
     def nbytes(self) -> int:
@@ -126,8 +131,8 @@ class KroneckerFactors:
         return self.a.nbytes + self.g.nbytes
 
     def store(self, matrix: Tensor) -> Tensor:
-        """A symmetric matrix in the form and dtype in which this layer keeps and sends it."""
-        packed = pack_upper_triangular(matrix) if self.triangular else matrix
+        """A symmetric matrix, or a diagonal, in the form in which this layer keeps and sends it."""
+        packed = pack_upper_triangular(matrix) if self.triangular and matrix.dim() == 3 else matrix
         return packed.to(self.a.dtype)
 
     def update(self, a_sum: Tensor, g_sum: Tensor, examples: Tensor, decay: float) -> None:
@@ -141,25 +146,23 @@ class KroneckerFactors:
             average.lerp_(mean.to(average.dtype), step.to(average.dtype))
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A ``(groups, in, in)`` and G ``(groups, out, out)`` as full matrices."""
+        """A ``(groups, in, in)``, a diagonal one ``(groups, in)``, and G ``(groups, out, out)``."""
         a, g = self.a.to(dtype), self.g.to(dtype)
         if not self.triangular:
             return a, g
-        return (
-            unpack_upper_triangular(a, self.shape.in_dim),
-            unpack_upper_triangular(g, self.shape.out_dim),
-        )
+        if not self.shape.diagonal_a:
+            a = unpack_upper_triangular(a, self.shape.in_dim)
+        return a, unpack_upper_triangular(g, self.shape.out_dim)
 
     def mean_curvature(self) -> Tensor:
         """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar."""
         shape = self.shape
-        if self.triangular:
-            traces = packed_trace(self.a, shape.in_dim), packed_trace(self.g, shape.out_dim)
+        trace_g = packed_trace(self.g, shape.out_dim) if self.triangular else _trace(self.g)
+        if self.triangular and not shape.diagonal_a:
+            trace_a = packed_trace(self.a, shape.in_dim)
         else:
-            a, g = (f.diagonal(dim1=-2, dim2=-1).sum(-1) for f in (self.a, self.g))
-            traces = a, g
-        mean_a, mean_g = traces[0] / shape.in_dim, traces[1] / shape.out_dim
-        return (mean_a * mean_g).mean()
+            trace_a = _trace(self.a, shape.diagonal_a)
+        return (trace_a / shape.in_dim * (trace_g / shape.out_dim)).mean()
 
     def to_dense(self) -> Tensor:
         """The curvature block G ⊗ A of the row-major gradient matrix.
@@ -168,4 +171,10 @@ class KroneckerFactors:
             Shape ``(groups, out in, out in)``; multiply it with ``gradient.flatten(1)``.
         """
         a, g = self.matrices(self.a.dtype)
+        a = torch.diag_embed(a) if self.shape.diagonal_a else a
         return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
+
+
+def _trace(matrix: Tensor, diagonal: bool = False) -> Tensor:
+    entries = matrix if diagonal else matrix.diagonal(dim1=-2, dim2=-1)
+    return entries.sum(-1)

@@ -3,7 +3,8 @@
 A layer computes s = W a, with a the input and, where the layer has a bias, a 1 appended. All
 factors carry a leading dimension of groups (1 except for grouped convolutions), so that every
 layer is the same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out, out)`` and the
-gradient is ``(groups, out, in)``.
+gradient is ``(groups, out, in)``. An embedding is the Linear on one-hot rows: its A is diagonal,
+kept as ``(groups, in)``.
 
 Sources: Martens & Grosse 2015 (Linear), Grosse & Martens 2016, eq. 30-35 (convolutions, KFC),
 Eschenhagen et al. 2023 (expand and reduce), Ba et al. 2017, appendix A (reduce for convolutions).
@@ -36,11 +37,15 @@ Approximation: TypeAlias = Literal["expand", "reduce"]
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``."""
+    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
+
+    ``diagonal_a``: A is diagonal and kept as ``groups x in``; the weight is ``(in, out)``.
+    """
 
     groups: int
     in_dim: int
     out_dim: int
+    diagonal_a: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ class PairStatistics:
     """Sums over one captured pair.
 
     Attributes:
-        a: Shape ``(groups, in, in)``; ``a / examples`` is this pair's estimate of A.
+        a: Shape ``(groups, in, in)``, or ``(groups, in)`` where A is diagonal; ``a / examples`` is
+            this pair's estimate of A.
         g: Shape ``(groups, out, out)``; ``g * terms**2 / examples`` is the estimate of G when the
             loss is a mean over its terms, ``g / examples`` when it is a sum.
         examples: What the sums are divided by.
@@ -95,6 +101,23 @@ def _linear_statistics(
     return PairStatistics(_gram(x, bias), _gram(d, False), examples=rows, terms=rows)
 
 
+def _embedding_statistics(
+    module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
+) -> PairStatistics:
+    # Every token is a location of its own under both approximations: the second moment of a mean of
+    # one-hot rows is not diagonal.
+    embedding = cast(nn.Embedding, module)
+    tokens = x.reshape(-1)
+    ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
+    if embedding.padding_idx is not None:
+        ones = ones.masked_fill_(tokens == embedding.padding_idx, 0.0)
+    counts = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
+    counts.scatter_add_(0, tokens.long(), ones)
+    d = d.reshape(1, -1, d.shape[-1])
+    rows = d.shape[1]
+    return PairStatistics(counts.unsqueeze(0), _gram(d, False), examples=rows, terms=rows)
+
+
 def _conv_statistics(
     module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
 ) -> PairStatistics:
@@ -125,6 +148,7 @@ _REGISTRY: dict[type[nn.Module], _Statistics] = {
     nn.Conv1d: _conv_statistics,
     nn.Conv2d: _conv_statistics,
     nn.Conv3d: _conv_statistics,
+    nn.Embedding: _embedding_statistics,
 }
 
 
@@ -139,6 +163,8 @@ def unsupported_reason(module: nn.Module) -> str | None:
         return f"{type(module).__name__} has no Kronecker factors here"
     if type(module).forward is not kind.forward:
         return f"{type(module).__name__} overrides {kind.__name__}.forward"
+    if getattr(module, "sparse", False):
+        return "its gradient is sparse"
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "its weight is computed (parametrization, weight norm or pruning)"
     if isinstance(module._parameters["weight"], nn.parameter.UninitializedParameter):
@@ -149,6 +175,8 @@ def unsupported_reason(module: nn.Module) -> str | None:
 def factor_shape(module: nn.Module, bias: bool) -> FactorShape:
     """Sizes of a supported module's factors, with or without the homogeneous coordinate."""
     weight = cast(Tensor, module.weight)
+    if isinstance(module, nn.Embedding):
+        return FactorShape(1, weight.shape[0], weight.shape[1], diagonal_a=True)
     groups = cast(int, getattr(module, "groups", 1))
     return FactorShape(groups, weight[0].numel() + int(bias), weight.shape[0] // groups)
 
@@ -175,7 +203,9 @@ def pair_statistics(
     kind = _registered_type(module)
     assert kind is not None
     dtype = torch.promote_types(dtype, torch.float32)
-    return _REGISTRY[kind](module, x.to(dtype), d.to(dtype), bias, approximation)
+    if x.is_floating_point():
+        x = x.to(dtype)
+    return _REGISTRY[kind](module, x, d.to(dtype), bias, approximation)
 
 
 def gradient_to_matrix(
@@ -184,6 +214,8 @@ def gradient_to_matrix(
     """Gradients of weight and bias as one new matrix of shape ``(groups, out, in)``."""
     groups, out = shape.groups, shape.out_dim
     matrix = torch.empty(groups, out, shape.in_dim, dtype=dtype, device=weight.device)
+    if shape.diagonal_a:
+        return matrix.copy_(weight.mT.unsqueeze(0))
     if bias is None:
         return matrix.copy_(weight.reshape(groups, out, -1))
     matrix[..., :-1].copy_(weight.reshape(groups, out, -1))
@@ -191,8 +223,13 @@ def gradient_to_matrix(
     return matrix
 
 
-def gradient_from_matrix(matrix: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def gradient_from_matrix(
+    matrix: Tensor, weight: Tensor, bias: Tensor | None, shape: FactorShape
+) -> None:
     """Write a matrix of :func:`gradient_to_matrix` back into the gradients, in place."""
+    if shape.diagonal_a:
+        weight.copy_(matrix.squeeze(0).mT)
+        return
     if bias is not None:
         bias.copy_(matrix[..., -1].reshape(bias.shape))
         matrix = matrix[..., :-1]

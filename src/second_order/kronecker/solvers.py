@@ -71,24 +71,27 @@ class EigenInverse:
     Equal to the dense solve with A ⊗ G + γ I.
 
     Attributes:
-        q_a: Eigenvectors of A, ``(groups, in, in)``, one a column.
+        q_a: Eigenvectors of A, ``(groups, in, in)``, one a column; None if A is diagonal.
         q_g: Eigenvectors of G, ``(groups, out, out)``.
         scale: 1 / (v_G v_Aᵀ + γ), ``(groups, out, in)``.
     """
 
-    q_a: Tensor
+    q_a: Tensor | None
     q_g: Tensor
     scale: Tensor
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """Apply to a gradient of shape ``(groups, out, in)``."""
-        rotated = (self.q_g.mT @ gradient @ self.q_a).mul_(self.scale)
-        return self.q_g @ rotated @ self.q_a.mT
+        rotated = self.q_g.mT @ gradient
+        if self.q_a is None:
+            return self.q_g @ rotated.mul_(self.scale)
+        return self.q_g @ (rotated @ self.q_a).mul_(self.scale) @ self.q_a.mT
 
     @property
     def nbytes(self) -> int:
         """Bytes this inverse holds."""
-        return self.q_a.nbytes + self.q_g.nbytes + self.scale.nbytes
+        vectors = 0 if self.q_a is None else self.q_a.nbytes
+        return vectors + self.q_g.nbytes + self.scale.nbytes
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class FactoredInverse:
     """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3).
 
     Attributes:
-        a_inverse: ``(groups, in, in)``.
+        a_inverse: ``(groups, in, in)``, or ``(groups, in)`` if A is diagonal.
         g_inverse: ``(groups, out, out)``.
     """
 
@@ -105,6 +108,8 @@ class FactoredInverse:
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """Apply to a gradient of shape ``(groups, out, in)``."""
+        if self.a_inverse.dim() == 2:
+            return (self.g_inverse @ gradient).mul_(self.a_inverse.unsqueeze(-2))
         return self.g_inverse @ gradient @ self.a_inverse
 
     @property
@@ -120,15 +125,14 @@ def factored_damping(a: Tensor, g: Tensor, damping: Damping) -> tuple[Tensor, Te
     A zero trace gives π = 1.
 
     Args:
-        a: ``(groups, in, in)``.
+        a: ``(groups, in, in)``, or ``(groups, in)`` if A is diagonal.
         g: ``(groups, out, out)``.
         damping: γ, a number or a scalar.
 
     Returns:
         What is added to the diagonals of A and of G, both of shape ``(groups,)``.
     """
-    mean_a = a.diagonal(dim1=-2, dim2=-1).mean(-1)
-    mean_g = g.diagonal(dim1=-2, dim2=-1).mean(-1)
+    mean_a, mean_g = _diagonal(a).mean(-1), _diagonal(g).mean(-1)
     usable = (mean_a > 0) & (mean_g > 0)
     pi = torch.where(usable, mean_a / torch.where(usable, mean_g, 1.0), 1.0).sqrt()
     return pi * damping**0.5, damping**0.5 / pi
@@ -165,6 +169,11 @@ def _cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     return (inverse,), definite & (error < RESIDUAL_TOLERANCE)
 
 
+def _diagonal(factor: Tensor) -> Tensor:
+    """The diagonal, shape ``(groups, n)``, as a view, of a factor that may be kept as one."""
+    return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
+
+
 def _norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
     return norm
@@ -189,6 +198,9 @@ class Solver(Protocol):
     def decompose(self, matrix: Tensor) -> tuple[Decomposition, Tensor]:
         """Decompose ``(batch, n, n)``; also which members are sound, shape ``(batch,)``."""
 
+    def decompose_diagonal(self, entries: Tensor) -> Decomposition:
+        """Decompose a diagonal factor ``(groups, n)``; one tensor of the same shape."""
+
     def payload_shapes(self, groups: int, dim: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of a decomposition of a factor of shape ``(groups, dim, dim)``."""
 
@@ -211,6 +223,10 @@ class EigenSolver:
         """``(eigenvectors, eigenvalues)``, each with a leading batch, and which are sound."""
         return _eigh(matrix)
 
+    def decompose_diagonal(self, entries: Tensor) -> Decomposition:
+        """``(eigenvalues,)``; the eigenvectors are the identity."""
+        return (entries.clamp_min(0),)
+
     def payload_shapes(self, groups: int, dim: int) -> tuple[tuple[int, ...], ...]:
         """Eigenvectors and eigenvalues."""
         return (groups, dim, dim), (groups, dim)
@@ -219,9 +235,11 @@ class EigenSolver:
         self, a: Decomposition, g: Decomposition, damping: Damping, dtype: torch.dtype
     ) -> EigenInverse:
         """Form 1 / (v_G v_Aᵀ + γ) once, for all steps until the next refresh."""
-        (q_a, v_a), (q_g, v_g) = a, g
+        q_a, v_a = (None, a[0]) if len(a) == 1 else a
+        q_g, v_g = g
         scale = (v_g.unsqueeze(-1) * v_a.unsqueeze(-2)).add_(damping).reciprocal_()
-        return EigenInverse(q_a.to(dtype), q_g.to(dtype), scale.to(dtype))
+        vectors = None if q_a is None else q_a.to(dtype)
+        return EigenInverse(vectors, q_g.to(dtype), scale.to(dtype))
 
 
 class InverseSolver:
@@ -233,13 +251,17 @@ class InverseSolver:
         """A + π √γ I and G + √γ/π I."""
         on_a, on_g = factored_damping(a, g, damping)
         damped_a, damped_g = a.clone(), g.clone()
-        damped_a.diagonal(dim1=-2, dim2=-1).add_(on_a.unsqueeze(-1))
-        damped_g.diagonal(dim1=-2, dim2=-1).add_(on_g.unsqueeze(-1))
+        _diagonal(damped_a).add_(on_a.unsqueeze(-1))
+        _diagonal(damped_g).add_(on_g.unsqueeze(-1))
         return damped_a, damped_g
 
     def decompose(self, matrix: Tensor) -> tuple[Decomposition, Tensor]:
         """``(inverse,)`` with a leading batch, and which are sound."""
         return _cholesky_inverse(matrix)
+
+    def decompose_diagonal(self, entries: Tensor) -> Decomposition:
+        """``(inverse,)``."""
+        return (entries.reciprocal(),)
 
     def payload_shapes(self, groups: int, dim: int) -> tuple[tuple[int, ...], ...]:
         """The inverse."""
@@ -260,17 +282,21 @@ def decompose_batched(solver: Solver, matrices: Sequence[Tensor]) -> list[Decomp
 
     Args:
         solver: What to do with each.
-        matrices: Each of shape ``(groups, n, n)``, symmetric.
+        matrices: Each of shape ``(groups, n, n)``, symmetric, or ``(groups, n)``, a diagonal.
 
     Returns:
         Per matrix its decomposition with leading ``groups``, or None if no rung of the ladder gave
         a sound one for every group.
     """
     batches: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    results: list[Decomposition | None] = [None] * len(matrices)
     for index, matrix in enumerate(matrices):
+        if matrix.dim() == 2:
+            parts = solver.decompose_diagonal(matrix)
+            results[index] = parts if bool(torch.isfinite(parts[0]).all()) else None
+            continue
         key = (matrix.shape[-1], matrix.dtype, matrix.device)
         batches.setdefault(key, []).append(index)
-    results: list[Decomposition | None] = [None] * len(matrices)
     for (_, _, device), indices in batches.items():
         stacked = torch.cat([matrices[i] for i in indices])
         with ieee_matmul(device):

@@ -142,7 +142,10 @@ class KAISA(KFACOptimizer):
         self._my_row = self._grid.row_of(world.rank)
         self._row_world = world.subgroup(self._grid.row(self._my_row))
         self._column_world = world.subgroup(self._grid.column(self._grid.column_of(world.rank)))
-        dims = [LayerDims(b.shape.groups, b.shape.in_dim, b.shape.out_dim) for b in blocks]
+        dims = [
+            LayerDims(b.shape.groups, b.shape.in_dim, b.shape.out_dim, b.shape.diagonal_a)
+            for b in blocks
+        ]
         self._assignments: list[LayerAssignment] = assign_layers(
             dims, self._grid, cost=self._cost, colocate_factors=self._colocate
         )
@@ -238,16 +241,19 @@ class _Parcels:
     def _shapes(self, key: tuple[int, str]) -> tuple[tuple[int, ...], ...]:
         index, which = key
         shape = self._optimizer._active[index].shape
+        if which == "A" and shape.diagonal_a:
+            return ((shape.groups, shape.in_dim),)
         dim = shape.in_dim if which == "A" else shape.out_dim
         return self._optimizer._solver.payload_shapes(shape.groups, dim)
 
-    @property
-    def _triangular(self) -> bool:
-        return self._optimizer._solver.symmetric and self._optimizer._options.symmetry_aware
+    def _as_triangle(self, dims: int) -> bool:
+        """Whether a part of so many dimensions travels as a triangle."""
+        symmetric = self._optimizer._solver.symmetric and self._optimizer._options.symmetry_aware
+        return symmetric and dims == 3
 
     def _lengths(self, key: tuple[int, str]) -> Iterator[int]:
-        for position, shape in enumerate(self._shapes(key)):
-            if position == 0 and self._triangular:
+        for shape in self._shapes(key):
+            if self._as_triangle(len(shape)):
                 yield shape[0] * packed_length(shape[-1])
             else:
                 yield torch.Size(shape).numel()
@@ -261,17 +267,18 @@ class _Parcels:
         dtype, device = self._optimizer._options.inv_dtype, self._optimizer._device()
         if decomposition is None:
             return torch.zeros(self.length(key), dtype=dtype, device=device)
-        parts = list(decomposition)
-        if self._triangular:
-            parts[0] = pack_upper_triangular(parts[0])
+        parts = [
+            pack_upper_triangular(part) if self._as_triangle(part.dim()) else part
+            for part in decomposition
+        ]
         return torch.cat([part.to(dtype).reshape(-1) for part in parts])
 
     def unpack(self, key: tuple[int, str], flat: Tensor) -> Decomposition:
         """Undo :meth:`pack`."""
         parts = []
         pieces = flat.split(list(self._lengths(key)))
-        for position, (shape, piece) in enumerate(zip(self._shapes(key), pieces, strict=True)):
-            if position == 0 and self._triangular:
+        for shape, piece in zip(self._shapes(key), pieces, strict=True):
+            if self._as_triangle(len(shape)):
                 parts.append(unpack_upper_triangular(piece.view(shape[0], -1), shape[-1]))
             else:
                 parts.append(piece.view(shape))

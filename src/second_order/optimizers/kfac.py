@@ -38,9 +38,11 @@ from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_
 from second_order.optimizers.options import (
     Interval,
     check_interval,
+    larger,
     value_at,
 )
-from second_order.report import LayerRow, Summary
+from second_order.optimizers.rows import layer_rows
+from second_order.report import Summary
 
 __all__ = ["KFACOptimizer"]
 
@@ -423,7 +425,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         """Keep the largest learning rate of each group, that of the schedule to come included."""
         for group in self.param_groups:
             for rate in (group["lr"], group.get("initial_lr", group["lr"])):
-                group[PEAK_LR] = _larger(group[PEAK_LR], rate)
+                group[PEAK_LR] = larger(group[PEAK_LR], rate)
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
@@ -478,29 +480,8 @@ class KFACOptimizer(SecondOrderOptimizer):
 
         Bytes are those of this process. Reading it waits for the device.
         """
-        rows = []
-        for block in self._blocks:
-            shape = block.shape
-            count = block.weight.numel() + (block.bias.numel() if block.trains_bias else 0)  # type: ignore[union-attr]
-            groups = f"{shape.groups} x " if shape.groups > 1 else ""
-            rows.append(
-                LayerRow(
-                    name=block.name,
-                    kind=type(block.modules[0]).__name__,
-                    parameters=count,
-                    status="preconditioned" if block.trainable else "frozen",
-                    detail=f"{groups}A {shape.in_dim}², G {shape.out_dim}²",
-                    computed_by=self._computed_by(self._active.index(block))
-                    if block.trainable
-                    else "",
-                    factor_bytes=block.factor_bytes,
-                    inverse_bytes=block.inverse_bytes,
-                )
-            )
-        rows.extend(
-            LayerRow(left.name, left.kind, left.parameters, "base", left.reason)
-            for left in self._left
-        )
+        owners = {b.name: self._computed_by(i) for i, b in enumerate(self._active)}
+        rows = layer_rows(self._blocks, self._left, owners)
         group = self.param_groups[0]
         title = (
             f"{type(self).__name__} over {type(self._base).__name__}, lr {group['lr']}, "
@@ -513,10 +494,3 @@ class KFACOptimizer(SecondOrderOptimizer):
             dropped=sum(int(block.staged.dropped) for block in self._blocks),
             failed=sum(block.failures > 0 for block in self._blocks),
         )
-
-
-def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
-        return torch.maximum(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
-    return max(a, b)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "Interval",
@@ -17,6 +18,7 @@ __all__ = [
     "check_interval",
     "check_number",
     "check_patterns",
+    "larger",
     "split_base_keywords",
     "value_at",
 ]
@@ -118,3 +120,11 @@ def check_patterns(value: Any) -> tuple[str, ...]:
 def value_at(option: Any, step: int) -> Any:
     """An option's value at a step, be it a constant or a callable of the step."""
     return option(step) if callable(option) else option
+
+
+def larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    """The larger of two learning rates, without waiting for the device if one is a tensor."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        device = a.device if isinstance(a, Tensor) else cast(Tensor, b).device
+        return torch.maximum(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
+    return max(a, b)
