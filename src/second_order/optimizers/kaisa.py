@@ -52,6 +52,65 @@ class KAISA(KFACOptimizer):
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
     ``optimizer = KAISA(model, lr=0.1, momentum=0.9)``; the rest of the script stays as it is.
+
+    Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
+
+    Args:
+        params_or_model: The model, whose trainable parameters are optimized; or parameters, or
+            parameter groups as for any ``torch.optim`` optimizer, with ``model=``.
+        model: The model, where the first argument is not one. Wrappers (DistributedDataParallel,
+            ``torch.compile``) are looked through.
+        lr: The base's learning rate, a float or a tensor; schedulers reach it as always.
+        base: Class of the optimizer that takes the preconditioned gradients.
+        damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
+            Larger is more cautious: the step turns from the natural to the plain gradient.
+        relative_damping: γ of a layer is ``damping`` times the layer's mean curvature,
+            tr A tr G / (dim A dim G), which frees it of the scale of the loss. False: γ is
+            ``damping`` itself, as in the paper.
+        factor_decay: Weight of the past in the running averages of A and G, in [0, 1); number or
+            callable.
+        kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's
+            predictions (Pauloski et al. 2022, 5.1); number, callable or None for no bound. A number
+            is the bound at the learning rate's peak and shrinks with lr² when a schedule lowers it;
+            a callable is taken as it is.
+        solver: "eigen" applies (A ⊗ G + γ I)⁻¹ exactly; "inverse" damps A and G apart and takes
+            their Cholesky inverses: cheaper, and about as good.
+        factor_update_steps: Statistics are taken every so many steps; number or callable.
+        inv_update_steps: Inverses are refreshed every so many steps; number or callable.
+        refresh_warmup_steps: During the first steps, so many, both are refreshed at every step:
+            a first inverse from a single batch is no guide for the next hundred steps.
+        fisher: "empirical" takes the gradients of your own backward; "sampled" draws labels from
+            the model's predictions and takes the gradients of those, at the price of a further
+            backward pass to the layers' outputs whenever statistics are due.
+        likelihood: For the sampled Fisher, what the outputs mean: "categorical" (logits, classes on
+            the last dimension), "bernoulli" (logits), "gaussian" (means), or a callable
+            ``output -> summed negative log-likelihood of labels it has drawn``.
+        kfac_approx: For layers applied at many positions: "expand" if each position has a loss
+            term (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023).
+        grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
+            communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
+        assignment: Balance the "compute" (n³) or the "memory" (n²) of factors over processes.
+        colocate_factors: One process decomposes both factors of a layer; False spreads them.
+        symmetry_aware: Keep and send the upper triangles of symmetric matrices.
+        skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``,
+            that the base trains alone.
+        accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
+        loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
+        grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
+        factor_dtype: Factors are kept and sent in it: float32, float64 or bfloat16.
+        inv_dtype: Inverses are kept, sent and applied in it; decompositions use float32 or more.
+        max_consecutive_failures: So many refreshes in a row without a sound decomposition of a
+            layer raise :class:`~second_order.DecompositionError` on every process.
+        gradient_averaging: "auto" averages gradients over the processes, after giving all of them
+            the first one's parameters, unless DistributedDataParallel does; True or False: always
+            or never.
+        process_group: The processes to work with; None for the default group, if there is one.
+        **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
+
+    Raises:
+        TypeError: For an unknown keyword (naming the closest known one) or a missing model.
+        ValueError: For a value outside its bounds, with the bound and the remedy.
+        RankMismatchError: If the processes built different models or options.
     """
 
     def __init__(
@@ -61,13 +120,14 @@ class KAISA(KFACOptimizer):
         model: nn.Module | None = None,
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        damping: Schedule = 1.0,
-        relative_damping: bool = False,
+        damping: Schedule = 4.0,
+        relative_damping: bool = True,
         factor_decay: Schedule = 0.95,
-        kl_clip: Schedule | None = 1e-3,
+        kl_clip: Schedule | None = 1e-4,
         solver: SolverName = "eigen",
-        factor_update_steps: Interval = 1,
-        inv_update_steps: Interval = 1,
+        factor_update_steps: Interval = 10,
+        inv_update_steps: Interval = 100,
+        refresh_warmup_steps: int = 20,
         fisher: str = "empirical",
         likelihood: Likelihood = "categorical",
         kfac_approx: Approximation = "expand",
@@ -102,6 +162,7 @@ class KAISA(KFACOptimizer):
             solver=solver,
             factor_update_steps=factor_update_steps,
             inv_update_steps=inv_update_steps,
+            refresh_warmup_steps=refresh_warmup_steps,
             fisher=fisher,
             likelihood=likelihood,
             kfac_approx=kfac_approx,

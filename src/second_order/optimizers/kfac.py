@@ -211,6 +211,8 @@ class KFACOptimizer(SecondOrderOptimizer):
     # --------------------------------------------------------------------------------- the step
 
     def _due(self, interval: Interval) -> bool:
+        if self._steps < self._options.refresh_warmup_steps:
+            return True
         every = value_at(interval, self._steps)
         check_interval("an interval's callable", every)
         return self._steps % int(every) == 0

@@ -33,6 +33,7 @@ class KFACOptions:
     solver: SolverName
     factor_update_steps: Interval
     inv_update_steps: Interval
+    refresh_warmup_steps: int
     fisher: str
     likelihood: Likelihood
     kfac_approx: Approximation
@@ -54,6 +55,13 @@ class KFACOptions:
         check_choice("solver", self.solver, SOLVERS)
         check_interval("factor_update_steps", self.factor_update_steps)
         check_interval("inv_update_steps", self.inv_update_steps)
+        check_number(
+            "refresh_warmup_steps",
+            self.refresh_warmup_steps,
+            low=0,
+            open_high=True,
+            remedy="0 keeps to the intervals from the first step",
+        )
         check_choice("fisher", self.fisher, ("empirical", "sampled"))
         if not callable(self.likelihood):
             check_choice("likelihood", self.likelihood, LIKELIHOODS)
