@@ -1,0 +1,507 @@
+"""Damped solves against dense ones, and the ladder that a failing decomposition climbs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import clip_factor, damped_dense_solve, damped_factored_solve, kron
+from torch import Tensor
+
+from second_order.kronecker import solvers
+from second_order.kronecker.clip import kl_clip_coefficient
+from second_order.kronecker.solvers import SOLVERS, decompose_batched, factored_damping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DENSE = {"eigen": damped_dense_solve, "inverse": damped_factored_solve}
+each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
+
+DAMPINGS = st.floats(1e-4, 10.0)
+GROUPS = st.integers(1, 3)
+DIMS = st.integers(1, 7)
+
+
+def factor(groups: int, dim: int, rank: int | None = None) -> Tensor:
+    """A positive semi-definite factor, of full rank unless told."""
+    x = torch.randn(groups, 2 * dim if rank is None else rank, dim, dtype=torch.float64)
+    return x.mT @ x / max(1, x.shape[1])
+
+
+def solve(name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any) -> Tensor:
+    solver = SOLVERS[name]
+    a, g = decompose_batched(solver, solver.damp(A, G, damping))
+    assert a is not None
+    assert g is not None
+    return solver.combine(a, g, damping, A.dtype).precondition(gradient)
+
+
+def decompose(name: str, *matrices: Tensor) -> list[Any]:
+    return decompose_batched(SOLVERS[name], matrices)
+
+
+def restored(name: str, decomposition: tuple[Tensor, ...]) -> Tensor:
+    """The matrix that was decomposed."""
+    if name == "inverse":
+        return torch.linalg.inv(decomposition[0].double())
+    vectors, values = (part.double() for part in decomposition)
+    return vectors @ torch.diag_embed(values) @ vectors.mT
+
+
+def assert_solved(actual: Tensor, expected: Tensor, rtol: float = 1e-8) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
+
+
+# Dense references.
+
+
+@each_solver
+@given(groups=GROUPS, d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
+def test_solves_equal_the_dense_solve(
+    name: str, groups: int, d_in: int, d_out: int, damping: float
+) -> None:
+    A, G = factor(groups, d_in), factor(groups, d_out)
+    gradient = torch.randn(groups, d_out, d_in, dtype=torch.float64)
+    expected = torch.stack(
+        [DENSE[name](A[i, None], G[i, None], gradient[i], damping) for i in range(groups)]
+    )
+    assert_solved(solve(name, A, G, gradient, damping), expected)
+    assert_solved(solve(name, A, G, gradient, torch.tensor(damping, dtype=A.dtype)), expected)
+
+
+@each_solver
+def test_the_two_solves_differ(name: str) -> None:
+    """A test of one against the other's reference would notice."""
+    A, G = factor(1, 4), factor(1, 3)
+    gradient = torch.randn(1, 3, 4, dtype=torch.float64)
+    other = DENSE["inverse" if name == "eigen" else "eigen"](A, G, gradient[0], 0.1)
+    assert (solve(name, A, G, gradient, 0.1)[0] - other).norm() > 1e-3 * other.norm()
+
+
+@each_solver
+def test_factors_of_low_rank(name: str) -> None:
+    A, G = factor(1, 6, rank=2), factor(1, 5, rank=1)
+    gradient = torch.randn(1, 5, 6, dtype=torch.float64)
+    assert_solved(
+        solve(name, A, G, gradient, 0.01)[0], DENSE[name](A, G, gradient[0], 0.01), rtol=1e-6
+    )
+
+
+@each_solver
+@pytest.mark.parametrize("zero", ["A", "G", "both"])
+def test_a_zero_factor_leaves_the_damping(name: str, zero: str) -> None:
+    """π is 1 then; the eigen solve divides by the damping alone."""
+    A, G = factor(1, 3), factor(1, 2)
+    A = A if zero == "G" else torch.zeros_like(A)
+    G = G if zero == "A" else torch.zeros_like(G)
+    gradient = torch.randn(1, 2, 3, dtype=torch.float64)
+    P = solve(name, A, G, gradient, 0.25)
+    if name == "eigen" or zero == "both":
+        assert_solved(P, gradient / 0.25)
+    else:
+        assert_solved(P[0], DENSE[name](A, G, gradient[0], 0.25))
+
+
+@each_solver
+@given(st.integers(-12, 12), st.integers(-12, 12))
+def test_a_common_scale_of_factors_and_damping_divides_the_solution(
+    name: str, a_power: int, g_power: int
+) -> None:
+    """Invariant 12, in the solver: exact, as powers of two are."""
+    a_scale, g_scale = 2.0**a_power, 2.0**g_power
+    A, G = factor(1, 4), factor(1, 3)
+    gradient = torch.randn(1, 3, 4, dtype=torch.float64)
+    scaled = solve(name, A * a_scale, G * g_scale, gradient, 0.1 * a_scale * g_scale)
+    assert_solved(scaled * a_scale * g_scale, solve(name, A, G, gradient, 0.1))
+
+
+@each_solver
+def test_huge_damping_gives_the_gradients_direction(name: str) -> None:
+    A, G = factor(2, 4), factor(2, 3)
+    gradient = torch.randn(2, 3, 4, dtype=torch.float64)
+    assert_solved(solve(name, A, G, gradient, 1e12) * 1e12, gradient, rtol=1e-5)
+
+
+# π.
+
+
+@given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
+def test_pi_splits_the_damping(d_in: int, d_out: int, damping: float) -> None:
+    """The product over the factors is γ, so that Π πᵢ = 1."""
+    on_a, on_g = factored_damping(factor(2, d_in), factor(2, d_out), damping)
+    torch.testing.assert_close(on_a * on_g, torch.full((2,), damping, dtype=torch.float64))
+
+
+@given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
+def test_factored_damping_is_never_less_than_the_damping(
+    d_in: int, d_out: int, damping: float
+) -> None:
+    """⊗F̃ᵢ − ⊗Fᵢ − γI is positive semi-definite."""
+    A, G = factor(1, d_in), factor(1, d_out)
+    damped_a, damped_g = SOLVERS["inverse"].damp(A, G, damping)
+    excess = kron(damped_g[0], damped_a[0]) - kron(G[0], A[0])
+    excess -= damping * torch.eye(len(excess), dtype=torch.float64)
+    smallest = torch.linalg.eigvalsh(excess).min()
+    assert smallest >= -1e-10 * float(kron(damped_g[0], damped_a[0]).abs().max())
+
+
+@given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS, scale=st.floats(1e-3, 1e3))
+def test_the_inverse_solve_does_not_see_how_a_scale_is_split(
+    d_in: int, d_out: int, damping: float, scale: float
+) -> None:
+    A, G = factor(1, d_in), factor(1, d_out)
+    gradient = torch.randn(1, d_out, d_in, dtype=torch.float64)
+    moved = solve("inverse", A * scale, G / scale, gradient, damping)
+    assert_solved(moved, solve("inverse", A, G, gradient, damping))
+
+
+@given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS, stretch=st.floats(0.1, 10.0))
+def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: float) -> None:
+    """The trace norm of what F̃_A ⊗ F̃_G adds to A ⊗ G + γI: no other split has less of it."""
+    A, G = factor(1, d_in), factor(1, d_out)
+    on_a, on_g = factored_damping(A, G, damping)
+
+    def bound(a: Tensor, g: Tensor) -> float:
+        return float(a * d_in * G[0].trace() + g * d_out * A[0].trace())
+
+    assert bound(on_a, on_g) <= bound(on_a * stretch, on_g / stretch) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("zero", ["A", "G"])
+def test_a_zero_trace_gives_pi_one(zero: str) -> None:
+    A, G = factor(2, 3), factor(2, 4)
+    (A if zero == "A" else G)[1] = 0
+    on_a, on_g = factored_damping(A, G, 0.09)
+    assert on_a[1].item() == on_g[1].item() == pytest.approx(0.3)
+    assert on_a[0].item() != pytest.approx(0.3)
+
+
+# Batches.
+
+
+@each_solver
+@given(
+    shapes=st.lists(
+        st.tuples(GROUPS, DIMS, st.sampled_from([torch.float32, torch.float64])), max_size=8
+    )
+)
+def test_batched_by_shape_equals_one_at_a_time(
+    name: str, shapes: list[tuple[int, int, torch.dtype]]
+) -> None:
+    matrices = [
+        (factor(groups, dim) + 0.1 * torch.eye(dim, dtype=torch.float64)).to(dtype)
+        for groups, dim, dtype in shapes
+    ]
+    together = decompose(name, *matrices)
+    assert len(together) == len(matrices)
+    for matrix, batched in zip(matrices, together, strict=True):
+        (alone,) = decompose(name, matrix)
+        expected = SOLVERS[name].payload_shapes(matrix.shape[0], matrix.shape[-1])
+        assert tuple(tuple(part.shape) for part in batched) == expected
+        for part, single in zip(batched, alone, strict=True):
+            assert part.dtype == matrix.dtype
+            torch.testing.assert_close(part, single)
+
+
+@each_solver
+def test_one_call_a_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    injected(monkeypatch, name, lambda matrix, _: calls.append(tuple(matrix.shape)))
+    matrices = [factor(groups, dim) + torch.eye(dim) for groups, dim in [(1, 3), (2, 3), (1, 4)]]
+    decompose(name, *matrices)
+    assert sorted(calls) == [(1, 4, 4), (3, 3, 3)]
+
+
+@each_solver
+def test_nothing_to_decompose(name: str) -> None:
+    assert decompose(name) == []
+
+
+# Extremes that must not look like failures.
+
+
+@each_solver
+@given(
+    dim=st.integers(1, 24),
+    rank=st.integers(0, 3),
+    power=st.integers(-18, 18),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_any_finite_factor_can_be_decomposed(
+    name: str, dim: int, rank: int, power: int, dtype: torch.dtype
+) -> None:
+    """Of low rank, zero, tiny or huge, with the little damping that "inverse" has by then."""
+    matrix = factor(1, dim, rank) * 10.0**power
+    if name == "inverse":
+        matrix += 1e-6 * 10.0**power * torch.eye(dim, dtype=torch.float64)
+    matrix = matrix.to(dtype)
+    (result,) = decompose(name, matrix)
+    assert result is not None
+    if name == "eigen":
+        assert (result[1] >= 0).all()
+        error = (restored(name, result) - matrix).abs().max()
+        assert error <= 1e-4 * float(matrix.abs().max())
+
+
+def test_negative_eigenvalues_are_clamped() -> None:
+    """Rounding makes some; with a small damping they would turn the step around."""
+    matrix = torch.diag(torch.tensor([1.0, -1e-7, 0.0]))[None]
+    ((_, values),) = decompose("eigen", matrix)
+    assert values.min() == 0
+
+
+# The ladder, each rung forced by injection.
+
+NATIVE: dict[str, Any] = {
+    "eigen": torch.linalg.eigh,
+    "inverse": torch.linalg.cholesky_ex,
+}
+
+
+def injected(
+    monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[[Tensor, Any], Any]
+) -> list[tuple[torch.dtype, int]]:
+    """`fault(matrix, result)` may raise, or return what stands in for the result.
+
+    Returns:
+        The dtype and the number of members of each call.
+    """
+    attempts: list[tuple[torch.dtype, int]] = []
+
+    def faulty(matrix: Tensor) -> Any:
+        attempts.append((matrix.dtype, len(matrix)))
+        result = NATIVE[name](matrix)
+        replaced = fault(matrix, result)
+        return result if replaced is None else replaced
+
+    monkeypatch.setattr(torch.linalg, NATIVE[name].__name__.removeprefix("linalg_"), faulty)
+    return attempts
+
+
+def raises(matrix: Tensor, result: Any) -> Any:
+    raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+
+
+def not_a_number(matrix: Tensor, result: Any) -> Any:
+    return tuple(
+        torch.full_like(part, math.nan) if part.is_floating_point() else part for part in result
+    )
+
+
+def inaccurate(matrix: Tensor, result: Any) -> Any:
+    """Values of the right size, and wrong by a twentieth."""
+    first, second = result
+    if second.is_floating_point():  # eigenvalues first
+        return first, second + 0.05 * second.roll(1, -1)
+    return first * 1.05, second
+
+
+def not_orthogonal(matrix: Tensor, result: Any) -> Any:
+    """Where the eigenvalues vanish, Q Λ Qᵀ does not show it."""
+    values, vectors = result
+    return values, torch.where(values.unsqueeze(-2) < 1e-6 * values.max(), 2 * vectors, vectors)
+
+
+def not_definite(matrix: Tensor, result: Any) -> Any:
+    return result[0], torch.ones_like(result[1])
+
+
+FAULTS = [
+    ("eigen", raises),
+    ("eigen", not_a_number),
+    ("eigen", inaccurate),
+    ("eigen", not_orthogonal),
+    ("inverse", raises),
+    ("inverse", not_a_number),
+    ("inverse", inaccurate),
+    ("inverse", not_definite),
+]
+each_fault = pytest.mark.parametrize(
+    ("name", "fault"), FAULTS, ids=[f"{n} {f.__name__}" for n, f in FAULTS]
+)
+
+
+def sample(name: str, dim: int = 5) -> Tensor:
+    """In float32; without full rank where that can be solved."""
+    if name == "eigen":
+        return factor(1, dim, rank=2).float()
+    return (factor(1, dim) + 0.1 * torch.eye(dim)).float()
+
+
+@each_fault
+def test_float64_is_the_second_rung(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = sample(name)
+    attempts = injected(
+        monkeypatch, name, lambda m, r: fault(m, r) if m.dtype == torch.float32 else None
+    )
+    (result,) = decompose(name, matrix)
+    assert attempts == [(torch.float32, 1), (torch.float64, 1)]
+    assert result is not None
+    assert {part.dtype for part in result} == {torch.float32}
+    assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
+
+
+class ElsewhereTorch:
+    """torch, with a CPU that is not the device of the factors."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(torch, attribute)
+
+    @staticmethod
+    def device(kind: str) -> torch.device:
+        return torch.device(kind, 0)  # where "cpu" tensors are as well, under another name
+
+
+@each_fault
+def test_the_cpu_is_the_third_rung(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solvers, "torch", ElsewhereTorch())
+    matrix = sample(name)
+    attempts = injected(monkeypatch, name, lambda m, r: fault(m, r) if len(attempts) < 3 else None)
+    (result,) = decompose(name, matrix)
+    assert attempts == [(torch.float32, 1), (torch.float64, 1), (torch.float64, 1)]
+    assert result is not None
+    assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@each_fault
+def test_the_cpu_is_the_third_rung_on_cuda(
+    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = sample(name).cuda()
+    attempts = injected(monkeypatch, name, lambda m, r: fault(m, r) if m.is_cuda else None)
+    (result,) = decompose(name, matrix)
+    assert attempts == [(torch.float32, 1), (torch.float64, 1), (torch.float64, 1)]
+    assert result is not None
+    assert all(part.is_cuda for part in result)
+    assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
+
+
+@each_fault
+def test_no_rung_is_left(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    injected(monkeypatch, name, fault)
+    assert decompose(name, sample(name), sample(name, 3)) == [None, None]
+
+
+@each_fault
+def test_a_double_needs_no_second_double(
+    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = injected(monkeypatch, name, fault)
+    assert decompose(name, sample(name).double()) == [None]
+    assert attempts == [(torch.float64, 1)]
+
+
+@each_fault
+@pytest.mark.parametrize("rungs", [1, 2])
+def test_a_bad_member_does_not_spoil_its_batch(
+    name: str, fault: Any, rungs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four fails, in a batch and alone: in float32 only, or on every rung."""
+    marked = sample(name)
+    marked[0, 0, 0] = 64.0
+    matrices = [sample(name), marked, sample(name), sample(name)]
+
+    def on_marked(matrix: Tensor, result: Any) -> Any:
+        bad = matrix[:, 0, 0] >= 2.5 * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)  # scaled or not
+        if not bad.any() or (rungs == 1 and matrix.dtype == torch.float64):
+            return None
+        wrong = fault(matrix, result)
+        return tuple(
+            torch.where(bad.view(-1, *[1] * (part.dim() - 1)), w, part)
+            for w, part in zip(wrong, result, strict=True)
+        )
+
+    injected(monkeypatch, name, on_marked)
+    results = decompose(name, *matrices)
+    for index, (matrix, result) in enumerate(zip(matrices, results, strict=True)):
+        if index == 1 and rungs == 2:
+            assert result is None
+        else:
+            assert result is not None
+            assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
+
+
+@each_solver
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_factor_that_is_not_finite_is_given_up_and_the_others_are_not(
+    name: str, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is shown to no routine: some return garbage, some never return."""
+    seen: list[bool] = []
+    injected(monkeypatch, name, lambda m, _: seen.append(bool(torch.isfinite(m).all())))
+    matrices = [sample(name), sample(name), sample(name)]
+    matrices[1][0, 2, 1] = matrices[1][0, 1, 2] = bad
+    first, second, third = decompose(name, *matrices)
+    assert second is None
+    assert_solved(restored(name, first).float(), matrices[0], rtol=1e-5)
+    assert_solved(restored(name, third).float(), matrices[2], rtol=1e-5)
+    assert all(seen)
+
+
+@each_solver
+def test_one_bad_group_fails_its_factor(name: str) -> None:
+    good = torch.cat([sample(name), sample(name)])
+    bad = good.clone()
+    bad[1, 0, 0] = math.nan
+    result, failed = decompose(name, good, bad)
+    assert result is not None
+    assert failed is None
+
+
+def test_an_indefinite_factor_fails_the_inverse() -> None:
+    indefinite = torch.tensor([[[1.0, 2.0], [2.0, 1.0]]])
+    failed, fine = decompose("inverse", indefinite, torch.eye(2)[None])
+    assert failed is None
+    assert torch.equal(fine[0], torch.eye(2)[None])
+
+
+# The clip.
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
+    lr=st.floats(1e-4, 10.0),
+    kappa=st.floats(1e-6, 10.0),
+)
+def test_the_clip_bounds_what_it_measures(
+    shapes: list[tuple[int, int]], lr: float, kappa: float
+) -> None:
+    """Invariant 19: lr² ν² Σ|P·∇| = min(κ, lr² Σ|P·∇|)."""
+    pairs = [
+        (torch.randn(s, dtype=torch.float64), torch.randn(s, dtype=torch.float64)) for s in shapes
+    ]
+    P, gradients = ([*column] for column in zip(*pairs, strict=True))
+    nu = kl_clip_coefficient(P, gradients, [lr] * len(pairs), kappa)
+    change = lr**2 * sum(float((p * g).sum().abs()) for p, g in pairs)
+    assert nu.shape == ()
+    assert float(nu) == pytest.approx(clip_factor(pairs, lr, kappa), rel=1e-12)
+    assert float(nu) ** 2 * change == pytest.approx(min(kappa, change), rel=1e-12)
+
+
+def test_the_clip_takes_each_layers_own_learning_rate() -> None:
+    """|P·∇| = 4 and 9, rates 1/2 and 1/3: 1 + 1 = 2, and κ = 1/2 gives ν = 1/2."""
+    P = [torch.tensor([2.0]), torch.tensor([-3.0])]
+    gradients = [torch.tensor([2.0]), torch.tensor([3.0])]
+    nu = kl_clip_coefficient(P, gradients, [0.5, torch.tensor(1 / 3)], 0.5)
+    assert float(nu) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_layer_that_is_not_finite_does_not_count(bad: float) -> None:
+    P = [torch.tensor([2.0, 0.0]), torch.tensor([bad, 1.0])]
+    gradients = [torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0])]
+    assert float(kl_clip_coefficient(P, gradients, [1.0, 1.0], 1.0)) == 0.5
+    assert float(kl_clip_coefficient(P[1:], gradients[1:], [1.0], 1.0)) == 1.0
+
+
+def test_a_step_of_nothing_is_not_clipped() -> None:
+    zero = torch.zeros(3)
+    assert float(kl_clip_coefficient([zero], [zero], [0.1], 1e-3)) == 1.0
+    assert float(kl_clip_coefficient([zero + 1], [zero + 1], [0.0], 1e-3)) == 1.0
