@@ -1,0 +1,382 @@
+"""Options: what is whose, and what is said of a wrong one: its value, the bound, the remedy."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import SYSTEMS, hook_count
+from models import ZOO
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order.distributed.assignment import gradient_worker_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+each_system = pytest.mark.parametrize("System", SYSTEMS, ids=lambda system: system.__name__)
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+
+
+def mlp() -> nn.Module:
+    return ZOO["mlp"].model()
+
+
+# Keywords.
+
+
+@each_system
+@pytest.mark.parametrize(
+    ("wrong", "base", "close"),
+    [
+        ("dampin", SGD, "damping"),
+        ("kl_clp", SGD, "kl_clip"),
+        ("factor_update_freq", SGD, "factor_update_steps"),
+        ("grad_worker_frac", SGD, "grad_worker_fraction"),
+        ("momentun", SGD, "momentum"),
+        ("weight_deacy", SGD, "weight_decay"),
+        ("beta", Adam, "betas"),
+        ("amsgrd", Adam, "amsgrad"),
+    ],
+)
+def test_unknown_keyword_names_the_closest_known_one(
+    System: Any, wrong: str, base: Any, close: str
+) -> None:
+    """Among those of the system and of the base."""
+    with pytest.raises(TypeError, match=f"unknown keyword '{wrong}'.*did you mean '{close}'"):
+        System(mlp(), lr=0.1, base=base, **{wrong: 0.5})
+
+
+@each_system
+def test_keyword_of_another_base_is_unknown_and_the_base_is_named(System: Any) -> None:
+    with pytest.raises(TypeError, match=r"unknown keyword 'betas'.*nor one of SGD"):
+        System(mlp(), lr=0.1, betas=(0.9, 0.99))
+    with pytest.raises(TypeError, match=r"unknown keyword 'momentum'.*nor one of Adam"):
+        System(mlp(), lr=0.1, base=Adam, momentum=0.9)
+    with pytest.raises(TypeError, match="unknown keyword 'qqqqq'") as error:
+        System(mlp(), lr=0.1, qqqqq=1)
+    assert "did you mean" not in str(error.value)
+
+
+@each_system
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        (SGD, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "foreach": False}),
+        (Adam, {"betas": (0.8, 0.9), "eps": 1e-5, "amsgrad": True}),
+        (torch.optim.AdamW, {"weight_decay": 0.3, "maximize": True}),
+        (torch.optim.RMSprop, {"alpha": 0.7, "centered": True}),
+    ],
+)
+def test_keywords_of_the_base_reach_it(
+    System: Any, base: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    group = System(mlp(), lr=0.2, base=base, **options).param_groups[0]
+    assert group["lr"] == 0.2
+    assert {name: group[name] for name in options} == options
+
+
+@each_system
+def test_a_base_with_free_keywords_takes_them_all(System: Any) -> None:
+    class Free(SGD):
+        def __init__(self, params: Any, **keywords: Any) -> None:
+            keywords.pop("flavour")
+            super().__init__(params, **keywords)
+
+    System(mlp(), lr=0.1, base=Free, flavour="vanilla")
+    with pytest.raises(ValueError, match="differentiable"):
+        System(mlp(), lr=0.1, base=Free, flavour="vanilla", differentiable=True)
+
+
+@each_system
+def test_every_option_of_ours_is_keyword_only_and_none_is_the_bases(System: Any) -> None:
+    """A name of both would be taken from the base without a word."""
+    _, first, *others = inspect.signature(System.__init__).parameters.values()
+    assert first.name == "params_or_model"
+    ours = {p.name for p in others if p.kind is not p.VAR_KEYWORD} - {"lr"}
+    assert {p.kind for p in others} == {first.KEYWORD_ONLY, first.VAR_KEYWORD}
+    for base in (SGD, Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
+        assert ours.isdisjoint(inspect.signature(base).parameters)
+
+
+# The model.
+
+
+@each_system
+def test_parameters_without_a_model_are_refused_with_the_line_to_write(System: Any) -> None:
+    model, name = mlp(), System.__name__
+    with pytest.raises(TypeError) as error:
+        System(model.parameters(), lr=0.1)
+    assert f"write {name}(params, model=model, lr=...)" in str(error.value)
+    with pytest.raises(TypeError, match="two models"):
+        System(model, model=mlp(), lr=0.1)
+    with pytest.raises(TypeError, match=r"model='resnet' is not a torch\.nn\.Module"):
+        System(model.parameters(), model="resnet", lr=0.1)
+    System(model, model=model, lr=0.1)
+
+
+@each_system
+def test_a_module_stands_for_its_trainable_parameters(System: Any) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = System(model, lr=0.1)
+    expected = [p for p in model.parameters() if p.requires_grad]
+    found = optimizer.param_groups[0]["params"]
+    assert [id(p) for p in found] == [id(p) for p in expected]
+
+
+@each_system
+def test_a_refusal_leaves_the_model_as_it_was(System: Any) -> None:
+    model = mlp()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    for wrong in ({"damping": -1.0}, {"flavour": 1}, {"base": torch.optim.LBFGS}, {"solver": "x"}):
+        with pytest.raises((TypeError, ValueError)):
+            System(model, lr=0.1, **wrong)
+    with pytest.raises(ValueError, match="learning rate"):
+        System(model, lr=-0.1)
+    assert hook_count(model) == 0
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+# Values.
+
+
+NUMBERS: list[tuple[str, Any, str]] = [
+    ("damping", -1.0, r"damping=-1\.0 is outside \[0, inf\); "),
+    ("damping", float("nan"), r"damping=nan is outside \[0, inf\); "),
+    ("damping", float("inf"), r"damping=inf is outside \[0, inf\); "),
+    ("factor_decay", 1.0, r"factor_decay=1\.0 is outside \[0, 1\); 0\.95 is"),
+    ("factor_decay", -0.1, r"factor_decay=-0\.1 is outside \[0, 1\); 0\.95 is"),
+    ("factor_decay", float("nan"), r"factor_decay=nan is outside"),
+    ("kl_clip", 0.0, r"kl_clip=0\.0 is outside \(0, inf\]; use a positive number, or None"),
+    ("kl_clip", -1e-3, r"kl_clip=-0\.001 is outside \(0, inf\]; use a positive number, or None"),
+    ("grad_worker_fraction", -0.5, r"grad_worker_fraction=-0\.5 is outside \[0, 1\]; 1\.0 is"),
+    ("grad_worker_fraction", 1.5, r"grad_worker_fraction=1\.5 is outside \[0, 1\]; 1\.0 is"),
+    ("factor_update_steps", 0, "factor_update_steps=0 is below 1; use 1 for every step"),
+    ("inv_update_steps", -3, "inv_update_steps=-3 is below 1; use 1 for every step"),
+    ("accumulation_steps", 0, "accumulation_steps=0 is below 1; use 1"),
+    ("max_consecutive_failures", 0, "max_consecutive_failures=0 is below 1; use"),
+]
+CHOICES: list[tuple[str, Any, str]] = [
+    ("solver", "eigne", "solver='eigne' is not one of 'eigen', 'inverse'; did you mean 'eigen'"),
+    ("solver", None, "solver=None is not one of 'eigen', 'inverse'"),
+    ("fisher", "emprical", "'empirical', 'sampled'; did you mean 'empirical'"),
+    ("likelihood", "gausian", "likelihood='gausian' is not one of .*did you mean 'gaussian'"),
+    ("kfac_approx", "reduced", "'expand', 'reduce'; did you mean 'reduce'"),
+    ("assignment", "memroy", "'compute', 'memory'; did you mean 'memory'"),
+    ("loss_reduction", "none", "loss_reduction='none' is not one of 'mean', 'sum'"),
+    ("gradient_averaging", "always", "gradient_averaging='always' is not one of 'auto', True"),
+    ("factor_dtype", torch.float16, r"factor_dtype=torch\.float16 .*65504\); use torch\.float32"),
+    ("inv_dtype", torch.int64, r"inv_dtype=torch\.int64 is not one of float32, float64"),
+]
+TYPES: list[tuple[str, Any, str]] = [
+    ("damping", "auto", r"damping='auto' is not a number; "),
+    ("damping", True, "damping=True is not a number; "),
+    ("damping", None, "damping=None is not a number; "),
+    ("kl_clip", "off", "kl_clip='off' is not a number; use a positive number, or None"),
+    ("grad_worker_fraction", "half", r"grad_worker_fraction='half' is not a number; 1\.0"),
+    ("factor_update_steps", 1.5, r"factor_update_steps=1\.5 is not a whole number of steps; use"),
+    ("inv_update_steps", True, "inv_update_steps=True is not a whole number of steps; use"),
+    ("accumulation_steps", lambda step: 1, "accumulation_steps is a number .* not a callable"),
+    ("skip_layers", "head", r"skip_layers='head' is not a sequence .*; write skip_layers=\['head'"),
+    ("skip_layers", [1], r"skip_layers=\[1\] is not a sequence of patterns; write skip_layers"),
+    ("skip_layers", 5, "skip_layers=5 is not a sequence of patterns; write skip_layers"),
+    ("symmetry_aware", "no", "symmetry_aware='no'.*True"),
+    ("colocate_factors", "no", "colocate_factors='no'.*True"),
+    ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
+    ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
+    ("base", nn.Linear, "is not an optimizer class; pass the class itself"),
+    ("base", torch.optim.LBFGS, "base=LBFGS .*; use SGD or Adam"),
+    ("base", type("Mine", (torch.optim.LBFGS,), {}), "evaluates its closure many times"),
+    *(("base", system, "is a second-order optimizer; use a first-order") for system in SYSTEMS),
+]
+
+
+def takes(System: Any, option: str) -> bool:
+    return option in inspect.signature(System).parameters
+
+
+def case_id(value: Any) -> str | None:
+    return value if isinstance(value, str) and value.isidentifier() else None
+
+
+@each_system
+@pytest.mark.parametrize(("option", "value", "message"), NUMBERS + CHOICES, ids=case_id)
+def test_wrong_value_raises_with_value_bound_and_remedy(
+    System: Any, option: str, value: Any, message: str
+) -> None:
+    if not takes(System, option):
+        pytest.skip("not an option of this system")
+    with pytest.raises(ValueError, match=message):
+        System(mlp(), lr=0.1, **{option: value})
+
+
+@each_system
+@pytest.mark.parametrize(("option", "value", "message"), TYPES, ids=case_id)
+def test_wrong_type_raises_with_value_and_remedy(
+    System: Any, option: str, value: Any, message: str
+) -> None:
+    if not takes(System, option):
+        pytest.skip("not an option of this system")
+    with pytest.raises(TypeError, match=message):
+        System(mlp(), lr=0.1, **{option: value})
+
+
+@each_system
+def test_an_instance_for_a_base_is_refused(System: Any) -> None:
+    model = mlp()
+    with pytest.raises(TypeError, match=r"pass the class itself, as in base=torch\.optim\.SGD"):
+        System(model, lr=0.1, base=SGD(model.parameters(), lr=0.1))
+
+
+def train_twice(optimizer: Any, model: nn.Module) -> None:
+    for x, y in ZOO["mlp"].batches(2):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@each_system
+@pytest.mark.parametrize(
+    ("option", "schedule", "error", "message"),
+    [
+        ("damping", lambda step: -1.0, ValueError, r"damping=-1\.0 is outside"),
+        ("factor_decay", lambda step: 1.0, ValueError, r"factor_decay=1\.0 is outside"),
+        ("kl_clip", lambda step: 0.0, ValueError, r"kl_clip=0\.0 is outside"),
+        ("factor_update_steps", lambda step: 0, ValueError, "factor_update_steps.*=0 is below 1"),
+        (
+            "inv_update_steps",
+            lambda step: 0.5,
+            TypeError,
+            r"inv_update_steps.*=0\.5 is not a whole",
+        ),
+    ],
+)
+def test_a_callable_is_held_to_the_same_bounds_and_named(
+    System: Any, option: str, schedule: Callable[[int], Any], error: Any, message: str
+) -> None:
+    model = mlp()
+    options: dict[str, Any] = {option: schedule}
+    if takes(System, "refresh_warmup_steps"):
+        options["refresh_warmup_steps"] = 0
+    with pytest.raises(error, match=message):  # the first step asks no interval
+        train_twice(System(model, lr=0.1, **options), model)
+
+
+@each_system
+def test_callables_are_asked_with_the_number_of_the_step(System: Any) -> None:
+    asked: list[int] = []
+
+    def damping(step: int) -> float:
+        asked.append(step)
+        return 0.1
+
+    model = mlp()
+    optimizer = System(model, lr=0.1, damping=damping)
+    for x, y in ZOO["mlp"].batches(3):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert sorted(set(asked)) == [0, 1, 2]
+
+
+@each_system
+@pytest.mark.parametrize("form", [list, tuple, iter])
+def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., Any]) -> None:
+    model = ZOO["norms"].model()
+    optimizer = System(model, lr=0.1, skip_layers=form(["Conv*", "7"]))
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert rows["0"].detail == "skip_layers: 'Conv*'"
+    assert rows["7"].detail == "skip_layers: '7'"
+    assert rows["4"].status == "preconditioned"
+
+
+@each_system
+def test_boundary_values_are_accepted(System: Any) -> None:
+    System(mlp(), lr=0.0, damping=0, factor_decay=0.0, kl_clip=None, skip_layers=[])
+    System(mlp(), lr=torch.tensor(0.1), damping=0.99, kl_clip=1)
+
+
+# Gradient workers.
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fraction", "workers"),
+    [(1, 1.0, 1), (1, 0.3, 1), (4, 0.0, 1), (4, 0.25, 1), (4, 0.5, 2), (4, 1.0, 4), (6, 1 / 3, 2)],
+)
+def test_gradient_workers(world_size: int, fraction: float, workers: int) -> None:
+    assert gradient_worker_count(world_size, fraction) == workers
+
+
+def test_a_fraction_that_does_not_divide_the_processes_names_those_that_do() -> None:
+    with pytest.raises(ValueError, match="grad_worker_fraction") as error:
+        gradient_worker_count(4, 0.3)
+    message = str(error.value)
+    assert "grad_worker_fraction=0.3 with 4 processes gives 1.2 gradient workers" in message
+    assert message.endswith(("0.25, 0.5, 1", "0.25, 0.5 or 1.0"))
+    with pytest.raises(ValueError, match=r"gives 3 gradient workers.*use"):
+        gradient_worker_count(4, 0.75)
+    with pytest.raises(ValueError, match=r"0\.166667, 0\.333333, 0\.5"):
+        gradient_worker_count(6, 0.4)
+
+
+# Processes and sharding.
+
+
+def refusals(rank: int, world_size: int, system: int) -> dict[str, str]:
+    """The messages of what is refused when the optimizer averages gradients itself."""
+    System, model = SYSTEMS[system], mlp()
+    wrapped = DistributedDataParallel(mlp())
+    return {
+        "GradScaler": refusal(System, model, grad_scaler=torch.amp.GradScaler("cpu")),
+        "disabled": refusal(System, model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False)),
+        "ShardedGradScaler": refusal(System, model, grad_scaler=ShardedGradScaler("cpu")),
+        "under DDP": refusal(System, wrapped, grad_scaler=torch.amp.GradScaler("cpu")),
+        "averaging off": refusal(
+            System,
+            model,
+            grad_scaler=torch.amp.GradScaler("cpu"),
+            gradient_averaging=False,
+        ),
+    }
+
+
+def refusal(System: Any, model: nn.Module, **options: Any) -> str:
+    """What the system says to that; nothing if it takes it."""
+    try:
+        System(model, lr=0.1, **options)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("system", range(len(SYSTEMS)))
+def test_grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself(
+    world: World, system: int
+) -> None:
+    """One rank would skip its step alone. Not under DDP, nor with a scaler that talks to others."""
+    for found in world.run(refusals, 2, system):
+        message = found["GradScaler"]
+        assert "GradScaler with gradients averaged by the optimizer over 2 processes" in message
+        assert "wrap the model in DistributedDataParallel, or use" in message
+        assert set(found.values()) == {message, ""}
+
+
+def sharded(rank: int, world_size: int, system: int) -> str:
+    model = mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return refusal(SYSTEMS[system], model)
+
+
+@pytest.mark.parametrize("system", range(len(SYSTEMS)))
+def test_sharded_parameters_are_refused_with_the_remedy(world: World, system: int) -> None:
+    (message,) = world.run(sharded, 1, system)
+    assert "parameter '0.weight' is a sharded DTensor" in message
+    assert "use DistributedDataParallel" in message

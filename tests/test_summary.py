@@ -1,0 +1,225 @@
+"""`summary()`: every parameter is in it once, with who has it, why, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from contract import SYSTEMS, make, take
+from models import ZOO
+from reference import cross_entropy
+from torch import nn
+
+from second_order import LayerRow, Summary
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+each_system = pytest.mark.parametrize("System", SYSTEMS, ids=lambda system: system.__name__)
+
+
+def by_name(optimizer: Any) -> dict[str, LayerRow]:
+    return {row.name: row for row in optimizer.summary().rows}
+
+
+@each_system
+def test_a_row_for_every_layer_with_its_kind_parameters_and_sizes(System: Any) -> None:
+    model = ZOO["conv_grouped"].model()
+    rows = by_name(make(System, model))
+    assert list(rows) == ["0", "2", "5"]
+    assert [row.kind for row in rows.values()] == ["Conv2d", "Conv2d", "Linear"]
+    assert [row.status for row in rows.values()] == ["preconditioned"] * 3
+    assert rows["2"].detail == "2 x A 19², G 3²"  # two groups of 2 channels x 9 + 1, to 3
+    assert rows["5"].detail == f"A {model[5].in_features + 1}², G 3²"
+    for name, row in rows.items():
+        assert row.parameters == sum(p.numel() for p in model.get_submodule(name).parameters())
+        assert row.computed_by == "solve 0, precondition 0"
+
+
+@each_system
+@pytest.mark.parametrize(
+    "name", ["norms", "transformer", "tied", "shared_linear", "lora", "unused", "language_model"]
+)
+def test_every_parameter_of_the_optimizer_is_counted_once(System: Any, name: str) -> None:
+    model = ZOO[name].model()
+    rows = make(System, model).summary().rows
+    owned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(row.parameters for row in rows) == owned
+    assert len({row.name for row in rows}) == len(rows)
+
+
+@each_system
+def test_parameters_of_no_module_are_the_bases(System: Any) -> None:
+    """A temperature beside the model is in the groups, so it is in the table."""
+    model, temperature = ZOO["mlp"].model(), nn.Parameter(torch.ones(5))
+    optimizer = make(System, [*model.parameters(), temperature], model=model)
+    summary = optimizer.summary()
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(row.parameters for row in summary.rows) == count + 5
+    assert summary.preconditioned_share == pytest.approx(count / (count + 5))
+
+
+@each_system
+def test_the_bases_rows_tell_why(System: Any) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.LayerNorm(3), Scaled(3, 3), nn.Linear(3, 3),
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    )  # fmt: skip
+    rows = by_name(make(System, model, skip_layers=["3"]))
+    reasons = {name: row.detail for name, row in rows.items() if row.status == "base"}
+    assert "LayerNorm" in reasons["1"]
+    assert reasons["2"] == "Scaled overrides Linear.forward"
+    assert reasons["3"] == "skip_layers: '3'"
+    assert all(name == "0" or name in reasons or name.startswith("4") for name in rows)
+    assert "0" not in reasons
+    assert not any(row.factor_bytes or row.computed_by for n, row in rows.items() if n != "0")
+
+
+@each_system
+def test_status_follows_requires_grad(System: Any) -> None:
+    model = ZOO["mlp"].model()
+    optimizer = make(System, model)
+    model[2].requires_grad_(False)
+    take(model, optimizer, ZOO["mlp"].batch())
+    assert {name: row.status for name, row in by_name(optimizer).items()} == {
+        "0": "preconditioned",
+        "2": "frozen",
+        "4": "preconditioned",
+    }
+    assert by_name(optimizer)["2"].computed_by == ""
+
+
+@each_system
+@pytest.mark.parametrize("symmetry_aware", [True, False])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bytes_are_those_of_the_tensors(
+    System: Any, dtype: torch.dtype, solver: str, symmetry_aware: bool
+) -> None:
+    """Factors as triangles or squares; inverses as what the solver keeps."""
+    model = ZOO["conv_grouped"].model()
+    optimizer = make(
+        System,
+        model,
+        solver=solver,
+        symmetry_aware=symmetry_aware,
+        factor_dtype=dtype,
+        inv_dtype=dtype,
+    )
+    assert optimizer.summary().total_bytes == 0
+    take(model, optimizer, ZOO["conv_grouped"].batch())
+    summary, size = optimizer.summary(), dtype.itemsize
+    row = by_name(optimizer)["2"]  # two groups, A 19 x 19, G 3 x 3
+    elements = 19 * 20 // 2 + 3 * 4 // 2 if symmetry_aware else 19**2 + 3**2
+    assert row.factor_bytes == 2 * elements * size
+    kept = 19**2 + 3**2 + (19 * 3 if solver == "eigen" else 0)
+    assert row.inverse_bytes == 2 * kept * size
+    assert summary.factor_bytes == sum(row.factor_bytes for row in summary.rows)
+    assert summary.inverse_bytes == sum(row.inverse_bytes for row in summary.rows)
+    assert summary.total_bytes == summary.factor_bytes + summary.inverse_bytes
+    state = optimizer.state_dict()["state"].values()
+    saved = [entry["curvature"].get(letter) for entry in state for letter in "AG"]
+    assert summary.factor_bytes == sum(t.nbytes for t in saved if t is not None)
+
+
+@each_system
+def test_share_of_the_parameters_that_are_preconditioned(System: Any) -> None:
+    model = ZOO["norms"].model()
+    optimizer = make(System, model)
+    take(model, optimizer, ZOO["norms"].batch())
+    ours = sum(p.numel() for i in (0, 4, 7) for p in model[i].parameters())
+    total = sum(p.numel() for p in model.parameters())
+    rows = by_name(optimizer)
+    if rows["5"].status == "base":  # norms have no factors here
+        assert optimizer.summary().preconditioned_share == pytest.approx(ours / total)
+    everything = make(System, ZOO["norms"].model(), skip_layers=["*"])
+    assert everything.summary().preconditioned_share == 0.0
+    assert Summary("nothing", []).preconditioned_share == 0.0
+    assert "0.0%" in str(Summary("nothing", []))
+
+
+@each_system
+def test_the_table_reads_as_text(System: Any) -> None:
+    model = ZOO["transformer"].model()
+    optimizer = make(System, model, base=torch.optim.AdamW, lr=0.125, skip_layers=["1.down"])
+    take(model, optimizer, ZOO["transformer"].batch())
+    summary = optimizer.summary()
+    text = str(summary)
+    lines = text.splitlines()
+    assert lines[0].startswith(f"{System.__name__} over AdamW, lr 0.125, eigen, 1 process, step 1")
+    table = [line for line in lines if line.split(" ")[0] in {row.name for row in summary.rows}]
+    assert len(table) == len(summary.rows)
+    for row in summary.rows:
+        (line,) = (line for line in table if line.split(" ")[0] == row.name)
+        assert row.kind in line
+        assert row.detail in line
+        assert f"{row.parameters:,}" in line
+    assert f"{summary.preconditioned_share:.1%} of the parameters preconditioned" in text
+    assert "statistics dropped: 0; layers failing to decompose: 0" in lines[-1]
+    starts = {line.index(row.kind) for row, line in zip(summary.rows, table, strict=True)}
+    assert len(starts) == 1, "columns are not aligned"
+
+
+@each_system
+def test_sizes_in_the_table_are_of_this_process(System: Any) -> None:
+    row = LayerRow("fc", "Linear", 12345, "preconditioned", "A 3², G 2²", "", 3 * 2**20, 2**20)
+    text = str(Summary("title", [row], dropped=3, failed=1))
+    assert "12,345" in text
+    assert "4,096.0" in text
+    assert "factors 3.00 MiB, inverses 1.00 MiB" in text
+    assert "statistics dropped: 3; layers failing to decompose: 1" in text
+    assert "100.0% of the parameters" in text
+
+
+@each_system
+def test_dropped_statistics_are_counted_until_the_end(System: Any) -> None:
+    model = ZOO["mlp"].model()
+    optimizer = make(System, model, lr=0.0)
+    (x, y), other, *_ = ZOO["mlp"].batches(3)
+    x = x.clone()
+    x[0, 0] = float("inf")
+    cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()  # dropping the pass does not undo that it was not finite
+    dropped = optimizer.summary().dropped
+    assert dropped >= 1
+    take(model, optimizer, other)
+    assert optimizer.summary().dropped == dropped
+    model[0].bias.requires_grad_(False)  # its factors change size
+    take(model, optimizer, other)
+    assert optimizer.summary().dropped == dropped
+
+
+@each_system
+def test_failing_decompositions_are_counted_and_recover(
+    System: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ZOO["mlp"].model()
+    optimizer = make(System, model)
+    batches = ZOO["mlp"].batches(3)
+    take(model, optimizer, batches[0])
+    assert optimizer.summary().failed == 0
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.linalg.LinAlgError("no convergence")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.linalg, "eigh", fails)
+        take(model, optimizer, batches[1])
+    assert optimizer.summary().failed == 3
+    assert "layers failing to decompose: 3" in str(optimizer.summary())
+    take(model, optimizer, batches[2])
+    assert optimizer.summary().failed == 0
+
+
+@each_system
+def test_the_title_follows_the_schedule(System: Any) -> None:
+    model = ZOO["mlp"].model()
+    optimizer = make(System, model, lr=0.5)
+    for batch in ZOO["mlp"].batches(2):
+        take(model, optimizer, batch)
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert "lr 0.25" in optimizer.summary().title
+    assert "step 2" in optimizer.summary().title
