@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -37,6 +37,7 @@ class KroneckerBlock:
         staged: Statistics since the last step.
         inverse: Held by the layer's gradient workers once it is solved.
         solved: Whether its gradient workers, whichever they are, hold an inverse.
+        silent: Whether the last refresh found that no statistic had ever arrived.
         failures: Refreshes in a row that gave no sound decomposition.
     """
 
@@ -56,12 +57,16 @@ class KroneckerBlock:
         self._triangular = triangular
         self.inverse: Inverse | None = None
         self.solved = False
+        self.silent = False
         self.failures = 0
         self._reset()
 
     def _reset(self) -> None:
         self.shape: FactorShape = factor_shape(self.modules[0], self.trains_bias)
+        before = self.__dict__.get("staged")
         self.staged = StagedStatistics(self.shape, self.weight.device, self._factor_dtype)
+        if before is not None:
+            self.staged.dropped += before.dropped.to(self.weight.device)
         self.factors: KroneckerFactors | None = None
         self.drop_inverse()
 
@@ -222,7 +227,7 @@ class StatisticsCollector:
 
 def find_blocks(
     model: nn.Module,
-    owned: set[int],
+    owned: Mapping[int, int],
     skip: Iterable[str],
     known: dict[int, KroneckerBlock],
     factor_dtype: torch.dtype,
@@ -232,7 +237,7 @@ def find_blocks(
 
     Args:
         model: The user's module, unwrapped.
-        owned: ``id`` of every parameter in the optimizer's groups.
+        owned: Sizes of the parameters in the optimizer's groups by their ``id``.
         skip: Patterns (shell style) of module names or class names to leave to the base.
         known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
         factor_dtype: For new blocks.
@@ -244,22 +249,24 @@ def find_blocks(
     patterns = list(skip)
     sharing: dict[int, list[tuple[str, nn.Module]]] = {}
     left: list[LeftToBase] = []
+    counted: set[int] = set()
 
-    def leave(name: str, module: nn.Module, reason: str, count: int) -> None:
+    def leave(name: str, module: nn.Module, reason: str) -> None:
+        own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) in owned}
+        count = sum(size for key, size in own.items() if key not in counted)
+        counted.update(own)
         left.append(LeftToBase(name or "(model)", type(module).__name__, reason, count))
 
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) in owned]
-        if not own:
+        if not any(id(p) in owned for p in module.parameters(recurse=False)):
             continue
-        count = sum(p.numel() for p in own)
         skipped = [p for p in patterns if _matches(p, name, module)]
         reason = f"skip_layers: {skipped[0]!r}" if skipped else unsupported_reason(module)
         weight = module._parameters.get("weight")
         if reason is None and (weight is None or id(weight) not in owned):
             reason = "its weight is not in the optimizer's groups"
         if reason is not None:
-            leave(name, module, reason, count)
+            leave(name, module, reason)
         if weight is not None and id(weight) in owned:
             sharing.setdefault(id(weight), []).append((name, module))
 
@@ -272,21 +279,23 @@ def find_blocks(
             if len(members) > 1:
                 for name, module in members:
                     if (name or "(model)") not in rejected:
-                        size = cast(Tensor, module.weight).numel()
-                        leave(name, module, "its weight is tied to a module left to the base", size)
+                        leave(name, module, "its weight is tied to a module left to the base")
             continue
         biases = [module._parameters.get("bias") for module in modules]
         shapes = {(type(m), cast(Tensor, m.weight).shape) for m in modules}
         if len({id(b) for b in biases}) > 1 or len(shapes) > 1:
             for name, module in members:
-                size = cast(Tensor, module.weight).numel()
-                leave(name, module, "tied weights with separate biases or types", size)
+                leave(name, module, "tied weights with separate biases or types")
             continue
         bias = biases[0] if biases[0] is not None and id(biases[0]) in owned else None
         block = known.get(key)
         if block is None or block.modules != modules or block.bias is not bias:
             block = KroneckerBlock(names, modules, bias, factor_dtype, triangular)
         blocks.append(block)
+    ours = {id(p) for block in blocks for p in (block.weight, block.bias) if p is not None}
+    strays = sum(size for key, size in owned.items() if key not in counted | ours)
+    if strays:
+        left.append(LeftToBase("(no module)", "Parameter", "not in a module of the model", strays))
     return blocks, left
 
 

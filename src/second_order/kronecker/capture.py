@@ -18,16 +18,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Capture", "PairConsumer"]
 
 Sampler = Callable[[Any, int], Tensor]
+NO_BACKWARD = -1
 
 
 class PairConsumer(Protocol):
@@ -58,6 +58,7 @@ def _save(x: Tensor) -> Any:
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 _eager = cast(Callable[[_Hook], _Hook], torch.compiler.disable)
 
+# Who watches a module. One hook of a kind on it serves them all, and goes when the last has gone.
 _captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
 _captures = weakref.WeakKeyDictionary()
 
@@ -83,18 +84,38 @@ def _root_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradient_hook(
-    capture: weakref.ref[Capture], module: nn.Module, saved: Any, gradient: Tensor
+    capture: weakref.ref[Capture], module: nn.Module, saved: Any, outer: int, gradient: Tensor
 ) -> None:
     alive = capture()
-    if alive is not None:
-        # The task id names the backward pass that is running.
-        pass_id = torch._C._current_graph_task_id()
+    if alive is not None and not Capture.sampling:
+        # The id names the backward pass that is running. A reentrant checkpoint runs one inside
+        # another, in which the forward was repeated: the outer one is meant.
+        pass_id = torch._C._current_graph_task_id() if outer == NO_BACKWARD else outer
         alive._emit(module, saved.saved_tensors[0], gradient, pass_id)
 
 
-def _remove_handles(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
+def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
+    _captures.setdefault(module, weakref.WeakSet()).add(capture)
+    # A deep copy of a watched module has brought the hooks along.
+    if root and _root_hook not in module._forward_hooks.values():
+        module.register_forward_pre_hook(_root_pre_hook)
+        module.register_forward_hook(_root_hook)
+    if not root and _forward_hook not in module._forward_hooks.values():
+        module.register_forward_hook(_forward_hook, with_kwargs=True)
+
+
+def _release(modules: weakref.WeakSet[nn.Module]) -> None:
+    """Take the hooks off modules that nobody watches any more."""
+    for module in modules:
+        if any(True for _ in _captures.get(module, ())):
+            continue
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [k for k, hook in hooks.items() if hook in _HOOKS]:
+                del hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
+
+
+_HOOKS = (_forward_hook, _root_pre_hook, _root_hook)
 
 
 class Capture:
@@ -108,9 +129,13 @@ class Capture:
             ``.grad`` is touched. None: the gradients of the user's own backward.
 
     Attributes:
+        sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
+            gradients in it are nobody else's.
         enabled: Pairs are captured only while this is True.
         root_calls: How often the root returned an output that labels were drawn from.
     """
+
+    sampling: ClassVar[bool] = False
 
     def __init__(self, consumer: PairConsumer, sampler: Sampler | None = None) -> None:
         self.enabled = True
@@ -121,39 +146,31 @@ class Capture:
         self._root: weakref.ref[nn.Module] | None = None
         self._inside_root = False
         self._pending: list[tuple[nn.Module, Tensor, GradientEdge]] = []
-        self._handles: list[RemovableHandle] = []
-        self._finalizer = weakref.finalize(self, _remove_handles, self._handles)
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        weakref.finalize(self, _release, self._watched)
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch exactly these layers; what was watched before is let go."""
         self.detach()
         layers = list(layers)
         for module in layers:
-            self._register(module)
-            _drop_hook(module._forward_hooks, _forward_hook)
-            handle = module.register_forward_hook(_forward_hook, with_kwargs=True)
-            self._handles.append(handle)
+            _watch(self, module)
         self._observed = weakref.WeakSet(layers)
-        if self._sampler is not None:
+        self._watched.update(layers)
+        if self._sampler is not None and layers:
             self._root = weakref.ref(root)
-            self._register(root)
-            _drop_hook(root._forward_pre_hooks, _root_pre_hook)
-            _drop_hook(root._forward_hooks, _root_hook)
-            self._handles.append(root.register_forward_pre_hook(_root_pre_hook))
-            self._handles.append(root.register_forward_hook(_root_hook))
+            _watch(self, root, root=True)
+            self._watched.add(root)
 
     def detach(self) -> None:
         """Remove every hook and forget pairs in flight."""
-        for module in [*self._observed, *([self._root()] if self._root else [])]:
-            if module is not None and module in _captures:
-                _captures[module].discard(self)
-        _remove_handles(self._handles)
+        for module in self._watched:
+            _captures[module].discard(self)
+        _release(self._watched)
+        self._watched.clear()
         self._observed = weakref.WeakSet()
         self._root = None
         self._pending.clear()
-
-    def _register(self, module: nn.Module) -> None:
-        _captures.setdefault(module, weakref.WeakSet()).add(self)
 
     def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
         if not (
@@ -164,10 +181,13 @@ class Capture:
             and isinstance(output, Tensor)
             and output.requires_grad
             and cast(Tensor, module.weight).requires_grad
+            and not torch._C._are_functorch_transforms_active()
         ):
             return
+        x = _as_used(x)
         if self._sampler is None:
-            hook = partial(_gradient_hook, weakref.ref(self), module, _save(x))
+            outer = torch._C._current_graph_task_id()
+            hook = partial(_gradient_hook, weakref.ref(self), module, _save(x), outer)
             output.register_hook(hook)
         elif self._inside_root:
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
@@ -187,9 +207,15 @@ class Capture:
             return
         with torch.autocast(_device_type(pending[0][1]), enabled=False):
             loss = self._sampler(output, self.root_calls)
-        gradients = torch.autograd.grad(
-            loss, [edge for _, _, edge in pending], retain_graph=True, allow_unused=True
-        )
+        if not loss.requires_grad:
+            return
+        Capture.sampling = True
+        try:
+            gradients = torch.autograd.grad(
+                loss, [edge for _, _, edge in pending], retain_graph=True, allow_unused=True
+            )
+        finally:
+            Capture.sampling = False
         for (layer, x, _), gradient in zip(pending, gradients, strict=True):
             if gradient is not None:
                 self._emit(layer, x, gradient, self.root_calls)
@@ -204,10 +230,13 @@ def _device_type(tensor: Tensor) -> str:
     return tensor.device.type
 
 
-def _drop_hook(hooks: dict[int, Any], function: Callable[..., Any]) -> None:
-    """Remove what a deep copy of a watched module brought along.
+def _as_used(x: Tensor) -> Tensor:
+    """The input in the precision the layer computes with.
 
-    One hook per module serves every capture, so that re-registering moves it, never doubles it.
+    Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
+    place, or be freed, before the backward.
     """
-    for key in [k for k, hook in hooks.items() if hook is function]:
-        del hooks[key]
+    device = _device_type(x)
+    if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
+        return x.detach().to(torch.get_autocast_dtype(device))
+    return x

@@ -12,6 +12,7 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the subclas
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -162,7 +163,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         super().__init__(
             [_shallow(g) for g in groups], {**self._base.defaults, **(group_defaults or {})}
         )
+        made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
+        self._base.state.update(made)
 
     def _finish_construction(self, description: list[str]) -> None:
         """Agree with the other processes, and start from the same parameters.
@@ -317,8 +320,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         base_parts = {k: {BASE: v.get(BASE, {})} for k, v in parts.items()}
         super().load_state_dict({**state_dict, "state": base_parts})
         self._steps = max((int(part.get("steps", 0)) for part in saved.values()), default=0)
+        for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
         self._bind_base()
-        self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
+        if len(self._base.state):  # some bases look at their first entry without asking
+            self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
         self._adopt_curvature(saved)
         self._share_state()
 
@@ -345,14 +352,28 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             {"defaults": base_defaults, "state": {}, "param_groups": self.param_groups},
         )
         self._bind_base()
-        self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
+        if len(self._base.state):
+            self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
 
     # ------------------------------------------------------------------------------ odds and ends
 
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, SecondOrderWarning, stacklevel=4)
+    def _first_time(self, key: str) -> bool:
+        """True once for each key, so that a warning is given once."""
+        new = key not in self._warned
+        self._warned.add(key)
+        return new
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, SecondOrderWarning, stacklevel=_levels_to_the_caller())
+
+
+def _levels_to_the_caller() -> int:
+    """Stack levels from here up to the first frame outside this package and torch."""
+    frame, level = sys._getframe(1), 1
+    ours = ("second_order.", "torch.")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _materialised(group: Any) -> Any:

@@ -40,6 +40,7 @@ from second_order.optimizers.options import (
     Interval,
     Schedule,
     check_choice,
+    check_flag,
     check_number,
     check_patterns,
 )
@@ -156,7 +157,7 @@ class KAISA(KFACOptimizer):
         check_choice("assignment", assignment, ("compute", "memory"))
         options = KFACOptions(
             damping=damping,
-            relative_damping=bool(relative_damping),
+            relative_damping=check_flag("relative_damping", relative_damping),
             factor_decay=factor_decay,
             kl_clip=kl_clip,
             solver=solver,
@@ -166,7 +167,7 @@ class KAISA(KFACOptimizer):
             fisher=fisher,
             likelihood=likelihood,
             kfac_approx=kfac_approx,
-            symmetry_aware=symmetry_aware,
+            symmetry_aware=check_flag("symmetry_aware", symmetry_aware),
             skip_layers=check_patterns(skip_layers),
             accumulation_steps=accumulation_steps,
             loss_reduction=loss_reduction,
@@ -176,7 +177,7 @@ class KAISA(KFACOptimizer):
         )
         self._fraction = float(grad_worker_fraction)
         self._cost: AssignmentCost = assignment
-        self._colocate = bool(colocate_factors)
+        self._colocate = check_flag("colocate_factors", colocate_factors)
         super().__init__(
             params_or_model,
             model=model,

@@ -36,7 +36,6 @@ from second_order.kronecker.solvers import (
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_damping, check_decay
 from second_order.optimizers.options import (
-    Interval,
     check_interval,
     larger,
     value_at,
@@ -84,6 +83,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         self._blocks: list[KroneckerBlock] = []
         self._left: list[LeftToBase] = []
         self._solve_needed = False
+        self._closed = False
         # Before any group of processes is made: ranks that differ would wait there for ever.
         self._finish_construction([f"options: {self._described_options()}"])
         self._find_blocks()
@@ -95,7 +95,9 @@ class KFACOptimizer(SecondOrderOptimizer):
     # ------------------------------------------------------------------------------- the layers
 
     def _find_blocks(self) -> None:
-        owned = {id(p) for group in self.param_groups for p in group["params"]}
+        if self._closed:
+            return
+        owned = {id(p): p.numel() for group in self.param_groups for p in group["params"]}
         known = {id(block.weight): block for block in self._blocks}
         self._blocks, self._left = find_blocks(
             self._model,
@@ -112,13 +114,17 @@ class KFACOptimizer(SecondOrderOptimizer):
         self._active: list[KroneckerBlock] = []
         self._connect_capture()
         self._follow_requires_grad()
-        if self._left:
-            names = ", ".join(f"{row.name} ({row.kind})" for row in self._left[:20])
-            more = f" and {len(self._left) - 20} more" if len(self._left) > 20 else ""
-            self._warn_once(
-                f"left:{names}",
+        self._list_left_to_base()
+
+    def _list_left_to_base(self) -> None:
+        """Name, once each, the modules that are trained without curvature."""
+        new = [row for row in self._left if self._first_time(f"left:{row.name}")]
+        if new:
+            names = ", ".join(f"{row.name} ({row.kind})" for row in new[:20])
+            more = f" and {len(new) - 20} more" if len(new) > 20 else ""
+            self._warn(
                 f"trained by {type(self._base).__name__} alone, without curvature: {names}{more}; "
-                f"summary() tells why",
+                f"summary() tells why"
             )
 
     def _connect_capture(self) -> None:
@@ -142,7 +148,7 @@ class KFACOptimizer(SecondOrderOptimizer):
 
     def _gate_capture(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
-        self._capture.enabled = self._due(self._options.factor_update_steps)
+        self._capture.enabled = self._due("factor_update_steps")
         if self._sampler is not None:
             self._sampler.step = self._steps
 
@@ -166,8 +172,8 @@ class KFACOptimizer(SecondOrderOptimizer):
     def close(self) -> None:
         """Remove every hook from the model; the optimizer goes on as its base alone."""
         self._capture.detach()
-        self._blocks, self._active, self._signature = [], [], ()
-        self._left = []
+        self._closed = True
+        self._blocks, self._active, self._left, self._signature = [], [], [], ()
 
     # ------------------------------------------------------------- Placement: for the subclass
 
@@ -210,11 +216,12 @@ class KFACOptimizer(SecondOrderOptimizer):
 
     # --------------------------------------------------------------------------------- the step
 
-    def _due(self, interval: Interval) -> bool:
+    def _due(self, option: str) -> bool:
+        """Whether an interval's turn has come; ``option`` is its name."""
         if self._steps < self._options.refresh_warmup_steps:
             return True
-        every = value_at(interval, self._steps)
-        check_interval("an interval's callable", every)
+        every = value_at(getattr(self._options, option), self._steps)
+        check_interval(f"{option} at step {self._steps}: {option}", every)
         return self._steps % int(every) == 0
 
     def _nothing_captured(self) -> bool:
@@ -230,10 +237,10 @@ class KFACOptimizer(SecondOrderOptimizer):
     def _transform_gradients(self, average: Callable[[], None]) -> None:
         self._follow_requires_grad()
         self._follow_learning_rates()
-        if self._due(self._options.factor_update_steps):
+        if self._due("factor_update_steps"):
             with record_function("second_order.statistics"):
                 self._update_factors()
-        if self._solve_needed or self._due(self._options.inv_update_steps):
+        if self._solve_needed or self._due("inv_update_steps"):
             with record_function("second_order.solve"):
                 self._refresh_inverses()
         with record_function("second_order.average_gradients"):
@@ -340,15 +347,18 @@ class KFACOptimizer(SecondOrderOptimizer):
             return []
         weights = torch.stack([block.ensure_factors().weight for block in self._active])
         present = (weights > 0).tolist()
-        absent = [b.name for b, seen in zip(self._active, present, strict=True) if not seen]
-        if len(absent) == len(self._active):
-            self._warn_once("no statistics", self._no_statistics_message())
-        elif absent:
-            self._warn_once(
-                f"absent:{absent}",
+        for block, seen in zip(self._active, present, strict=True):
+            block.silent = not seen
+        if not any(present):
+            if self._first_time("no statistics"):
+                self._warn(self._no_statistics_message())
+            return []
+        absent = [b.name for b in self._active if b.silent and self._first_time(f"no:{b.name}")]
+        if absent:
+            self._warn(
                 f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
                 f"call these modules, or their outputs do not reach the loss; the base optimizer "
-                f"trains them until it does",
+                f"trains them until it does"
             )
         return [i for i, seen in enumerate(present) if seen]
 
@@ -363,11 +373,11 @@ class KFACOptimizer(SecondOrderOptimizer):
 
     def _warn_failure(self, block: KroneckerBlock, reason: str) -> None:
         kept = "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
-        self._warn_once(
-            f"failed:{block.name}",
-            f"the factors of layer {block.name!r} could not be decomposed at step {self._steps}"
-            f"{reason}; {kept} until a refresh succeeds",
-        )
+        if self._first_time(f"failed:{block.name}"):
+            self._warn(
+                f"the factors of layer {block.name!r} could not be decomposed at step "
+                f"{self._steps}{reason}; {kept} until a refresh succeeds"
+            )
 
     def _damping(self, ready: Sequence[int]) -> dict[int, Damping]:
         """γ of each layer that is to be solved: a number, or that many times its mean curvature."""

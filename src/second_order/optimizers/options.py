@@ -15,6 +15,7 @@ __all__ = [
     "Schedule",
     "check_base",
     "check_choice",
+    "check_flag",
     "check_interval",
     "check_number",
     "check_patterns",
@@ -46,6 +47,11 @@ def split_base_keywords(base: type, ours: Iterable[str], keywords: Mapping[str, 
     Raises:
         TypeError: Naming the closest known keyword, of ours or of the base's.
     """
+    if keywords.get("differentiable"):
+        raise ValueError(
+            "differentiable=True is not supported: the preconditioner is not differentiated "
+            "through; leave it out"
+        )
     parameters = inspect.signature(base).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
@@ -57,11 +63,6 @@ def split_base_keywords(base: type, ours: Iterable[str], keywords: Mapping[str, 
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise TypeError(
             f"unknown keyword {name!r}: neither an option here nor one of {base.__name__}{hint}"
-        )
-    if keywords.get("differentiable"):
-        raise ValueError(
-            "differentiable=True is not supported: the preconditioner is not differentiated "
-            "through; leave it out"
         )
 
 
@@ -109,12 +110,21 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 def check_patterns(value: Any) -> tuple[str, ...]:
     """``skip_layers`` as a tuple; TypeError unless it is a sequence of strings."""
-    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+    usable = isinstance(value, Iterable) and not isinstance(value, str)
+    patterns = tuple(value) if usable else ()
+    if not usable or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
             f"skip_layers={value!r} is not a sequence of patterns; "
             f"write skip_layers=['head', 'decoder.*']"
         )
-    return tuple(value)
+    return patterns
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Raise TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not a flag; use True or False")
+    return value
 
 
 def value_at(option: Any, step: int) -> Any:

@@ -10,6 +10,9 @@ from second_order.report import LayerRow
 __all__ = ["layer_rows"]
 
 
+SILENT = "no statistics have arrived: its forward is not called, or does not reach the loss"
+
+
 def layer_rows(
     blocks: Iterable[KroneckerBlock], left: Iterable[LeftToBase], computed_by: Mapping[str, str]
 ) -> list[LayerRow]:
@@ -31,8 +34,8 @@ def layer_rows(
                 name=block.name,
                 kind=type(block.modules[0]).__name__,
                 parameters=block.weight.numel() + bias,
-                status="preconditioned" if block.trainable else "frozen",
-                detail=f"{groups}{a}, G {shape.out_dim}²",
+                status=_status(block),
+                detail=SILENT if block.silent else f"{groups}{a}, G {shape.out_dim}²",
                 computed_by=computed_by.get(block.name, ""),
                 factor_bytes=block.factor_bytes,
                 inverse_bytes=block.inverse_bytes,
@@ -40,3 +43,9 @@ def layer_rows(
         )
     rows.extend(LayerRow(r.name, r.kind, r.parameters, "base", r.reason) for r in left)
     return rows
+
+
+def _status(block: KroneckerBlock) -> str:
+    if not block.trainable:
+        return "frozen"
+    return "base" if block.silent else "preconditioned"
