@@ -1,0 +1,471 @@
+"""Draw the figures of the documentation: all of them, or those that are named.
+
+    python docs/figures/make_figures.py [step] [valley] [placements] [costs]
+
+Nothing is drawn by hand that can be computed: the paths in the valley are real runs, the placements
+and their costs come from :mod:`second_order.distributed.assignment`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
+from PIL import Image
+from torch import Tensor, nn
+
+from second_order import KAISA
+from second_order.distributed.assignment import (
+    Grid,
+    LayerAssignment,
+    LayerDims,
+    assign_layers,
+    gradient_worker_count,
+)
+
+HERE = Path(__file__).parent
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+GREY, PALE = "#666666", "#f2f2f2"
+
+Pair = tuple[float, float]
+
+
+def box(
+    axes: Axes, centre: Pair, size: Pair, text: str, *, face: str, edge: str, ink: str = BLACK
+) -> None:
+    """A rounded box with a text in its middle; positions in the units of the axes."""
+    width, height = size
+    axes.add_patch(
+        FancyBboxPatch(
+            (centre[0] - width / 2, centre[1] - height / 2),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.06",
+            facecolor=face,
+            edgecolor=edge,
+            linewidth=1.2,
+        )
+    )
+    axes.text(*centre, text, ha="center", va="center", color=ink, linespacing=1.25)
+
+
+def arrow(
+    axes: Axes, start: Pair, end: Pair, *, colour: str = BLACK, bend: float = 0.0, dash: str = "-"
+) -> None:
+    """An arrow from start to end, bent by a fraction of its length."""
+    axes.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            connectionstyle=f"arc3,rad={bend}",
+            arrowstyle="-|>",
+            mutation_scale=9,
+            shrinkA=0,
+            shrinkB=0,
+            linewidth=1.3,
+            linestyle=dash,
+            color=colour,
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------- the step
+
+
+def step() -> Figure:
+    """One K-FAC step as a flow, in three lanes by how often each part happens."""
+    figure = Figure(figsize=(8.2, 4.0))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 8.2), ylim=(0.12, 4.12))
+    axes.axis("off")
+
+    parameters = inspect.signature(KAISA).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    lanes = [
+        (3.38, "every step", "#ffffff", BLACK),
+        (2.02, f"every factor_update_steps ({defaults['factor_update_steps']})", "#e9f4fb", BLUE),
+        (0.72, f"every inv_update_steps ({defaults['inv_update_steps']})", "#fdf1e7", RED),
+    ]
+    for y, label, colour, ink in lanes:
+        axes.add_patch(
+            FancyBboxPatch(
+                (0.08, y - 0.52),
+                8.04,
+                1.16,
+                boxstyle="round,pad=0,rounding_size=0.06",
+                facecolor=colour,
+                edgecolor="#cccccc",
+                linewidth=0.8,
+            )
+        )
+        axes.text(8.02, y + 0.48, label, color=ink, ha="right", va="center", weight="bold")
+
+    top, middle, bottom = 3.28, 1.92, 0.62
+    x = [0.78, 2.12, 3.46, 4.80, 6.14, 7.46]
+    size = (1.12, 0.68)
+
+    def put(column: int, y: float, text: str, edge: str) -> None:
+        box(axes, (x[column], y), size, text, face="#ffffff", edge=edge)
+
+    def along(first: int, second: int, y: float) -> None:
+        arrow(axes, (x[first] + 0.56, y), (x[second] - 0.56, y))
+
+    put(0, top, "forward,\nbackward", BLACK)
+    put(1, top, "gradient ∇,\naveraged over\nprocesses", BLACK)
+    put(3, top, "precondition\n(A ⊗ G + γ)⁻¹ ∇", BLACK)
+    put(4, top, "KL clip\nP ← ν P", BLACK)
+    put(5, top, "base step\nSGD, Adam, …", BLACK)
+    along(0, 1, top)
+    along(1, 3, top)
+    along(3, 4, top)
+    along(4, 5, top)
+
+    put(0, middle, "capture\ninputs a,\ngradients d", BLUE)
+    put(1, middle, "statistics\nmean a aᵀ\nmean d dᵀ", BLUE)
+    put(2, middle, "running\naverages\nA and G", BLUE)
+    arrow(axes, (x[0], top - 0.34), (x[0], middle + 0.34))
+    along(0, 1, middle)
+    along(1, 2, middle)
+
+    put(2, bottom, "solve\neigen or\nCholesky", RED)
+    put(3, bottom, "inverse,\nkept until\nthe next", RED)
+    arrow(axes, (x[2], middle - 0.34), (x[2], bottom + 0.34))
+    along(2, 3, bottom)
+    arrow(axes, (x[3], bottom + 0.34), (x[3], top - 0.34))
+
+    axes.text(
+        8.02,
+        bottom - 0.05,
+        f"During the first\nrefresh_warmup_steps ({defaults['refresh_warmup_steps']})\n"
+        "all three run at every step.",
+        ha="right",
+        va="center",
+        color=BLACK,
+        linespacing=1.4,
+    )
+    return figure
+
+
+# ----------------------------------------------------------------------------------- the valley
+
+START = (-3.3, -0.25)
+STEEP, FLAT = 1.0, 0.03
+
+
+def valley_data() -> tuple[Tensor, Tensor]:
+    """Inputs whose second moments have eigenvalues STEEP and FLAT, turned by 25°; targets 0."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 2, generator=generator)
+    x = x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / len(x))).mT  # exactly white
+    turn = torch.deg2rad(torch.tensor(25.0))
+    across, along = torch.tensor([-turn.sin(), turn.cos()]), torch.tensor([turn.cos(), turn.sin()])
+    x = x[:, :1] * FLAT**0.5 * along + x[:, 1:] * STEEP**0.5 * across
+    return x, torch.zeros(len(x), 1)
+
+
+def valley_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Half the mean squared error: a parabola in the two weights."""
+    return 0.5 * (model(x) - y).square().mean()
+
+
+def descend(
+    make: Callable[[nn.Module], torch.optim.Optimizer], steps: int
+) -> tuple[Tensor, list[float]]:
+    """Train the two weights from START; returns their path ``(steps + 1, 2)`` and the losses."""
+    x, y = valley_data()
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([START]))
+    optimizer = make(model)
+    path, losses = [model.weight.detach().flatten().clone()], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = valley_loss(model, x, y)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        path.append(model.weight.detach().flatten().clone())
+    with torch.no_grad():
+        losses.append(valley_loss(model, x, y).item())
+    return torch.stack(path), losses
+
+
+def sgd(lr: float, momentum: float = 0.0) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Plain SGD."""
+    return lambda model: torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+
+
+def kaisa(
+    lr: float, damping: float, kl_clip: float | None = None
+) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """KAISA without momentum, and without a clip, so that its direction shows."""
+    return lambda model: KAISA(
+        model, lr=lr, damping=damping, kl_clip=kl_clip, fisher="sampled", likelihood="gaussian"
+    )
+
+
+def draw_valley(axes: Axes) -> None:
+    """Contours of the loss over the two weights."""
+    x, y = valley_data()
+    first, second = torch.meshgrid(
+        torch.linspace(-3.9, 1.3, 160), torch.linspace(-2.6, 1.5, 140), indexing="ij"
+    )
+    weights = torch.stack([first.flatten(), second.flatten()])
+    losses = 0.5 * (x @ weights - y).square().mean(0).view(first.shape)
+    levels = [0.01, 0.04, 0.1, 0.2, 0.4, 0.7, 1.1, 1.6, 2.3, 3.2, 4.4]
+    axes.contour(first, second, losses, levels, colors="#c4c4c4", linewidths=0.8, zorder=0)
+    axes.plot(0, 0, marker="+", color=BLACK, markersize=9, zorder=5)
+    axes.plot(*START, marker="o", color=BLACK, markersize=4, zorder=5)
+    axes.annotate("start", START, (-4, 7), textcoords="offset points", ha="center")
+    axes.annotate("minimum", (0, 0), (6, -13), textcoords="offset points")
+    axes.set(xlim=(-3.9, 1.3), ylim=(-2.6, 1.5), aspect="equal", xlabel="weight 1")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def valley() -> Figure:
+    """Left: SGD and KAISA from the same start. Right: the paths of several dampings."""
+    steps = 12
+    rates = torch.arange(0.05, 2.0, 0.05).tolist()
+    best = min(rates, key=lambda lr: descend(sgd(lr), steps)[1][-1])
+    heavy = min(rates, key=lambda lr: descend(sgd(lr, 0.9), steps)[1][-1])
+
+    figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_valley(left)
+    left.set_ylabel("weight 2")
+    runs = [
+        (f"SGD, lr {best:.2f}", sgd(best), RED, "o"),
+        (f"SGD, momentum 0.9, lr {heavy:.2f}", sgd(heavy, 0.9), SKY, "s"),
+        ("KAISA, lr 0.5, damping 0.01", kaisa(0.5, 0.01), BLUE, "D"),
+    ]
+    for label, make, colour, marker in runs:
+        path, losses = descend(make, steps)
+        print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
+        left.plot(*path.T, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=label)
+    left.set_title(f"{steps} steps from the same start", loc="left")
+    left.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="#dddddd")
+
+    draw_valley(right)
+    dials = [(0.01, BLUE, "-"), (0.3, GREEN, "--"), (1.0, ORANGE, "-."), (30.0, PURPLE, ":")]
+    for damping, colour, dash in dials:
+        # Steps so small that the path is a smooth line; their length does not change its shape.
+        lr = 0.02 * (1 + damping)
+        path, _ = descend(kaisa(lr, damping), 1500)
+        right.plot(*path.T, color=colour, linestyle=dash, linewidth=1.8, label=f"{damping:g}")
+    right.set_title("the same, many small steps, by damping", loc="left")
+    right.legend(title="damping", loc="lower right", ncols=2, framealpha=1, edgecolor="#dddddd")
+    return figure
+
+
+# ------------------------------------------------------------------------------- the placements
+
+PROCESSES = 4
+FRACTIONS = ((1.0, "COMM-OPT"), (0.5, "HYBRID-OPT"), (0.25, "MEM-OPT"))
+SMALL_NET = [
+    ("conv 3→16", LayerDims(1, 28, 16)),  # 3×3 with bias: A has 9 × 3 + 1 rows
+    ("conv 16→32", LayerDims(1, 145, 32)),
+    ("conv 32→64", LayerDims(1, 289, 64)),
+    ("conv 64→64", LayerDims(1, 577, 64)),
+    ("conv 64→128", LayerDims(1, 577, 128)),
+    ("linear 128→10", LayerDims(1, 129, 10)),
+]
+
+
+def place(layers: Sequence[LayerDims], fraction: float) -> tuple[Grid, list[LayerAssignment]]:
+    """The grid of PROCESSES ranks, and who works on each layer."""
+    columns = gradient_worker_count(PROCESSES, fraction)
+    grid = Grid(PROCESSES // columns, columns)
+    return grid, assign_layers(layers, grid)
+
+
+def draw_placement(axes: Axes, grid: Grid, assignments: Sequence[LayerAssignment]) -> None:
+    """A line of boxes a layer, one box a rank; arrows for what travels."""
+    half_width, half_height = 0.36, 0.17
+    for line, assignment in enumerate(assignments):
+        y = -float(line)
+        workers = grid.row(assignment.row)
+        for rank in range(PROCESSES):
+            face, edge, text = "#ffffff", "#bbbbbb", ""
+            if rank in workers:
+                face, edge = "#bfe0f5", BLUE
+            if rank == assignment.a_solver:
+                face, text = BLUE, "solve"
+            box(
+                axes,
+                (rank, y),
+                (2 * half_width, 2 * half_height),
+                text,
+                face=face,
+                edge=edge,
+                ink="#ffffff",
+            )
+            if rank in workers and rank != assignment.a_solver:
+                ends = (assignment.a_solver, y + half_height), (rank, y + half_height)
+                bend = -0.45 if rank > assignment.a_solver else 0.45
+                arrow(axes, *ends, colour=RED, bend=bend / max(1, abs(rank - assignment.a_solver)))
+            if rank not in workers:
+                sender = next(w for w in workers if grid.column_of(w) == grid.column_of(rank))
+                ends = (sender, y - half_height), (rank, y - half_height)
+                bend = 0.45 if rank > sender else -0.45
+                bend /= max(1, abs(rank - sender))
+                arrow(axes, *ends, colour=GREEN, bend=bend, dash=(0, (3, 1.5)))
+    axes.set(xlim=(-0.5, PROCESSES - 0.5), ylim=(-len(assignments) + 0.45, 0.5))
+    axes.set_xticks(range(PROCESSES), [f"rank {rank}" for rank in range(PROCESSES)])
+    axes.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
+    axes.spines[:].set_visible(False)
+
+
+def placements() -> Figure:
+    """The three regimes on four processes and six layers."""
+    figure = Figure(figsize=(8.2, 4.9), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    for panel, (fraction, name) in zip(panels, FRACTIONS, strict=True):
+        grid, assignments = place([dims for _, dims in SMALL_NET], fraction)
+        draw_placement(panel, grid, assignments)
+        panel.set_title(f"{name}, fraction {fraction:g}", pad=10)
+    names = [f"{name}\nA {dims.in_dim}², G {dims.out_dim}²" for name, dims in SMALL_NET]
+    panels[0].set_yticks([-i for i in range(len(SMALL_NET))], names)
+    figure.legend(
+        handles=[
+            Patch(facecolor=BLUE, edgecolor=BLUE, label="solves, and is a gradient worker"),
+            Patch(facecolor="#bfe0f5", edgecolor=BLUE, label="gradient worker: preconditions"),
+            Patch(facecolor="#ffffff", edgecolor="#bbbbbb", label="receiver"),
+            Line2D([], [], color=RED, label="decompositions, every inv_update_steps"),
+            Line2D(
+                [],
+                [],
+                color=GREEN,
+                linestyle=(0, (3, 1.5)),
+                label="preconditioned gradients, every step",
+            ),
+        ],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+    )
+    return figure
+
+
+# ------------------------------------------------------------------------------------ the costs
+
+
+def resnet20() -> list[LayerDims]:
+    """CIFAR ResNet-20: widths 16, 32, 64, three blocks of two 3×3 convolutions each, 10 classes."""
+    layers, channels = [LayerDims(1, 3 * 9, 16)], 16
+    for width in (16, 32, 64):
+        for block in range(3):
+            layers.append(LayerDims(1, channels * 9, width))
+            layers.append(LayerDims(1, width * 9, width))
+            if block == 0 and channels != width:
+                layers.append(LayerDims(1, channels, width))  # the 1×1 shortcut
+            channels = width
+    return [*layers, LayerDims(1, 64 + 1, 10)]
+
+
+def factor_bytes(layer: LayerDims) -> int:
+    """The running averages of A and G as triangles, in float32."""
+    return 4 * sum(n * (n + 1) // 2 for n in (layer.in_dim, layer.out_dim))
+
+
+def inverse_bytes(layer: LayerDims) -> int:
+    """Two matrices of eigenvectors and 1 / (v_G v_Aᵀ + γ), in float32."""
+    return 4 * (layer.in_dim**2 + layer.out_dim**2 + layer.in_dim * layer.out_dim)
+
+
+def decomposition_bytes(layer: LayerDims) -> int:
+    """Eigenvectors and eigenvalues of A and G, as they travel, in float32."""
+    return 4 * sum(n * n + n for n in (layer.in_dim, layer.out_dim))
+
+
+def costs() -> Figure:
+    """Memory and communication of a ResNet-20 on four processes, by grad_worker_fraction."""
+    layers = resnet20()
+    factors = sum(map(factor_bytes, layers)) / 2**20
+    figure = Figure(figsize=(8.2, 3.7), layout="constrained")
+    memory, traffic = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    for group, (fraction, name) in enumerate(FRACTIONS):
+        grid, assignments = place(layers, fraction)
+        pairs = list(zip(layers, assignments, strict=True))
+        decompositions, gradients = [], []
+        for rank in range(PROCESSES):
+            row = grid.row_of(rank)
+            inverses = sum(inverse_bytes(y) for y, a in pairs if a.row == row) / 2**20
+            x = group * (PROCESSES + 1) + rank
+            memory.bar(x, factors, color=SKY, edgecolor="#ffffff", width=0.9)
+            memory.bar(x, inverses, bottom=factors, color=BLUE, edgecolor="#ffffff", width=0.9)
+            total = factors + inverses
+            memory.text(x, total + 0.2, f"{total:.1f}", ha="center", fontsize=7.5)
+            decompositions.append(
+                sum(decomposition_bytes(y) for y, a in pairs if a.row == row and a.a_solver != rank)
+            )
+            gradients.append(sum(4 * y.in_dim * y.out_dim for y, a in pairs if a.row != row))
+        refresh = sum(decompositions) / PROCESSES / 100 / 2**20
+        each = sum(gradients) / PROCESSES / 2**20
+        traffic.bar(group, refresh, color=RED, width=0.6)
+        traffic.bar(group, each, bottom=refresh, color=GREEN, width=0.6)
+        traffic.text(group, refresh + each + 0.015, f"{refresh + each:.2f}", ha="center")
+        print(f"{name}: factors {factors:.2f} MiB, sent {refresh:.3f} + {each:.3f}")  # noqa: T201
+    centres = [group * (PROCESSES + 1) + (PROCESSES - 1) / 2 for group in range(3)]
+    memory.set_xticks(centres, [f"{name}\nfraction {f:g}" for f, name in FRACTIONS])
+    memory.set_ylabel("MiB held, a bar a process")
+    memory.set_ylim(top=memory.get_ylim()[1] * 1.22)
+    memory.legend(
+        handles=[Patch(color=SKY, label="running averages"), Patch(color=BLUE, label="inverses")],
+        loc="upper right",
+        frameon=False,
+    )
+    traffic.set_xticks(range(3), [name for _, name in FRACTIONS])
+    traffic.set_ylabel("MiB received, a process and step")
+    traffic.set_ylim(top=traffic.get_ylim()[1] * 1.3)
+    traffic.legend(
+        handles=[
+            Patch(color=GREEN, label="preconditioned gradients"),
+            Patch(color=RED, label="decompositions, 1 step in 100"),
+        ],
+        loc="upper left",
+        frameon=False,
+    )
+    for axes in (memory, traffic):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", length=0)
+    return figure
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "step": step,
+    "valley": valley,
+    "placements": placements,
+    "costs": costs,
+}
+
+
+def main() -> None:
+    """Draw what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(FIGURES), help=", ".join(FIGURES))
+    torch.set_num_threads(1)
+    mpl.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8})
+    for name in parser.parse_args().names:
+        # A white panel of its own, so that it can be read on a dark page too.
+        buffer = io.BytesIO()
+        FIGURES[name]().savefig(buffer, dpi=160, facecolor="#ffffff")
+        # A palette is a third of the bytes.
+        Image.open(buffer).convert("RGB").quantize(128).save(HERE / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()
