@@ -94,6 +94,23 @@ def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str
         assert same(model, twin)
 
 
+@pytest.mark.parametrize(
+    "name", ["NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD", "Adafactor"]
+)
+def test_the_other_bases_of_torch_do_as_they_do_alone(System: Any, name: str) -> None:
+    """Each initialises its state in its own way; a checkpoint in between changes nothing."""
+    Base = getattr(torch.optim, name)
+    model, twin = MLP.model(), MLP.model()
+    optimizer = make(System, model, base=Base, lr=0.01, skip_layers=["*"])
+    plain = Base(twin.parameters(), lr=0.01)
+    train(model, optimizer)
+    resumed = make(System, model, base=Base, lr=0.01, skip_layers=["*"])
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    train(model, resumed, start=3)
+    train(twin, plain, 6)
+    assert same(model, twin)
+
+
 @each_base
 def test_base_has_a_nested_state_of_its_own(System: Any, base: str) -> None:
     """`state[p]["base"]` is what the base alone would have in `state[p]`: no key more or less."""
@@ -179,6 +196,26 @@ def test_checkpoint_gives_the_weight_of_the_running_averages(System: Any) -> Non
         train(model if run is optimizer else twin, run, 1, start=3)
     assert_same_factors(factors(resumed), factors(optimizer))
     assert not factors(restarted)
+
+
+def test_checkpoint_gives_the_number_of_the_step(System: Any) -> None:
+    """Intervals and schedules of the step go on where they were."""
+    asked: list[int] = []
+
+    def damping(step: int) -> float:
+        asked.append(step)
+        return 0.1
+
+    model = MLP.model()
+    optimizer = make(System, model, factor_update_steps=3)
+    train(model, optimizer, 3)
+    resumed = make(System, model, factor_update_steps=3, damping=damping)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    before = factors(resumed)
+    train(model, resumed, 1, start=3)
+    assert not torch.equal(factors(resumed)["0"][0], before["0"][0])
+    assert set(asked) == {3}
+    assert {e["curvature"]["steps"] for e in resumed.state_dict()["state"].values()} == {4}
 
 
 def test_learning_rate_set_after_a_load_reaches_the_base(System: Any) -> None:

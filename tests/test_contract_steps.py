@@ -802,6 +802,24 @@ def test_freeze_train_and_unfreeze(System: Any) -> None:
         torch.testing.assert_close(average, ((weight - 1) * old + new) / weight)
 
 
+def test_the_input_of_a_frozen_layer_is_not_held_and_its_passes_do_not_count(System: Any) -> None:
+    """Autograd saves no input for a frozen weight, and neither do we."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    model[2].requires_grad_(False)
+    alive = inputs_of(model[2])
+    linear_only = nn.Sequential(model[0], model[2])  # tanh would keep its own output
+    loss = linear_only(BATCHES[0][0]).square().mean()
+    gc.collect()
+    assert [ref.expired() for ref in alive] == [True]
+    loss.backward()
+    model[2].requires_grad_(True)
+    expected = reference(model, BATCHES[1], cross_entropy, "2")
+    cross_entropy(model(BATCHES[1][0]), BATCHES[1][1]).backward()  # without zero_grad between
+    optimizer.step()
+    assert_same_factors({"2": factors(optimizer)["2"]}, expected)
+
+
 def test_layers_frozen_at_construction_and_thawed_later(System: Any) -> None:
     """Given as parameters, they are in the groups from the start."""
     model = MLP.model()
