@@ -29,17 +29,14 @@ class Digits(NamedTuple):
 def load_split() -> Digits:
     """The fixed split into 1,437 training and 360 test images.
 
-    Every pixel is standardised by its mean and deviation over the training images. A pixel that is
-    constant there (a corner of the picture) is only centred.
+    The images are standardised by the mean and the deviation of all training pixels.
     """
     images, labels = load_digits(return_X_y=True)
     train_images, test_images, train_labels, test_labels = (
         torch.from_numpy(part)
         for part in train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
     )
-    mean = train_images.mean(dim=0)
-    deviation = train_images.std(dim=0, correction=0)
-    deviation = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+    mean, deviation = train_images.mean(), train_images.std(correction=0)
     return Digits(
         ((train_images - mean) / deviation).float(),
         train_labels.long(),

@@ -85,7 +85,8 @@ def gradient_worker_count(world_size: int, fraction: float) -> int:
         )
     workers = max(1.0, fraction * world_size)
     whole = round(workers)
-    if abs(workers - whole) > 1e-6 or world_size % whole:
+    # A fraction such as 1/3, typed with six digits, is meant exactly.
+    if abs(workers - whole) > 1e-6 * world_size or world_size % whole:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         choices = ", ".join(f"{n / world_size:.6g}" for n in divisors)
         raise ValueError(

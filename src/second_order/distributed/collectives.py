@@ -50,10 +50,21 @@ class World:
 
     Args:
         group: A process group; None for the default one if it is initialised.
+
+    Attributes:
+        group: The process group; None for one process alone.
+        rank: This process in it.
+        size: Its number of processes.
+        unpickled: Whether this object came out of a pickle.
+        moved: Whether it then found itself at another rank or size than it was pickled at.
     """
+
+    unpickled = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._connect(group)
+
+        self.moved = False
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         self._subgroups: dict[tuple[int, ...], World] = {}
@@ -71,10 +82,12 @@ class World:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
+        return {"place": (self.rank, self.size)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._connect(None)
+        self.moved = state["place"] != (self.rank, self.size)
+        self.unpickled = True
 
     @property
     def backend(self) -> str:
@@ -88,7 +101,7 @@ class World:
             return self
         if key not in self._subgroups:
             alone = World.__new__(World)
-            alone._subgroups, alone.group = {}, None
+            alone._subgroups, alone.group, alone.moved = {}, None, False
             alone.rank, alone.size = key.index(self.rank), len(key)
             if len(key) > 1:
                 assert self.group is not None

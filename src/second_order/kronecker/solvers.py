@@ -174,6 +174,12 @@ def _diagonal(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
 
 
+def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, without the rest of the batch or message that it is a view of."""
+    part = part.to(dtype)
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+
+
 def _norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
     return norm
@@ -237,9 +243,11 @@ class EigenSolver:
         """Form 1 / (v_G v_Aᵀ + γ) once, for all steps until the next refresh."""
         q_a, v_a = (None, a[0]) if len(a) == 1 else a
         q_g, v_g = g
-        scale = (v_g.unsqueeze(-1) * v_a.unsqueeze(-2)).add_(damping).reciprocal_()
-        vectors = None if q_a is None else q_a.to(dtype)
-        return EigenInverse(vectors, q_g.to(dtype), scale.to(dtype))
+        curvature = (v_g.unsqueeze(-1) * v_a.unsqueeze(-2)).add_(damping)
+        # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
+        scale = curvature.reciprocal_().masked_fill_(curvature.isinf(), 0.0)
+        vectors = None if q_a is None else _owned(q_a, dtype)
+        return EigenInverse(vectors, _owned(q_g, dtype), _owned(scale, dtype))
 
 
 class InverseSolver:
@@ -271,7 +279,7 @@ class InverseSolver:
         self, a: Decomposition, g: Decomposition, damping: Damping, dtype: torch.dtype
     ) -> FactoredInverse:
         """Nothing is left to do."""
-        return FactoredInverse(a[0].to(dtype), g[0].to(dtype))
+        return FactoredInverse(_owned(a[0], dtype), _owned(g[0], dtype))
 
 
 SOLVERS: dict[str, Solver] = {"eigen": EigenSolver(), "inverse": InverseSolver()}

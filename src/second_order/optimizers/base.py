@@ -173,11 +173,20 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if descriptions or parameters' shapes differ.
         """
-        shapes = [
+        named = dict(self._model.named_parameters())
+        lines = [
             f"{name}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-            for name, p in self._model.named_parameters()
+            for name, p in named.items()
         ]
-        self._world.require_equal([*shapes, *description], "models or options")
+        lines += [f"{n}: {tuple(b.shape)} {b.dtype}" for n, b in self._model.named_buffers()]
+        names = {id(p): name for name, p in named.items()}
+        for i, group in enumerate(self.param_groups):
+            entries = {k: _printable(v) for k, v in group.items() if k != "params"}
+            members = [names.get(id(p), "(not in the model)") for p in group["params"]]
+            group_name = f"{type(self._base).__name__} group {i}"
+            lines += [f"{group_name}: {entries}", f"{group_name}: parameters {members}"]
+        lines.append(f"gradients averaged by the optimizer: {self._averages}")
+        self._world.require_equal([*lines, *description], "models or options")
         if self._averages:
             with torch.no_grad():
                 tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -382,6 +391,10 @@ def _materialised(group: Any) -> Any:
         return group
     params = group["params"]
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def _printable(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _shallow(group: Any) -> Any:

@@ -121,7 +121,7 @@ class KAISA(KFACOptimizer):
         model: nn.Module | None = None,
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        damping: Schedule = 4.0,
+        damping: Schedule = 2.0,
         relative_damping: bool = True,
         factor_decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,

@@ -162,6 +162,10 @@ class KFACOptimizer(SecondOrderOptimizer):
         self._signature = signature
         self._active = [block for block in self._blocks if block.trainable]
         self._place(self._active)
+        if self._world.unpickled and not self._world.moved:
+            self._world.unpickled = False  # its groups are new, its inverses are where they were
+            return
+        self._world.unpickled = self._world.moved = False
         for block in self._blocks:
             block.drop_inverse()
         self._solve_needed = True
@@ -485,6 +489,8 @@ class KFACOptimizer(SecondOrderOptimizer):
             self._group_index = {
                 id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]
             }
+            if self._world.unpickled:
+                self._signature = None
             self._connect_capture()
 
     def summary(self) -> Summary:

@@ -1,0 +1,237 @@
+"""Steps and seconds to a target: SGD with momentum and every optimizer, on the digits.
+
+    python benchmarks/progress.py                       all models, five seeds, a few minutes
+    python benchmarks/progress.py --models mlp --seeds 2
+
+Every optimizer gets five settings. For each target the setting with the best median over the seeds
+counts, and the table names it. "defaults" is a second-order optimizer with nothing set but the
+learning rate of 0.1. A run is evaluated every five steps; seconds are those of training alone, with
+one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, Optimizer
+from tqdm import tqdm
+
+import digits
+from second_order import KAISA
+
+EVERY = 5
+CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {"mlp": digits.mlp, "conv": digits.conv_net}
+CLASSIFIER_TARGETS = ("97 % test accuracy", "98 % test accuracy", "loss 0.05", "loss 0.01")
+AUTOENCODER_TARGETS = ("loss 20", "loss 16.5", "loss 15.8")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to make an optimizer."""
+
+    optimizer: str
+    label: str
+    build: Callable[[nn.Module], Optimizer]
+    steps: int = 300
+
+
+@dataclass
+class Run:
+    """One training: when each target was first met, in steps and in seconds."""
+
+    optimizer: str
+    setting: str
+    seed: int
+    steps_to: dict[str, int] = field(default_factory=dict)
+    seconds_to: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    milliseconds_per_step: float = 0.0
+
+
+def sgd(lr: float, steps: int = 300) -> Setting:
+    return Setting(
+        "SGD", f"lr {lr}", lambda model: SGD(model.parameters(), lr=lr, momentum=0.9), steps
+    )
+
+
+def adam(lr: float, steps: int = 300) -> Setting:
+    return Setting("Adam", f"lr {lr}", lambda model: Adam(model.parameters(), lr=lr), steps)
+
+
+def kaisa(name: str = "KAISA", steps: int = 300, **options: object) -> Setting:
+    label = ", ".join(f"{key} {value}" for key, value in options.items())
+
+    def build(model: nn.Module) -> Optimizer:
+        return KAISA(model, **{"lr": 0.1, "momentum": 0.9, **options})  # type: ignore[arg-type]
+
+    return Setting(name, label or "lr 0.1", build, steps)
+
+
+def classifier_settings() -> list[Setting]:
+    rates = (0.01, 0.03, 0.1, 0.2, 0.3)
+    tuned = [kaisa(lr=lr, damping=damping) for lr, damping in TUNED]
+    return [*map(sgd, rates), *tuned, kaisa("KAISA, defaults")]
+
+
+def autoencoder_settings() -> list[Setting]:
+    return [
+        sgd(0.03, 2000),
+        adam(0.01, 2000),
+        kaisa("KAISA, defaults", steps=400),
+        *[kaisa("KAISA", steps=500, **options) for options in AUTOENCODER_TUNED],
+    ]
+
+
+TUNED = ((0.1, 0.5), (0.1, 1.0), (0.1, 2.0), (0.1, 4.0), (0.1, 8.0))
+AUTOENCODER_TUNED: tuple[dict[str, object], ...] = (
+    {
+        "damping": 2e-4,
+        "relative_damping": False,
+        "kl_clip": 3e-5,
+        "inv_update_steps": 20,
+    },
+)
+
+
+def train(
+    setting: Setting,
+    seed: int,
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+    reached: Callable[[nn.Module], tuple[float, Iterable[str]]],
+    batch_size: int,
+    examples: int,
+    targets: tuple[str, ...],
+) -> Run:
+    """Train until the last target or the last step, whichever comes first."""
+    torch.manual_seed(seed)
+    model = make()
+    optimizer = setting.build(model)
+    run = Run(setting.optimizer, setting.label, seed)
+    parts = digits.batches(examples, batch_size, seed=seed)
+    for step, indices in zip(range(1, setting.steps + 1), parts, strict=False):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(model, indices).backward()
+        optimizer.step()
+        run.seconds += time.perf_counter() - start
+        if step % EVERY == 0:
+            loss, met = reached(model)
+            run.losses.append(loss)
+            for target in met:
+                run.steps_to.setdefault(target, step)
+                run.seconds_to.setdefault(target, run.seconds)
+            if not math.isfinite(loss) or len(run.steps_to) == len(targets):
+                break
+    run.milliseconds_per_step = 1000 * run.seconds / step
+    return run
+
+
+def run_classifier(name: str, setting: Setting, seed: int) -> Run:
+    data = digits.load_split()
+
+    def loss_of(model: nn.Module, indices: Tensor) -> Tensor:
+        return cross_entropy(model(data.train_images[indices]), data.train_labels[indices])
+
+    @torch.no_grad()
+    def reached(model: nn.Module) -> tuple[float, Iterable[str]]:
+        loss = cross_entropy(model(data.train_images), data.train_labels).item()
+        accuracy = (model(data.test_images).argmax(1) == data.test_labels).float().mean().item()
+        met = (accuracy >= 0.97, accuracy >= 0.98, loss <= 0.05, loss <= 0.01)
+        return loss, [t for t, ok in zip(CLASSIFIER_TARGETS, met, strict=True) if ok]
+
+    examples = len(data.train_images)
+    make = CLASSIFIERS[name]
+    return train(setting, seed, make, loss_of, reached, 64, examples, CLASSIFIER_TARGETS)
+
+
+def run_autoencoder(setting: Setting, seed: int) -> Run:
+    images = digits.autoencoder_images()
+
+    def loss_of(model: nn.Module, indices: Tensor) -> Tensor:
+        return digits.autoencoder_loss(model(images[indices]), images[indices])
+
+    @torch.no_grad()
+    def reached(model: nn.Module) -> tuple[float, Iterable[str]]:
+        loss = digits.autoencoder_loss(model(images), images).item()
+        return loss, [t for t in AUTOENCODER_TARGETS if loss <= float(t.split()[1])]
+
+    make = digits.autoencoder
+    return train(setting, seed, make, loss_of, reached, 256, len(images), AUTOENCODER_TARGETS)
+
+
+def median_steps(runs: list[Run], target: str) -> float:
+    return statistics.median(run.steps_to.get(target, math.inf) for run in runs)
+
+
+def table(model: str, runs: list[Run], targets: tuple[str, ...]) -> Table:
+    """Per optimizer and target: the best setting's median steps, and its median seconds."""
+    result = Table(title=f"{model}: median steps (seconds) to a target, best setting of each")
+    result.add_column("optimizer")
+    for target in targets:
+        result.add_column(target, justify="right")
+    result.add_column("ms a step", justify="right")
+    for optimizer in dict.fromkeys(run.optimizer for run in runs):
+        ours = [run for run in runs if run.optimizer == optimizer]
+        settings = list(dict.fromkeys(run.setting for run in ours))
+        cells = []
+        for target in targets:
+            of = {s: [run for run in ours if run.setting == s] for s in settings}
+            best = min(settings, key=lambda s: median_steps(of[s], target))
+            steps = median_steps(of[best], target)
+            if math.isinf(steps):
+                cells.append("never")
+                continue
+            seconds = statistics.median(r.seconds_to.get(target, math.inf) for r in of[best])
+            cells.append(f"{steps:.0f} ({seconds:.2f} s)\n[dim]{best}[/dim]")
+        pace = statistics.median(run.milliseconds_per_step for run in ours)
+        result.add_row(optimizer, *cells, f"{pace:.1f}")
+    return result
+
+
+def main() -> None:
+    """Run the benchmark, print the tables and write the runs as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    models = [*CLASSIFIERS, "autoencoder"]
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write the runs as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    everything: dict[str, list[dict[str, object]]] = {}
+    for model in arguments.models:
+        is_autoencoder = model == "autoencoder"
+        settings = autoencoder_settings() if is_autoencoder else classifier_settings()
+        work = [(setting, seed) for setting in settings for seed in range(arguments.seeds)]
+        runs = [
+            run_autoencoder(setting, seed)
+            if is_autoencoder
+            else run_classifier(model, setting, seed)
+            for setting, seed in tqdm(work, desc=model, leave=False)
+        ]
+        targets = AUTOENCODER_TARGETS if is_autoencoder else CLASSIFIER_TARGETS
+        console.print(table(model, runs, targets))
+        everything[model] = [asdict(run) for run in runs]
+    if arguments.output:
+        machine = f"{platform.machine()}, torch {torch.__version__}, one thread"
+        record = {"machine": machine, "runs": everything}
+        arguments.output.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
