@@ -271,13 +271,15 @@ def test_factors_with_and_without_loss_scaling_agree(
         assert scaling.get_scale() > 1024
 
 
-def test_an_optimizer_that_is_not_told_of_the_scaler_sees_scaled_gradients(System: Any) -> None:
-    """The control of the test above."""
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model), make(System, twin)
-    scaled(model, optimizer, SCALERS["torch.amp"](), BATCHES[0], unscale=False)
-    take(twin, plain, BATCHES[0])
-    torch.testing.assert_close(factors(optimizer)["4"][1], factors(plain)["4"][1] * 1024.0**2)
+def test_a_scaler_that_the_optimizer_was_not_told_of_is_refused(System: Any) -> None:
+    """The captured gradients would carry its scale, and training would stall without a word."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"grad_scaler=scaler"):
+        scaled(model, optimizer, SCALERS["torch.amp"](), BATCHES[0], unscale=False)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    scaled(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), BATCHES[0], unscale=False)
 
 
 def infinite_gradient(layer: nn.Module) -> Any:
@@ -514,7 +516,8 @@ def refresh_batch_norm(model: nn.Module, batch: Batch) -> None:
         (no_grad_in_training_mode, "sampled"),
         (refresh_batch_norm, "empirical"),
         (refresh_batch_norm, "sampled"),
-        (forward_without_backward, "empirical"),  # the sampled Fisher has a backward of its own
+        (forward_without_backward, "empirical"),
+        (forward_without_backward, "sampled"),
     ],
 )
 def test_a_forward_that_sees_no_backward_changes_no_factor(
@@ -1273,6 +1276,12 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def logits_of(output: Any) -> Tensor:
+    if isinstance(output, (dict, tuple)):
+        return output["logits"] if isinstance(output, dict) else output[0]
+    return output if isinstance(output, Tensor) else output.logits
+
+
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 @pytest.mark.parametrize("form", FORMS)
 def test_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str) -> None:
@@ -1281,7 +1290,7 @@ def test_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str
         torch.manual_seed(0)
         model = Wrapped(FORMS[shape]).double()
         optimizer = sampled(System, model, likelihood)
-        model(BATCHES[0][0])
+        logits_of(model(BATCHES[0][0])).sum().backward()
         optimizer.step()
         found.append(factors(optimizer))
     assert_same_factors(found[1], found[0], rtol=0)
@@ -1310,7 +1319,7 @@ def test_sampled_fisher_with_a_callable_takes_any_output(System: Any) -> None:
     plain = Wrapped(FORMS["tensor"]).double()
     plain.load_state_dict(model.state_dict())
     expected = reference(plain, (x, y))
-    model(x)
+    model(x)[1]["scores"].sum().backward()
     optimizer.step()
     assert_same_factors(factors(optimizer), expected)
 
@@ -1324,6 +1333,18 @@ def test_sampled_fisher_tells_when_the_model_itself_is_never_called(System: Any)
     cross_entropy(x, y).backward()
     with pytest.warns(SecondOrderWarning, match="needs the model itself to be called"):
         optimizer.step()
+
+
+def test_sampled_fisher_survives_zero_grad_between_forward_and_backward(System: Any) -> None:
+    """Some training loops reset gradients there; only completed passes are dropped."""
+    model = MLP.model()
+    optimizer = sampled(System, model)
+    x, y = BATCHES[0]
+    loss = cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    assert all(float(G.abs().sum()) > 0 for _, G in factors(optimizer).values())
 
 
 def test_sampled_fisher_of_a_model_that_detaches_its_logits(System: Any) -> None:

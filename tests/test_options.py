@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from second_order import SecondOrderWarning
 from second_order.distributed.assignment import gradient_worker_count
 
 if TYPE_CHECKING:
@@ -380,3 +381,24 @@ def test_sharded_parameters_are_refused_with_the_remedy(world: World, system: in
     (message,) = world.run(sharded, 1, system)
     assert "parameter '0.weight' is a sharded DTensor" in message
     assert "use DistributedDataParallel" in message
+
+
+@each_system
+def test_a_skipped_container_takes_along_all_that_is_inside(System: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    with pytest.warns(SecondOrderWarning, match="without curvature"):
+        optimizer = System(model, lr=0.1, skip_layers=["1"])
+    status = {row.name: row.status for row in optimizer.summary().rows}
+    assert status == {"0": "preconditioned", "1.0": "base", "1.1": "base"}
+
+
+@each_system
+def test_a_pattern_that_matches_nothing_is_told(System: Any) -> None:
+    with pytest.warns(SecondOrderWarning, match="'haed' matches no module"):
+        System(mlp(), lr=0.1, skip_layers=["haed"])
+
+
+@each_system
+def test_a_lazy_module_must_have_seen_a_batch(System: Any) -> None:
+    with pytest.raises(ValueError, match=r"'0\.weight' is not initialised yet; run one batch"):
+        System(nn.Sequential(nn.LazyLinear(3)), lr=0.1)

@@ -22,7 +22,14 @@ from second_order.kronecker.layers import (
 )
 from second_order.kronecker.solvers import Inverse
 
-__all__ = ["GradientScale", "KroneckerBlock", "LeftToBase", "StatisticsCollector", "find_blocks"]
+__all__ = [
+    "GradientScale",
+    "KroneckerBlock",
+    "LeftToBase",
+    "StatisticsCollector",
+    "find_blocks",
+    "unmatched_patterns",
+]
 
 
 class KroneckerBlock:
@@ -238,7 +245,8 @@ def find_blocks(
     Args:
         model: The user's module, unwrapped.
         owned: Sizes of the parameters in the optimizer's groups by their ``id``.
-        skip: Patterns (shell style) of module names or class names to leave to the base.
+        skip: Patterns (shell style) of module names or class names to leave to the base, with all
+            that is inside them.
         known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
         factor_dtype: For new blocks.
         triangular: For new blocks.
@@ -260,8 +268,8 @@ def find_blocks(
     for name, module in model.named_modules():
         if not any(id(p) in owned for p in module.parameters(recurse=False)):
             continue
-        skipped = [p for p in patterns if _matches(p, name, module)]
-        reason = f"skip_layers: {skipped[0]!r}" if skipped else unsupported_reason(module)
+        pattern = _skipping(patterns, model, name)
+        reason = f"skip_layers: {pattern!r}" if pattern else unsupported_reason(module)
         weight = module._parameters.get("weight")
         if reason is None and (weight is None or id(weight) not in owned):
             reason = "its weight is not in the optimizer's groups"
@@ -297,6 +305,20 @@ def find_blocks(
     if strays:
         left.append(LeftToBase("(no module)", "Parameter", "not in a module of the model", strays))
     return blocks, left
+
+
+def unmatched_patterns(model: nn.Module, skip: Iterable[str]) -> list[str]:
+    """The patterns that match no module at all."""
+    modules = list(model.named_modules())
+    return [p for p in skip if not any(_matches(p, name, module) for name, module in modules)]
+
+
+def _skipping(patterns: Iterable[str], model: nn.Module, name: str) -> str | None:
+    """The first pattern that matches a module or one that it is inside of."""
+    parts = name.split(".") if name else []
+    chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    lineage = [(each, model.get_submodule(each)) for each in chain]
+    return next((p for p in patterns if any(_matches(p, *member) for member in lineage)), None)
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ pickled or deep-copied model takes no optimizer along, and its copies capture no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -94,6 +94,20 @@ def _gradient_hook(
         alive._emit(module, saved.saved_tensors[0], gradient, pass_id)
 
 
+def _delivery_hook(
+    capture: weakref.ref[Capture],
+    pairs: list[tuple[nn.Module, Tensor, Tensor]],
+    pass_id: int,
+    gradient: Tensor,
+) -> None:
+    alive = capture()
+    if alive is None or Capture.sampling:
+        return
+    delivered, pairs[:] = list(pairs), []
+    for module, x, d in delivered:
+        alive._emit(module, x, d, pass_id)
+
+
 def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
     _captures.setdefault(module, weakref.WeakSet()).add(capture)
     # A deep copy of a watched module has brought the hooks along.
@@ -125,8 +139,9 @@ class Capture:
         consumer: Receives every pair, under ``no_grad`` and without autocast.
         sampler: For the sampled Fisher: ``sampler(model_output, call)`` draws labels from the
             model's output and returns the summed negative log-likelihood. The pairs then carry that
-            loss's gradients, taken as soon as the root module's forward returns, and no parameter's
-            ``.grad`` is touched. None: the gradients of the user's own backward.
+            loss's gradients, taken as soon as the root module's forward returns and delivered when
+            the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the
+            gradients of the user's own backward.
 
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
@@ -216,9 +231,14 @@ class Capture:
             )
         finally:
             Capture.sampling = False
-        for (layer, x, _), gradient in zip(pending, gradients, strict=True):
-            if gradient is not None:
-                self._emit(layer, x, gradient, self.root_calls)
+        found: list[tuple[nn.Module, Tensor, Tensor | None]] = [
+            (layer, x, gradient) for (layer, x, _), gradient in zip(pending, gradients, strict=True)
+        ]
+        pairs = [(layer, x, d) for layer, x, d in found if d is not None]
+        # They count once the user's own backward comes by, and not if none ever does.
+        deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
+        for tensor in _differentiable_tensors(output):
+            tensor.register_hook(deliver)
         self.root_calls += 1
 
     def _emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
@@ -228,6 +248,19 @@ class Capture:
 
 def _device_type(tensor: Tensor) -> str:
     return tensor.device.type
+
+
+def _differentiable_tensors(output: Any) -> list[Tensor]:
+    """The tensors of a model's output that a backward can start from."""
+    if isinstance(output, Tensor):
+        return [output] if output.requires_grad else []
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    elif isinstance(output, (list, tuple)):
+        parts = list(output)
+    else:
+        parts = list(getattr(output, "__dict__", {}).values())
+    return [tensor for part in parts for tensor in _differentiable_tensors(part)]
 
 
 def _as_used(x: Tensor) -> Tensor:

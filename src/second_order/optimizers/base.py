@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -234,6 +235,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
         """
         loss = None
+        if self._steps == 0 and self._grad_scaler is None:
+            _refuse_unknown_scaler(type(self).__name__)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -418,6 +421,11 @@ def _look_through(model: nn.Module) -> tuple[nn.Module, bool]:
         else:
             break
     for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} is not initialised yet; run one batch through the model "
+                f"before making the optimizer"
+            )
         if type(p.data).__name__ == "DTensor":
             raise TypeError(
                 f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is "
@@ -425,6 +433,25 @@ def _look_through(model: nn.Module) -> tuple[nn.Module, bool]:
                 f"unsharded model"
             )
     return model, under_ddp
+
+
+def _refuse_unknown_scaler(name: str) -> None:
+    """Raise if a GradScaler calls ``step`` without having been announced.
+
+    The gradients it has let through are unscaled, those captured on the way are not: the factors
+    would be too large by the square of the scale, and training would stall without a word.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "_maybe_opt_step" and module == "torch.amp.grad_scaler":
+            raise ValueError(
+                f"{name}.step() is called by a GradScaler that it was not told of: the gradients "
+                f"it has captured carry the scale; write {name}(..., grad_scaler=scaler)"
+            )
+        frame = frame.f_back
 
 
 def _check_scaler(scaler: Any, averages: bool, world_size: int) -> None:

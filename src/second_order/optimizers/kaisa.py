@@ -94,7 +94,7 @@ class KAISA(KFACOptimizer):
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         symmetry_aware: Keep and send the upper triangles of symmetric matrices.
         skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``,
-            that the base trains alone.
+            that the base trains alone, with all that is inside them.
         accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
         loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
         grad_scaler: The ``GradScaler`` that scales the loss, if there is one.

@@ -23,6 +23,7 @@ from second_order.kronecker.block import (
     LeftToBase,
     StatisticsCollector,
     find_blocks,
+    unmatched_patterns,
 )
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.clip import kl_clip_coefficient
@@ -118,6 +119,9 @@ class KFACOptimizer(SecondOrderOptimizer):
 
     def _list_left_to_base(self) -> None:
         """Name, once each, the modules that are trained without curvature."""
+        for pattern in unmatched_patterns(self._model, self._options.skip_layers):
+            if self._first_time(f"pattern:{pattern}"):
+                self._warn(f"skip_layers: the pattern {pattern!r} matches no module of the model")
         new = [row for row in self._left if self._first_time(f"left:{row.name}")]
         if new:
             names = ", ".join(f"{row.name} ({row.kind})" for row in new[:20])
