@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections import Counter
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import counted, replaced
 
 from second_order import RankMismatchError
 from second_order.distributed import collectives
@@ -24,34 +23,7 @@ from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import pool
-
-
-@contextmanager
-def replaced(replacements: dict[str, Any]) -> Iterator[None]:
-    """Functions of torch.distributed, by name."""
-    with ExitStack() as stack:
-        for name, value in replacements.items():
-            stack.enter_context(patch.object(dist, name, value))
-        yield
-
-
-@contextmanager
-def counted(*names: str) -> Iterator[Counter[str]]:
-    """How often each function of torch.distributed is called."""
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    with replaced({name: counting(name, getattr(dist, name)) for name in names}):
-        yield counts
 
 
 # Sums.
@@ -195,7 +167,7 @@ def with_either_name(rank: int, world_size: int, absent: bool) -> tuple[list[flo
         replacements = {"all_gather_into_tensor": old_name}
         if hasattr(dist, "all_gather_single"):
             replacements["all_gather_single"] = None
-    with replaced(replacements), warnings.catch_warnings():
+    with replaced(dist, replacements), warnings.catch_warnings():
         warnings.simplefilter("error")
         world = World()
         parts = world.gather(torch.tensor([1.0 + rank]), [1, 1])

@@ -1,0 +1,171 @@
+"""What the tests of many processes share: shards of batches, training on them, and comparisons.
+
+parallel = world.run(train, 4, case, batches, {"grad_worker_fraction": 0.5})
+assert_same_trajectory(agreed(parallel), train(0, 1, case, batches))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from contract import EXACT, take
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from second_order import KAISA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from models import Case
+    from reference import Batch
+
+# Nothing is left to the defaults, which are chosen to train well.
+OPTIONS: dict[str, Any] = {
+    "lr": 0.05,
+    "damping": 0.1,
+    "relative_damping": False,
+    "kl_clip": 1e-3,
+    "factor_update_steps": 1,
+    "inv_update_steps": 1,
+    "refresh_warmup_steps": 0,
+    **EXACT,
+}
+
+
+def kaisa(params_or_model: Any, **options: Any) -> KAISA:
+    return KAISA(params_or_model, **{**OPTIONS, **options})
+
+
+def shard(batch: Batch, rank: int, world_size: int) -> Batch:
+    """A rank's equal share of a batch."""
+    x, y = batch
+    n, rest = divmod(len(x), world_size)
+    assert rest == 0
+    return x[rank * n : (rank + 1) * n], y[rank * n : (rank + 1) * n]
+
+
+def vector(model: nn.Module) -> Tensor:
+    """A copy of all parameters."""
+    return parameters_to_vector(model.parameters()).detach().clone()
+
+
+def train(
+    rank: int,
+    world_size: int,
+    case: Case,
+    batches: Sequence[Batch],
+    options: dict[str, Any] | None = None,
+) -> list[Tensor]:
+    """The parameters after each step on this rank's shards of the batches."""
+    model = case.model()
+    return follow(rank, world_size, model, kaisa(model, **(options or {})), case, batches)
+
+
+def follow(
+    rank: int,
+    world_size: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    case: Case,
+    batches: Sequence[Batch],
+) -> list[Tensor]:
+    """As `train`, with a model and an optimizer that there are."""
+    trajectory = []
+    for batch in batches:
+        take(model, optimizer, shard(batch, rank, world_size), case.loss)
+        trajectory.append(vector(model))
+    return trajectory
+
+
+def train_each(
+    rank: int,
+    world_size: int,
+    case: Case,
+    batches: Sequence[Batch],
+    choices: Sequence[dict[str, Any]],
+) -> list[list[Tensor]]:
+    """`train` with each of several choices of options."""
+    return [train(rank, world_size, case, batches, options) for options in choices]
+
+
+def agreed(results: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """The trajectory that all ranks have, bit for bit."""
+    for rank, result in enumerate(results):
+        for step, (mine, first) in enumerate(zip(result, results[0], strict=True)):
+            assert torch.equal(mine, first), f"rank {rank} differs from rank 0 after step {step}"
+    return results[0]
+
+
+def assert_same_trajectory(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-8, hint: Any = ""
+) -> None:
+    """Raise unless two trajectories agree up to rounding."""
+    assert len(actual) == len(expected)
+    for step, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        bound = rtol * float(b.abs().max())
+        difference = float((a - b).abs().max())
+        assert difference <= bound, f"apart by {difference:.3g} after step {step} {hint}"
+
+
+@contextmanager
+def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
+    """Attributes of a module or an object; the pool's ranks outlive a test's monkeypatch."""
+    with ExitStack() as stack:
+        for name, value in replacements.items():
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+COLLECTIVES = [
+    name
+    for name in (
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_gather_single",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "irecv",
+        "isend",
+        "monitored_barrier",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "scatter",
+        "scatter_object_list",
+        "send",
+    )
+    if hasattr(dist, name)
+]
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[Counter[str]]:
+    """How often each function of torch.distributed is called; all collectives, unless named."""
+    counts: Counter[str] = Counter()
+
+    def call(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    wrapped = {n: partial(call, n, getattr(dist, n)) for n in names or COLLECTIVES}
+    with replaced(dist, wrapped):
+        yield counts

@@ -1,0 +1,387 @@
+"""What fails on one rank is survived, or reported, by all of them together.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import factors, take
+from models import ZOO
+from ranks import agreed, assert_same_trajectory, kaisa, replaced, shard, train, vector
+from reference import cross_entropy, empirical_factors, weighted_mean
+from torch import Tensor, nn
+
+from second_order import DecompositionError, SecondOrderWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pool import World
+
+MLP = ZOO["mlp"]
+LAYERS = ("0", "2", "4")
+BATCHES = MLP.batches(8, n=12)
+NATIVE = {
+    "eigen": ("eigh", torch.linalg.eigh),
+    "inverse": ("cholesky_ex", torch.linalg.cholesky_ex),
+}
+REFRESHED = {"inv_update_steps": 2}
+
+
+@contextmanager
+def failing(
+    solver: str, fault: str, spoils: Callable[[Tensor], bool] = lambda matrix: True
+) -> Iterator[None]:
+    """Decompositions of matrices that `spoils` says, on every rung, here and now."""
+    name, native = NATIVE[solver]
+
+    def routine(matrix: Tensor) -> Any:
+        result = native(matrix)
+        if not spoils(matrix):
+            return result
+        if fault == "raises":
+            raise torch.linalg.LinAlgError(f"linalg.{name}: failed to converge")
+        if fault == "crashes":  # what no routine of torch should raise
+            raise KeyError("out of luck")
+        return tuple(p * float("nan") if p.is_floating_point() else p for p in result)
+
+    with replaced(torch.linalg, {name: routine}):
+        yield
+
+
+def caught(messages: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in messages if issubclass(w.category, SecondOrderWarning)]
+
+
+def inverses(optimizer: Any) -> dict[str, list[Tensor]]:
+    return {
+        block.name: [part.clone() for part in vars(block.inverse).values()]
+        for block in optimizer._blocks
+        if block.inverse is not None
+    }
+
+
+def same_inverses(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> set[str]:
+    """Names of the layers whose inverses are equal bit for bit."""
+    assert a.keys() == b.keys()
+    return {n for n in a if all(torch.equal(p, q) for p, q in zip(a[n], b[n], strict=True))}
+
+
+# One rank fails once: the old inverse.
+
+
+def fail_once(
+    rank: int, world_size: int, where: int, fault: str, options: dict[str, Any]
+) -> tuple[list[Tensor], set[str], list[str], list[int], list[str]]:
+    """At the second refresh, `where` cannot decompose anything."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REFRESHED, **options)
+    trajectory, kept, failed = [], set(), []
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for step, batch in enumerate(BATCHES):
+            before = inverses(optimizer)
+            mine = shard(batch, rank, world_size)
+            if step == 2 and rank == where:
+                with failing(options["solver"], fault):
+                    take(model, optimizer, mine)
+            else:
+                take(model, optimizer, mine)
+            if step == 2:
+                kept = same_inverses(before, inverses(optimizer))
+            if step == 4:
+                assert not same_inverses(before, inverses(optimizer)), "all goes on as before"
+            failed.append(optimizer.summary().failed)
+            trajectory.append(vector(model))
+    solved_there = [
+        row.name
+        for row in optimizer.summary().rows
+        if re.search(rf"solve (\d\+)?{where}\b", row.computed_by)
+    ]
+    return trajectory, kept, caught(messages), failed, solved_there
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("fault", ["raises", "nan", "crashes"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_all_ranks_keep_the_old_inverse_of_what_one_could_not_decompose(
+    world: World, solver: str, fault: str, workers: int
+) -> None:
+    """And of nothing else; at the next refresh all is well again."""
+    options = {"solver": solver, "grad_worker_fraction": workers / 4}
+    results = world.run(fail_once, 4, 0, fault, options)
+    agreed([trajectory for trajectory, *_ in results])
+    affected = set(results[0][4])
+    assert affected, "the rank that fails has something to do"
+    assert affected < set(LAYERS), "and so have others"
+    for _, kept, warned, failed, _ in results:
+        assert kept <= affected
+        assert failed == [0, 0, len(affected), len(affected), 0, 0, 0, 0]
+        assert len(warned) == len(affected)
+        for name in affected:
+            (line,) = [w for w in warned if f"layer '{name}'" in w]
+            assert "could not be decomposed at step 2" in line
+            assert "its last inverse is kept" in line
+    assert set.union(*(kept for _, kept, *_ in results)) == affected
+    if fault == "crashes":
+        assert all("KeyError: 'out of luck'" in line for line in results[0][2])
+
+
+def train_stale(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
+    """One process that fails as a whole at the second refresh."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REFRESHED, **options)
+    trajectory = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecondOrderWarning)
+        for step, batch in enumerate(BATCHES):
+            with failing(options["solver"], "raises", lambda _, now=step: now == 2):
+                take(model, optimizer, shard(batch, rank, world_size))
+            trajectory.append(vector(model))
+    return trajectory
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_the_old_inverse_is_what_the_gradient_meets(world: World, solver: str) -> None:
+    """All fail at step 2: as if inverses were refreshed at steps 0, 4, 6."""
+    options = {"solver": solver}
+    expected = train(0, 1, MLP, BATCHES, {**options, "inv_update_steps": all_but_the_second})
+    assert_same_trajectory(train_stale(0, 1, options), expected)
+    assert_same_trajectory(agreed(world.run(train_stale, 2, options)), expected)
+
+
+def all_but_the_second(step: int) -> int:
+    """As an interval: 2, but for step 2."""
+    return 5 if step == 2 else 2
+
+
+# The first decomposition fails: the base gradient.
+
+
+def fail_first(
+    rank: int, world_size: int, where: int, fault: str, skip: bool, options: dict[str, Any]
+) -> tuple[list[Tensor], list[str]]:
+    """On `where`, layer "2" with its 7 + 1 inputs cannot be decomposed at steps 0 and 2."""
+    model = MLP.model()
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        optimizer = kaisa(model, skip_layers=["2"] if skip else (), **REFRESHED, **options)
+        messages.clear()
+        trajectory = []
+        for step, batch in enumerate(BATCHES):
+            spoils = rank == where and step < 4 and not skip
+            with failing("eigen", fault, lambda m, bad=spoils: bad and m.shape[-1] == 8):
+                take(model, optimizer, shard(batch, rank, world_size))
+            trajectory.append(vector(model))
+    return trajectory, caught(messages)
+
+
+@pytest.mark.parametrize("fault", ["raises", "nan"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_layer_never_decomposed_runs_on_its_gradient(
+    world: World, fault: str, workers: int
+) -> None:
+    """As if it were skipped, until a refresh succeeds; the others are preconditioned."""
+    options = {"grad_worker_fraction": workers / 4}
+    for where in range(4):
+        results = world.run(fail_first, 4, where, fault, False, options)
+        trajectory = agreed([trajectory for trajectory, _ in results])
+        warned = results[where][1]
+        assert all(lines == warned for _, lines in results)
+        if warned:  # it was this rank's to decompose
+            break
+    (line,) = warned
+    assert "layer '2' could not be decomposed at step 0" in line
+    assert "the base optimizer trains it alone until a refresh succeeds" in line
+    skipped, _ = fail_first(0, 1, 0, fault, True, {})
+    assert_same_trajectory(trajectory[:4], skipped[:4])
+    assert not torch.allclose(trajectory[4], skipped[4])
+
+
+# It goes on failing: an error, everywhere.
+
+
+def fail_for_ever(
+    rank: int, world_size: int, where: int, limit: int, options: dict[str, Any]
+) -> tuple[int, str, list[Tensor], int]:
+    """The step at which the error came, and its message."""
+    model = MLP.model()
+    optimizer = kaisa(model, max_consecutive_failures=limit, **REFRESHED, **options)
+    trajectory = []
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for step, batch in enumerate(BATCHES):
+            with failing("eigen", "raises", lambda _, now=step: rank == where and now >= 2):
+                try:
+                    take(model, optimizer, shard(batch, rank, world_size))
+                except DecompositionError as error:
+                    return step, str(error), trajectory, len(caught(messages))
+            trajectory.append(vector(model))
+    raise AssertionError("no error came")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_too_many_failures_in_a_row_are_an_error_on_every_rank(
+    world: World, workers: int, limit: int
+) -> None:
+    """At the same step, with the same parameters until then."""
+    options = {"grad_worker_fraction": workers / 4}
+    results = world.run(fail_for_ever, 4, 0, limit, options)
+    agreed([trajectory for _, _, trajectory, _ in results])
+    for step, message, _, warned in results:
+        assert step == 2 * limit
+        assert message == results[0][1]
+        assert f"could not be decomposed {limit} refreshes in a row" in message
+        assert "raise damping, lower lr, or name them in skip_layers" in message
+        named = re.findall(r"'(\d)'", message)
+        assert named
+        assert warned == len(named), "once a layer"
+
+
+def fail_now_and_then(rank: int, world_size: int) -> list[Tensor]:
+    """Two refreshes in a row of each three, with a limit of three."""
+    model = MLP.model()
+    optimizer = kaisa(model, max_consecutive_failures=3)
+    trajectory = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecondOrderWarning)
+        for step, batch in enumerate(BATCHES):
+            with failing("eigen", "raises", lambda _, now=step: rank == 1 and now % 3 > 0):
+                take(model, optimizer, shard(batch, rank, world_size))
+            trajectory.append(vector(model))
+    return trajectory
+
+
+def test_failures_that_are_not_in_a_row_are_no_error(world: World) -> None:
+    agreed(world.run(fail_now_and_then, 2))
+
+
+# No damping.
+
+
+def undamped(rank: int, world_size: int, options: dict[str, Any]) -> Tensor:
+    """Two examples leave most of A and G without curvature."""
+    model = MLP.model()
+    optimizer = kaisa(model, damping=0.0, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecondOrderWarning)
+        take(model, optimizer, shard(MLP.batch(2), rank, world_size))
+    return vector(model)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_directions_without_curvature_and_damping_are_no_nan(
+    world: World, solver: str, world_size: int
+) -> None:
+    """1 / 0 is a failure like others, or no step: never NaN in the parameters."""
+    options = {"solver": solver, "grad_worker_fraction": 0.0}
+    results = world.run(undamped, world_size, options)
+    assert all(parameters.isfinite().all() for parameters in results)
+    agreed([[parameters] for parameters in results])
+
+
+# Statistics that are not finite.
+
+
+def spoiled(
+    rank: int,
+    world_size: int,
+    where: set[int],
+    layer: str,
+    bad: float,
+    mend: bool,
+    options: dict[str, Any],
+) -> list[tuple[Any, int, Tensor]]:
+    """Two steps; in the second the gradient of a layer's output has a bad value on some ranks.
+
+    It spoils the statistics of that layer and of those before it. `mend` puts the gradients right.
+    """
+    model = MLP.model()
+    bad_now = False
+
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> None:
+        def replace(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            gradient[0, 0] = bad
+            return gradient
+
+        if bad_now:
+            output.register_hook(replace)
+
+    model.get_submodule(layer).register_forward_hook(spoil)
+    optimizer = kaisa(model, **options)
+    records = []
+    for step, batch in enumerate(BATCHES[:2]):
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        clean = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if step == 1 and rank in where:
+            optimizer.zero_grad()
+            bad_now = True
+            cross_entropy(model(x), y).backward()
+            for p, gradient in zip(model.parameters(), clean, strict=True):
+                assert p.grad is not None
+                if mend:
+                    p.grad.copy_(gradient)
+        optimizer.step()
+        records.append((factors(optimizer), optimizer.summary().dropped, vector(model)))
+    return records
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("layer", "affected"), [("0", "0"), ("4", "024")])
+@pytest.mark.parametrize("where", [{0}, {1, 3}], ids=str)
+def test_what_is_not_finite_on_one_rank_is_dropped_there_and_the_others_count(
+    world: World, where: set[int], layer: str, affected: str, bad: float
+) -> None:
+    options = {"grad_worker_fraction": 0.5, "factor_decay": 0.5}
+    results = world.run(spoiled, 4, where, layer, bad, True, options)
+    agreed([[parameters for _, _, parameters in rank] for rank in results])
+    assert [rank[1][1] for rank in results] == [len(affected) * (r in where) for r in range(4)]
+
+    model = MLP.model()
+    first = {n: empirical_factors(model, *BATCHES[0], cross_entropy, n) for n in LAYERS}
+    nn.utils.vector_to_parameters(results[0][0][2], model.parameters())
+    for name in LAYERS:
+        usable = [r for r in range(4) if name not in affected or r not in where]
+        shards = [shard(BATCHES[1], r, 4) for r in usable]
+        each = [empirical_factors(model, x, y, cross_entropy, name) for x, y in shards]
+        for i, old in enumerate(first[name]):
+            new = weighted_mean([f[i] for f in each], [len(x) for x, _ in shards])
+            # W = 1, then 1.5: X + (x - X) / 1.5.
+            expected = old + (new - old) / 1.5
+            for rank in results:
+                torch.testing.assert_close(rank[1][0][name][i], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_not_finite_anywhere_leaves_the_averages_as_they_were(world: World) -> None:
+    results = world.run(spoiled, 2, {0, 1}, "4", math.nan, True, {})
+    for (before, dropped_before, _), (after, dropped, _) in results:
+        assert (dropped_before, dropped) == (0, 3)
+        for name in LAYERS:
+            assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_one_inf_gradient_spoils_no_other_layer(world: World, workers: int) -> None:
+    """The layer itself is lost, as with any optimizer; the clip leaves it out of its sum."""
+    options = {"grad_worker_fraction": workers / 4, "kl_clip": 1e-6}
+    results = world.run(spoiled, 4, {2}, "0", math.inf, False, options)
+    others = slice(5 * 7 + 7, None)
+    agreed([[parameters[others] for _, _, parameters in rank] for rank in results])
+    (_, _, before), (averages, _, after) = results[0]
+    assert not after.isfinite().all()
+    assert after[others].isfinite().all()
+    assert not torch.equal(before[others], after[others])
+    assert all(factor.isfinite().all() for pair in averages.values() for factor in pair)
