@@ -1,0 +1,684 @@
+"""Whole steps of the package against dense solves: invariants 12, 13, 15, 16, 19 and 20.
+
+The numbers in names are those of the invariants. After `step` the gradients are νP, what the base
+has taken; whole trajectories are compared with `ReferenceKFAC`, whose solves are dense.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference as ref
+import torch
+from contract import assert_same_factors, factors, identity_curvature, make, same, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import FACTORED, ZOO, Case
+from reference import ReferenceKFAC, cross_entropy
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+
+from second_order import KAISA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from reference import Batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+F64 = torch.float64
+MLP = ZOO["mlp"]
+SOLVE = {"eigen": ref.damped_dense_solve, "inverse": ref.damped_factored_solve}
+SEEDS = st.integers(0, 2**16)
+DAMPINGS = st.floats(1e-3, 10.0)
+each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
+# One of every kind of layer and use.
+KINDS = ["mlp", "sequence_mlp", "shared_conv", "conv_rectangular", "conv1d", "conv3d"]
+
+
+def close(actual: Iterable[Tensor], expected: Iterable[Tensor], rtol: float = 1e-8) -> None:
+    """Equal up to rounding, elements measured by their tensor's largest."""
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=rtol, atol=rtol * float(b.detach().abs().max()) + 1e-14
+        )
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative, in the Frobenius norm."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+def matrices(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient [weight bias] of each layer that has factors, by its name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            weight, bias = ref.parameters_of(module)
+            if weight.grad is not None:
+                bias_gradient = None if bias is None else bias.grad
+                found[name] = ref.to_matrix(module, weight.grad, bias_gradient).clone()
+    return found
+
+
+def plain(case: Case, batch: Batch) -> dict[str, Tensor]:
+    """∇ of each layer."""
+    model = case.reference.model()
+    case.loss(model(batch[0]), batch[1]).backward()
+    return matrices(model)
+
+
+def preconditioned(
+    case: Case, batch: Batch, scale: float = 1.0, **options: Any
+) -> dict[str, Tensor]:
+    """νP of each layer, from the package's first step on `scale` times the loss."""
+    model = case.model()
+    take(model, make(KAISA, model, **options), batch, lambda z, y: scale * case.loss(z, y))
+    return matrices(model)
+
+
+def joined(layers: dict[str, Tensor]) -> Tensor:
+    return torch.cat([matrix.flatten() for matrix in layers.values()])
+
+
+def direction(layers: dict[str, Tensor]) -> Tensor:
+    vector = joined(layers)
+    return vector / vector.norm()
+
+
+# 12. Loss times c with damping times c: the same direction. The empirical Fisher of c times the
+# loss is c² times that of the loss, so that its damping goes with c²; a relative damping follows
+# by itself; the sampled Fisher is the model's own, and does not know the loss.
+
+
+@each_solver
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=5)
+@given(log_c=st.floats(-5, 5), damping=DAMPINGS, seed=SEEDS)
+def test_12_loss_and_damping_scaled_together(
+    name: str, solver: str, log_c: float, damping: float, seed: int
+) -> None:
+    case, c = ZOO[name], math.exp(log_c)
+    batch = case.batch(4, seed=seed)
+    P = preconditioned(case, batch, damping=damping, solver=solver)
+    scaled = preconditioned(case, batch, c, damping=damping * c**2, solver=solver)
+    close([c * joined(scaled)], [joined(P)])
+    close([direction(scaled)], [direction(P)])
+
+
+@each_solver
+@settings(max_examples=10)
+@given(log_c=st.floats(-5, 5), damping=DAMPINGS, seed=SEEDS)
+def test_12_a_relative_damping_follows_the_loss(
+    solver: str, log_c: float, damping: float, seed: int
+) -> None:
+    c, batch = math.exp(log_c), MLP.batch(4, seed=seed)
+    options: dict[str, Any] = {"damping": damping, "relative_damping": True, "solver": solver}
+    P, scaled = (preconditioned(MLP, batch, scale, **options) for scale in (1.0, c))
+    close([direction(scaled)], [direction(P)])
+
+
+@each_solver
+@settings(max_examples=10)
+@given(log_c=st.floats(-5, 5), damping=DAMPINGS, seed=SEEDS)
+def test_12_the_sampled_fisher_does_not_know_the_loss(
+    solver: str, log_c: float, damping: float, seed: int
+) -> None:
+    c, batch = math.exp(log_c), MLP.batch(4, seed=seed)
+    options: dict[str, Any] = {"damping": damping, "fisher": "sampled", "solver": solver}
+    P, scaled = (preconditioned(MLP, batch, scale, **options) for scale in (1.0, c))
+    close([joined(scaled)], [c * joined(P)])
+
+
+@each_solver
+@pytest.mark.parametrize("power", [0, 1])
+def test_12_not_with_damping_left_alone_or_with_c(solver: str, power: int) -> None:
+    batch = MLP.batch()
+    P = preconditioned(MLP, batch, damping=0.1, solver=solver)
+    scaled = preconditioned(MLP, batch, 4.0, damping=0.1 * 4.0**power, solver=solver)
+    assert error(direction(scaled), direction(P)) > 0.05
+
+
+# 13. Running average: the first update is the first statistic; constants stay.
+
+
+@each_solver
+@given(decay=st.floats(0.0, 0.999), seed=SEEDS)
+def test_13_the_first_step_knows_no_decay_and_constants_stay(
+    solver: str, decay: float, seed: int
+) -> None:
+    """With lr 0 every step sees the same model, and here the same batch."""
+    batch = MLP.batch(4, seed=seed)
+    model = MLP.model()
+    optimizer = make(KAISA, model, lr=0.0, factor_decay=decay, solver=solver)
+    expected = preconditioned(MLP, batch, factor_decay=0.5, solver=solver)
+    for _ in range(4):
+        take(model, optimizer, batch)
+        close([joined(matrices(model))], [joined(expected)])
+
+
+def test_13_not_from_the_second_batch_on() -> None:
+    """Then decay is seen; and an average begun at zero, (1 − β) A, would show at once."""
+    seen = []
+    for decay in (0.5, 0.9):
+        model = MLP.model()
+        optimizer = make(KAISA, model, lr=0.0, factor_decay=decay)
+        for batch in MLP.batches(2):
+            take(model, optimizer, batch)
+        seen.append(joined(matrices(model)))
+    assert error(seen[1], seen[0]) > 1e-3
+    batch = MLP.batch()
+    P = preconditioned(MLP, batch, damping=0.1)
+    # Factors of 0.1 times A and G with damping γ are those of A and G with 100 γ.
+    biased = 100 * joined(preconditioned(MLP, batch, damping=100 * 0.1))
+    assert error(biased, joined(P)) > 0.05
+
+
+# 15. eigen = dense solve with A ⊗ G + γI. inverse = dense solve with the damped factors.
+
+
+def dense(
+    case: Case, batch: Batch, solver: str, damping: float, approx: ref.Approx = "expand"
+) -> dict[str, Tensor]:
+    """P of each layer from a dense matrix."""
+    model, P = case.reference.model(), {}
+    for name, gradient in plain(case, batch).items():
+        A, G = ref.empirical_factors(model, *batch, case.loss, name, approx)
+        P[name] = SOLVE[solver](A, G, gradient, damping)
+    return P
+
+
+@each_solver
+@pytest.mark.parametrize("name", FACTORED)
+@settings(max_examples=4)
+@given(
+    damping=DAMPINGS,
+    approx=st.sampled_from(["expand", "reduce"]),
+    n=st.integers(1, 8),
+    triangular=st.booleans(),
+    seed=SEEDS,
+)
+def test_15_a_step_is_the_dense_solve(
+    name: str,
+    solver: str,
+    damping: float,
+    approx: ref.Approx,
+    n: int,
+    triangular: bool,
+    seed: int,
+) -> None:
+    case = FACTORED[name]
+    batch = case.batch(n, seed=seed)
+    expected = dense(case, batch, solver, damping, approx)
+    model, before = case.model(), case.model()
+    options = {"kfac_approx": approx, "symmetry_aware": triangular}
+    optimizer = make(KAISA, model, lr=0.01, damping=damping, solver=solver, **options)
+    take(model, optimizer, batch, case.loss)
+    assert matrices(model).keys() == expected.keys()
+    close(matrices(model).values(), expected.values())
+    # And that is what the base has taken.
+    moved = [
+        q - 0.01 * p.grad for p, q in zip(model.parameters(), before.parameters(), strict=True)
+    ]
+    close(model.parameters(), moved, rtol=1e-12)
+
+
+@each_solver
+@pytest.mark.parametrize("name", KINDS)
+def test_15_not_the_other_solve_nor_another_damping(name: str, solver: str) -> None:
+    case = ZOO[name]
+    batch = case.batch()
+    found = joined(preconditioned(case, batch, solver=solver, damping=0.1))
+    other = "inverse" if solver == "eigen" else "eigen"
+    assert error(joined(dense(case, batch, other, 0.1)), found) > 1e-3
+    assert error(joined(dense(case, batch, solver, 0.11)), found) > 1e-3
+
+
+# 16. Scaling Fᵢ by cᵢ with Π cᵢ = 1 changes nothing.
+
+
+def with_factors_scaled(solver: str, on_a: float, on_g: float, relative: bool) -> Tensor:
+    """P of a second batch, the first's factors having been scaled in a checkpoint."""
+    first, second = MLP.batches(2)
+    options: dict[str, Any] = {
+        "lr": 0.0,
+        "solver": solver,
+        "relative_damping": relative,
+        "factor_update_steps": 10**9,
+    }
+    model = MLP.model()
+    donor = make(KAISA, model, **options)
+    take(model, donor, first)
+    saved = copy.deepcopy(donor.state_dict())
+    for entry in saved["state"].values():
+        if "A" in entry["curvature"]:
+            entry["curvature"]["A"] *= on_a
+            entry["curvature"]["G"] *= on_g
+    optimizer = make(KAISA, model, **options)
+    optimizer.load_state_dict(saved)
+    take(model, optimizer, second)
+    return joined(matrices(model))
+
+
+@each_solver
+@settings(max_examples=10)
+@given(log_c=st.floats(-6, 6), relative=st.booleans())
+def test_16_a_scale_moved_from_one_factor_to_the_other_changes_nothing(
+    solver: str, log_c: float, relative: bool
+) -> None:
+    c = math.exp(log_c)
+    found = with_factors_scaled(solver, c, 1 / c, relative)
+    close([found], [with_factors_scaled(solver, 1.0, 1.0, relative)])
+
+
+@each_solver
+def test_16_not_a_scale_of_one_factor_alone(solver: str) -> None:
+    expected = with_factors_scaled(solver, 1.0, 1.0, False)
+    assert error(with_factors_scaled(solver, 3.0, 1.0, False), expected) > 0.05
+    assert error(with_factors_scaled(solver, 1.0, 3.0, False), expected) > 0.05
+
+
+# 19. Clip: lr² ν² Σ|P·∇| = min(κ, lr² Σ|P·∇|), the sum over all preconditioned layers.
+
+
+def products(P: dict[str, Tensor], gradients: dict[str, Tensor]) -> float:
+    return sum(float((P[name] * gradients[name]).sum().abs()) for name in P)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "norms"])
+@settings(max_examples=10)
+@given(
+    lr=st.floats(1e-3, 10),
+    kappa=st.floats(1e-8, 1),
+    solver=st.sampled_from(["eigen", "inverse"]),
+    seed=SEEDS,
+)
+def test_19_the_clip_bounds_the_whole_step(
+    name: str, lr: float, kappa: float, solver: str, seed: int
+) -> None:
+    case = ZOO[name]
+    batch = case.batch(4, seed=seed)
+    gradients = plain(case, batch)
+    P = preconditioned(case, batch, lr=lr, solver=solver)
+    clipped = preconditioned(case, batch, lr=lr, solver=solver, kl_clip=kappa)
+    change = lr**2 * products(P, gradients)
+    nu = float(joined(clipped).norm() / joined(P).norm())
+    close(clipped.values(), [nu * matrix for matrix in P.values()])  # one ν for all layers
+    assert lr**2 * nu * products(clipped, gradients) == pytest.approx(min(kappa, change), rel=1e-8)
+
+
+def test_19_not_without_a_clip_nor_layer_by_layer() -> None:
+    batch, lr, kappa = MLP.batch(), 1.0, 1e-4
+    gradients, P = plain(MLP, batch), preconditioned(MLP, batch, lr=lr)
+    assert lr**2 * products(P, gradients) > 10 * kappa
+    clipped = preconditioned(MLP, batch, lr=lr, kl_clip=kappa)
+    for name in P:
+        nu = math.sqrt(kappa / float((P[name] * gradients[name]).sum().abs()))
+        assert error(clipped[name], nu * P[name]) > 0.05
+
+
+@given(kappa=st.floats(1e-8, 1e-2), rates=st.tuples(*[st.floats(1e-2, 1.0)] * 3))
+def test_19_every_group_counts_with_its_own_learning_rate(
+    kappa: float, rates: tuple[float, ...]
+) -> None:
+    batch = MLP.batch()
+    gradients, P = plain(MLP, batch), preconditioned(MLP, batch)
+    model = MLP.model()
+    groups = [
+        {"params": model.get_submodule(name).parameters(), "lr": lr}
+        for name, lr in zip(P, rates, strict=True)
+    ]
+    take(model, make(KAISA, groups, model=model, kl_clip=kappa), batch)
+    terms = [
+        lr**2 * float((P[name] * gradients[name]).sum().abs())
+        for name, lr in zip(P, rates, strict=True)
+    ]
+    nu = min(1.0, math.sqrt(kappa / sum(terms)))
+    close(matrices(model).values(), [nu * matrix for matrix in P.values()])
+
+
+def test_19_what_is_not_preconditioned_is_not_clipped() -> None:
+    case = ZOO["norms"]
+    x, y = case.batch()
+    model, alone = case.model(), case.model()
+    case.loss(alone(x), y).backward()
+    take(model, make(KAISA, model, kl_clip=1e-9), (x, y))
+    for name in ("1", "5"):  # the norms
+        for p, q in zip(
+            model.get_submodule(name).parameters(),
+            alone.get_submodule(name).parameters(),
+            strict=True,
+        ):
+            assert torch.equal(p.grad, q.grad)
+    for matrix in matrices(model).values():
+        assert matrix.abs().max() < 1e-3  # and the others are
+
+
+# The clip under a schedule: a constant bound is that of the largest learning rate, and shrinks with
+# the square of the rate; a callable one is taken as it is.
+
+
+FACTORS = {
+    "falling": [1.0, 0.5, 0.5, 0.1, 0.02],
+    "warm-up and decay": [0.1, 0.5, 1.0, 0.3, 0.1],
+}
+BY_HAND = [0.02, 0.01, 0.1, 0.05, 0.08]
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    **{
+        name: lambda opt, values=values: LambdaLR(opt, lambda step: values[min(step, 4)])
+        for name, values in FACTORS.items()
+    },
+    "StepLR": lambda opt: StepLR(opt, step_size=2, gamma=0.3),
+    "OneCycleLR": lambda opt: OneCycleLR(opt, max_lr=0.1, total_steps=6, cycle_momentum=False),
+}
+
+
+def scheduled(
+    schedule: str, kl_clip: Any, batches: Sequence[Batch]
+) -> tuple[list[Tensor], list[float], list[float]]:
+    """The trajectory under a schedule, its learning rates, and the largest so far.
+
+    A scheduler knows the largest from the start if its first rate is a warm-up's: "initial_lr".
+    """
+    model = MLP.model()
+    optimizer = make(KAISA, model, lr=0.1, kl_clip=kl_clip)
+    scheduler = SCHEDULES[schedule](optimizer) if schedule in SCHEDULES else None
+    vectors, rates, peaks = [], [], []
+    peak = optimizer.param_groups[0].get("initial_lr", 0.0)
+    for step, batch in enumerate(batches):
+        if scheduler is None:
+            optimizer.param_groups[0]["lr"] = BY_HAND[step]
+        rates.append(optimizer.param_groups[0]["lr"])
+        peak = max(peak, rates[-1])
+        peaks.append(peak)
+        take(model, optimizer, batch)
+        vectors.append(parameters_to_vector(model.parameters()).detach())
+        if scheduler is not None:
+            scheduler.step()
+    return vectors, rates, peaks
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "by hand"])
+def test_a_constant_clip_follows_the_square_of_the_learning_rate(schedule: str) -> None:
+    """κ (lr / peak)²; a bound that stays is not the same."""
+    kappa, batches = 1e-4, MLP.batches(5)
+    found, rates, peaks = scheduled(schedule, kappa, batches)
+    assert len(set(rates)) > 2
+    if schedule in FACTORS:
+        assert rates == pytest.approx([0.1 * factor for factor in FACTORS[schedule]])
+        assert set(peaks) == {0.1}
+
+    def reference(kl_clip: Callable[[int], float]) -> list[Tensor]:
+        kfac = ReferenceKFAC(MLP.model(), lr=lambda step: rates[step], damping=0.1, kl_clip=kl_clip)
+        return kfac.trajectory(batches)
+
+    close(found, reference(lambda step: kappa * (rates[step] / peaks[step]) ** 2))
+    assert error(reference(lambda step: kappa)[-1], found[-1]) > 1e-6
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "by hand"])
+def test_a_callable_clip_is_taken_as_it_is(schedule: str) -> None:
+    """min(1, √(κ(step) / (lr² Σ|P·∇|))) at this step's lr; the constant's rule is not the same."""
+    batches = MLP.batches(5)
+    bounds = [1e-4, 3e-5, 1e-4, 2e-4, 1e-5]
+    found, rates, peaks = scheduled(schedule, lambda step: bounds[step], batches)
+
+    def reference(kl_clip: Callable[[int], float]) -> list[Tensor]:
+        kfac = ReferenceKFAC(MLP.model(), lr=lambda step: rates[step], damping=0.1, kl_clip=kl_clip)
+        return kfac.trajectory(batches)
+
+    close(found, reference(lambda step: bounds[step]))
+    other = reference(lambda step: bounds[step] * (rates[step] / peaks[step]) ** 2)
+    assert error(other[-1], found[-1]) > 1e-6
+
+
+@given(kappa=st.floats(1e-9, 1e-6), share=st.floats(1e-2, 1.0))
+def test_while_it_is_active_the_clip_makes_the_bound_the_change(kappa: float, share: float) -> None:
+    """By hand, at the second step: lr² ν² Σ|P·∇| = κ (lr / peak)²."""
+    first, second = MLP.batches(2)
+    model = MLP.model()
+    optimizer = make(KAISA, model, lr=0.1, kl_clip=kappa)
+    take(model, optimizer, first)
+    optimizer.param_groups[0]["lr"] = lr = 0.1 * share
+    before = copy.deepcopy(model)
+    before.zero_grad()
+    cross_entropy(before(second[0]), second[1]).backward()
+    gradients = matrices(before)
+    take(model, optimizer, second)
+    averages = factors(optimizer)
+    P = {
+        name: ref.damped_dense_solve(*averages[name], gradient, 0.1)
+        for name, gradient in gradients.items()
+    }
+    clipped = matrices(model)
+    nu = float(joined(clipped).norm() / joined(P).norm())
+    assert nu < 1
+    assert lr**2 * nu**2 * products(P, gradients) == pytest.approx(kappa * share**2, rel=1e-8)
+
+
+# 20. Infinite damping, rescaled, gives the base optimizer's direction; identity curvature gives the
+# base optimizer bit for bit.
+
+
+@each_solver
+@pytest.mark.parametrize("name", FACTORED)
+def test_20_infinite_damping_is_the_base(name: str, solver: str) -> None:
+    """P ≈ ∇ / γ up to ‖A ⊗ G‖ / γ, or up to a few √(‖A ⊗ G‖ / γ) with damped factors."""
+    case, damping, rtol = FACTORED[name], 1e12, {"eigen": 1e-8, "inverse": 1e-4}[solver]
+    batch = case.batch()
+    gradients = plain(case, batch)
+    P = preconditioned(case, batch, damping=damping, solver=solver)
+    close([damping * matrix for matrix in P.values()], gradients.values(), rtol)
+    model, twin = case.model(), case.model()
+    optimizer = make(KAISA, model, lr=0.05 * damping, damping=damping, solver=solver)
+    alone = torch.optim.SGD(twin.parameters(), lr=0.05)
+    for each in case.batches(4):
+        take(model, optimizer, each, case.loss)
+        take(twin, alone, each, case.loss)
+    close(
+        [parameters_to_vector(model.parameters())], [parameters_to_vector(twin.parameters())], rtol
+    )
+
+
+@each_solver
+@pytest.mark.parametrize("name", KINDS)
+def test_20_not_with_finite_damping(name: str, solver: str) -> None:
+    case = ZOO[name]
+    batch = case.batch()
+    P = preconditioned(case, batch, damping=1e-2, solver=solver)
+    gradients = plain(case, batch)
+    assert error(direction(P), direction(gradients)) > 0.05
+
+
+@each_solver
+@pytest.mark.parametrize("base", ["SGD", "Adam"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in FACTORED.items() if case.loss is cross_entropy]
+)
+def test_20_identity_curvature_is_the_base_bit_for_bit(name: str, base: str, solver: str) -> None:
+    """Then, with the factors of a batch, it is not."""
+    case = FACTORED[name]
+    Base, options = {
+        "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+        "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    }[base]
+    model, twin = case.model(), case.model()
+    alone = Base(twin.parameters(), **options)
+    batches = case.batches(4)
+    optimizer = identity_curvature(
+        KAISA, model, alone, batches[0], base=Base, solver=solver, **options
+    )
+    for batch in batches:
+        take(model, optimizer, batch, case.loss)
+        take(twin, alone, batch, case.loss)
+        assert same(model, twin)
+    curved, start = case.model(), case.model()
+    take(curved, make(KAISA, curved, base=Base, solver=solver, **options), batches[0], case.loss)
+    take(start, Base(start.parameters(), **options), batches[0], case.loss)
+    assert not same(curved, start)
+
+
+# Whole trajectories.
+
+
+def run(case: Case, batches: Sequence[Batch], **options: Any) -> list[Tensor]:
+    """All parameters after each step of the package."""
+    model = case.model()
+    optimizer = make(KAISA, model, **options)
+    vectors = []
+    for batch in batches:
+        take(model, optimizer, batch, case.loss)
+        vectors.append(parameters_to_vector(model.parameters()).detach())
+    return vectors
+
+
+TRAJECTORIES = [
+    (name, approx)
+    for name, case in FACTORED.items()
+    for approx in ("expand", "reduce")
+    if approx == "expand" or case.shared == "reduce" or "conv" in name
+]
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "damping": 0.1, "factor_decay": 0.9}
+
+
+@pytest.mark.parametrize(("factor_steps", "inv_steps"), list(itertools.product((1, 2), (1, 3))))
+@each_solver
+@pytest.mark.parametrize(("name", "approx"), TRAJECTORIES)
+def test_trajectories_are_those_of_the_reference(
+    name: str, approx: ref.Approx, solver: Any, factor_steps: int, inv_steps: int
+) -> None:
+    """With a clip that is active and without; the two differ."""
+    case, ends = FACTORED[name], []
+    batches = case.batches(5, n=6)
+    intervals = {"factor_update_steps": factor_steps, "inv_update_steps": inv_steps}
+    for kl_clip in (None, 1e-3):
+        options: dict[str, Any] = {**SGD, **intervals, "solver": solver, "kl_clip": kl_clip}
+        kfac = ReferenceKFAC(case.reference.model(), loss=case.loss, approx=approx, **options)
+        found = run(case, batches, kfac_approx=approx, **options)
+        close(found, kfac.trajectory(batches))
+        ends.append(found[-1])
+    assert error(ends[1], ends[0]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", ["unused", "lora", "norms", "batch_norm", "transformer", "attention", "language_model"]
+)
+@each_solver
+def test_trajectories_of_models_with_more_than_factored_layers(name: str, solver: Any) -> None:
+    case = ZOO[name]
+    batches = case.batches(4, n=6)
+    approx: ref.Approx = "reduce" if case.shared == "reduce" else "expand"
+    options: dict[str, Any] = {**SGD, "solver": solver, "kl_clip": 1e-3}
+    kfac = ReferenceKFAC(case.model(), loss=case.loss, approx=approx, **options)
+    close(run(case, batches, kfac_approx=approx, **options), kfac.trajectory(batches))
+
+
+def test_trajectories_see_the_intervals() -> None:
+    """The control of the above: each pair of intervals is a trajectory of its own."""
+    batches = MLP.batches(5, n=6)
+    ends = [
+        run(MLP, batches, factor_update_steps=f, inv_update_steps=i)[-1]
+        for f, i in itertools.product((1, 2), (1, 3))
+    ]
+    for a, b in itertools.combinations(ends, 2):
+        assert error(a, b) > 1e-6
+
+
+@each_solver
+def test_a_trajectory_with_adam_for_base(solver: Any) -> None:
+    case = ZOO["conv_strided"]
+    batches = case.batches(6, n=6)
+    shared: dict[str, Any] = {
+        "lr": 0.01,
+        "damping": 0.1,
+        "kl_clip": 1e-3,
+        "inv_update_steps": 3,
+        "solver": solver,
+    }
+    kfac = ReferenceKFAC(
+        case.model(), base=lambda parameters: torch.optim.Adam(parameters, lr=0.01), **shared
+    )
+    expected = kfac.trajectory(batches)
+    # Adam divides gradients by their size, and rounding in the smallest of them with it.
+    close(run(case, batches, base=torch.optim.Adam, **shared), expected, rtol=1e-7)
+    sgd = run(case, batches, **shared)
+    assert error(sgd[-1], expected[-1]) > 1e-3
+
+
+@each_solver
+def test_a_trajectory_of_callables(solver: Any) -> None:
+    """Damping, decay, clip and intervals, each a function of the step."""
+    case = ZOO["conv_grouped"]
+    batches = case.batches(6, n=6)
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "damping": lambda step: 0.3 * 0.5**step,
+        "factor_decay": lambda step: 0.5 + 0.08 * step,
+        "kl_clip": lambda step: 1e-3 / (step + 1),
+        "factor_update_steps": lambda step: 1 if step < 2 else 2,
+        "inv_update_steps": lambda step: 1 + step // 3,
+        "solver": solver,
+    }
+    found = run(case, batches, **options)
+    close(found, ReferenceKFAC(case.model(), **options).trajectory(batches))
+    for name in options.keys() - {"lr", "solver"}:
+        other = run(case, batches, **{**options, name: options[name](0)})
+        assert error(other[-1], found[-1]) > 1e-6, name
+
+
+# Damping in units of a layer's mean curvature.
+
+
+def relative(kfac: ReferenceKFAC) -> ReferenceKFAC:
+    """A reference whose damping of a layer is times tr A tr G / (dim A dim G), by hand.
+
+    Of a grouped convolution the groups share one damping, that of their mean curvature.
+    """
+    solve = kfac.solve
+
+    def scaled(A: Tensor, G: Tensor, gradient: Tensor, damping: float) -> Tensor:
+        curvatures = [
+            float(a.trace()) / len(a) * float(g.trace()) / len(g) for a, g in zip(A, G, strict=True)
+        ]
+        return solve(A, G, gradient, damping * sum(curvatures) / len(curvatures))
+
+    kfac.solve = scaled
+    return kfac
+
+
+@each_solver
+@pytest.mark.parametrize("triangular", [True, False])
+@pytest.mark.parametrize("name", [*KINDS, "conv_grouped", "language_model"])
+def test_relative_damping_is_in_units_of_a_layers_mean_curvature(
+    name: str, solver: Any, triangular: bool
+) -> None:
+    case = ZOO[name]
+    batches = case.batches(4, n=6)
+    options: dict[str, Any] = {"lr": 0.05, "damping": 2.0, "kl_clip": 1e-3, "solver": solver}
+    options["inv_update_steps"] = 3
+    kfac = relative(ReferenceKFAC(case.model(), loss=case.loss, **options))
+    storage = {"symmetry_aware": triangular}
+    found = run(case, batches, relative_damping=True, **storage, **options)
+    close(found, kfac.trajectory(batches))
+    absolute = run(case, batches, **storage, **options)
+    assert error(absolute[-1], found[-1]) > 1e-6
+
+
+# A model that is trained and one that only gathers statistics agree on them: what the other tests
+# of this file rely on when they set lr to 0.
+
+
+def test_factors_do_not_depend_on_the_learning_rate_of_the_first_step() -> None:
+    batch, seen = MLP.batch(), []
+    for lr in (0.0, 0.1):
+        model = MLP.model()
+        optimizer = make(KAISA, model, lr=lr)
+        take(model, optimizer, batch)
+        seen.append(factors(optimizer))
+    assert_same_factors(seen[1], seen[0], rtol=0)
