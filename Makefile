@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types pytest docs format clean
+.PHONY: help venv demo progress test lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -27,6 +27,9 @@ $(STAMP): setup.cfg constraints.txt
 
 demo: venv ## train on digits with SGD and every optimizer, two processes: a table and demo.png
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
+
+progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress.py $(ARGS)
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
 
