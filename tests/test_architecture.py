@@ -1,0 +1,183 @@
+"""The package's layers: nothing imports upwards, no file grows past reading, names are documented.
+
+    optimizers
+    kronecker   lanczos   distributed      know nothing of each other
+    report      errors                     know nothing at all
+
+Imports are read from the source, those inside functions and under TYPE_CHECKING included.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import second_order
+
+ROOT = Path(second_order.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+MOST_LINES = 520
+
+# What a part may import besides itself. The top, "", is `second_order` itself: nobody's to import.
+BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "report": set(),
+    "kronecker": {"errors"},
+    "lanczos": {"errors"},
+    "distributed": {"errors"},
+    "optimizers": {"errors", "report", "kronecker", "lanczos", "distributed"},
+    "": {"errors", "report", "optimizers"},
+}
+
+
+def module_name(path: Path) -> str:
+    parts = ["second_order", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part(module: str) -> str:
+    """The file or folder right below `second_order` that a module belongs to."""
+    return f"{module}.".split(".")[1]
+
+
+def imported(source: str) -> set[str]:
+    """The modules of this package that a source imports; a relative import is refused."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write imports in full"
+            assert node.module is not None
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            inner = names & MODULES
+            found |= inner or {node.module}
+    return {name for name in found if name.split(".")[0] == "second_order"}
+
+
+MODULES = {module_name(path) for path in FILES}
+
+
+def upward(module: str, source: str) -> set[str]:
+    """What a module imports and may not."""
+    mine = part(module)
+    return {name for name in imported(source) if part(name) not in BELOW[mine] | ({mine} - {""})}
+
+
+def public(source: str) -> list[str]:
+    """The names in `__all__`."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def undocumented(source: str) -> list[str]:
+    """Functions and classes in `__all__` without a docstring, and their public methods."""
+    found = []
+    names = public(source)
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names:
+            if ast.get_docstring(node) is None:
+                found.append(node.name)
+            found += [
+                f"{node.name}.{method.name}"
+                for method in node.body
+                if isinstance(node, ast.ClassDef)
+                and isinstance(method, ast.FunctionDef)
+                and not method.name.startswith("_")
+                and ast.get_docstring(method) is None
+            ]
+    return found
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=module_name)
+
+
+def test_every_part_of_the_package_has_its_place() -> None:
+    assert {part(module) for module in MODULES} <= BELOW.keys()
+    assert len(FILES) > 10
+
+
+@each_file
+def test_nothing_imports_upwards_or_sideways(path: Path) -> None:
+    assert not upward(module_name(path), path.read_text("utf-8"))
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {module_name(path): imported(path.read_text("utf-8")) & MODULES for path in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join((*above, module))
+        if module not in done:
+            for below in sorted(graph[module]):
+                visit(below, (*above, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("second_order.kronecker.block", "from second_order.optimizers.base import x"),
+        ("second_order.kronecker.block", "import second_order.distributed.collectives"),
+        ("second_order.kronecker.block", "from second_order.distributed import collectives"),
+        ("second_order.distributed.assignment", "def f():\n    from second_order import kronecker"),
+        ("second_order.lanczos.lanczos", "from second_order.kronecker.clip import x"),
+        ("second_order.errors", "from second_order.report import Summary"),
+        ("second_order.report", "import second_order.errors"),
+        ("second_order.optimizers.kaisa", "from second_order import KAISA"),
+    ],
+)
+def test_an_import_upwards_or_sideways_is_seen(module: str, source: str) -> None:
+    assert upward(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("second_order.kronecker.block", "from second_order.kronecker.clip import x\nimport torch"),
+        ("second_order.kronecker.block", "from second_order import errors"),
+        ("second_order.optimizers.kaisa", "from second_order.distributed.collectives import x"),
+        ("second_order", "from second_order.optimizers.kaisa import KAISA"),
+    ],
+)
+def test_an_import_downwards_is_not(module: str, source: str) -> None:
+    assert not upward(module, source)
+
+
+@each_file
+def test_no_module_is_past_reading(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES
+
+
+@each_file
+def test_public_names_exist_and_are_documented(path: Path) -> None:
+    source = path.read_text("utf-8")
+    assert ast.get_docstring(ast.parse(source))
+    names = public(source)
+    module = importlib.import_module(module_name(path))
+    assert len(names) == len(set(names))
+    assert all(hasattr(module, name) for name in names)
+    assert not undocumented(source)
+    if path.name != "__init__.py":
+        assert names, "say in __all__ what is public"
+
+
+def test_what_is_not_documented_is_seen() -> None:
+    source = (
+        '__all__ = ["f", "C"]\ndef f(): ...\nclass C:\n    def m(self): ...\n    def _p(self): ...'
+    )
+    assert undocumented(source) == ["f", "C", "C.m"]
+    assert undocumented('__all__ = ["f"]\ndef f():\n    """Does it."""\ndef g(): ...') == []
+
+
+def test_what_the_package_exports_is_documented() -> None:
+    for name in second_order.__all__:
+        assert getattr(second_order, name).__doc__

@@ -1,0 +1,625 @@
+"""Capture: which passes give pairs, what is in them, and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import hook_count
+from models import ZOO, Checkpointed
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+
+from second_order.kronecker.capture import Capture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
+F64 = torch.float64
+
+
+@dataclass
+class Pair:
+    module: nn.Module
+    x: Tensor
+    d: Tensor
+    pass_id: int
+
+
+@dataclass
+class Recorder:
+    """A consumer that keeps every pair, and the state it was handed over in."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    grad_enabled: list[bool] = field(default_factory=list)
+    autocast: list[bool] = field(default_factory=list)
+
+    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
+        self.pairs.append(Pair(module, x, d, pass_id))
+        self.grad_enabled.append(torch.is_grad_enabled())
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [pair.module for pair in self.pairs]
+
+    def clear(self) -> None:
+        self.pairs.clear()
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def watched(model: nn.Module, sampler: Any = None) -> tuple[Capture, Recorder]:
+    """A capture of all Linear layers."""
+    recorder = Recorder()
+    capture = Capture(recorder, sampler)
+    capture.attach(model, linears(model))
+    return capture, recorder
+
+
+def backward(model: nn.Module, x: Tensor | None = None) -> None:
+    x = MLP.batch()[0] if x is None else x
+    model(x).square().mean().backward()
+
+
+def summed(output: Any, call: int) -> Tensor:
+    """A sampler that draws no labels."""
+    return output.square().sum()
+
+
+# What is in a pair.
+
+
+def test_a_pair_is_the_input_and_the_gradient_of_the_output() -> None:
+    model, (x, _) = MLP.model(), MLP.batch()
+    capture, recorder = watched(model)
+    backward(model, x)
+    hidden = x
+    expected = {}
+    twin = MLP.model()
+    for layer in twin:
+        inputs, hidden = hidden, layer(hidden)
+        if isinstance(layer, nn.Linear):
+            hidden.retain_grad()
+            expected[len(expected)] = (inputs, hidden)
+    hidden.square().mean().backward()
+    assert recorder.modules == linears(model)[::-1]  # as gradients arrive
+    for pair, (inputs, output) in zip(recorder.pairs[::-1], expected.values(), strict=True):
+        assert torch.equal(pair.x, inputs)
+        assert torch.equal(pair.d, output.grad)
+        assert not pair.x.requires_grad
+        assert not pair.d.requires_grad
+    assert capture.root_calls == 0
+
+
+@pytest.mark.parametrize("sampler", [None, lambda z, _: z.float().square().sum()])
+def test_pairs_are_handed_over_without_gradients_and_without_autocast(sampler: Any) -> None:
+    model = MLP.model(torch.float32)
+    _capture, recorder = watched(model, sampler)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(MLP.batch(dtype=torch.float32)[0]).float().square().mean()
+        loss.backward()  # inside autocast, as one should not
+    assert len(recorder.pairs) == 3
+    assert not any(recorder.grad_enabled)
+    assert not any(recorder.autocast)
+
+
+def test_the_input_may_be_given_by_keyword() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3, dtype=F64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(input=x)
+
+    model = Keyword()
+    _capture, recorder = watched(model)
+    backward(model)
+    assert torch.equal(recorder.pairs[0].x, MLP.batch()[0])
+
+
+def test_a_hook_does_not_make_views_of_outputs() -> None:
+    """In-place activations stay legal, and the gradient is that of the layer's own output."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 3)).double()
+    twin = copy.deepcopy(model)
+    pairs = []
+    for each, activation in ((model, torch.sigmoid_), (twin, torch.sigmoid)):
+        _capture, recorder = watched(each)
+        hidden = each[0](MLP.batch()[0])
+        assert hidden._base is None
+        each[2](activation(hidden)).square().mean().backward()
+        pairs.append(recorder.pairs)
+    for mine, its in zip(*pairs, strict=True):
+        assert torch.equal(mine.x, its.x)
+        assert torch.equal(mine.d, its.d)
+
+
+# When there is a pair.
+
+
+def test_a_forward_without_a_backward_gives_none() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    loss = model(MLP.batch()[0]).sum()
+    assert not recorder.pairs
+    with torch.no_grad():
+        model(MLP.batch()[0])
+    with torch.inference_mode():
+        model(MLP.batch()[0])
+    loss.backward()
+    assert len(recorder.pairs) == 3  # of the first forward
+
+
+def test_a_frozen_layer_gives_none() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    model[2].weight.requires_grad_(False)  # gradients pass through it all the same
+    backward(model)
+    assert recorder.modules == [model[4], model[0]]
+    model[2].weight.requires_grad_(True)
+    recorder.clear()
+    backward(model)
+    assert len(recorder.pairs) == 3
+
+
+def test_a_layer_that_the_loss_does_not_reach_gives_none() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    model[4](MLP.batch()[0][:, :1].expand(-1, 6))
+    backward(model)
+    assert len(recorder.pairs) == 3
+
+
+@pytest.mark.parametrize("sampler", [None, summed])
+def test_enabled_is_a_gate_at_the_forward(sampler: Any) -> None:
+    model = MLP.model()
+    capture, recorder = watched(model, sampler)
+    capture.enabled = False
+    loss = model(MLP.batch()[0]).sum()
+    capture.enabled = True
+    loss.backward()
+    assert not recorder.pairs
+    backward(model)
+    assert len(recorder.pairs) == 3
+    recorder.clear()
+    loss = model(MLP.batch()[0]).sum()
+    capture.enabled = False
+    loss.backward()
+    assert len(recorder.pairs) == 3  # what was captured arrives
+    recorder.clear()
+    backward(model)
+    assert not recorder.pairs
+
+
+@pytest.mark.parametrize("sampler", [None, summed])
+def test_a_gate_that_is_shut_keeps_no_input(sampler: Any) -> None:
+    model = MLP.model().requires_grad_(False)
+    model[0].bias.requires_grad_(True)  # a graph that has no use for the inputs
+    capture, _ = watched(model, sampler)
+    capture.enabled = False
+    x = MLP.batch()[0].clone()
+    alive = StorageWeakRef(x.untyped_storage())
+    output = model(x)
+    del x
+    assert alive.expired()
+    assert output.requires_grad
+
+
+# Passes.
+
+
+def test_a_pass_has_one_id_and_the_next_another() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    ids = []
+    for _ in range(3):
+        recorder.clear()
+        backward(model)
+        (one,) = {pair.pass_id for pair in recorder.pairs}
+        ids.append(one)
+    assert len(set(ids)) == 3
+
+
+def test_forwards_of_one_backward_are_one_pass_and_backwards_of_one_forward_are_two() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    (model(MLP.batch()[0]).mean() + model(MLP.batch(seed=1)[0]).mean()).backward()
+    assert len(recorder.pairs) == 6
+    assert len({pair.pass_id for pair in recorder.pairs}) == 1
+    recorder.clear()
+    loss = model(MLP.batch()[0]).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(recorder.pairs) == 6
+    assert len({pair.pass_id for pair in recorder.pairs}) == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_gives_its_pair_once(reentrant: bool) -> None:
+    model = Checkpointed(reentrant).double()
+    _capture, recorder = watched(model)
+    backward(model)
+    assert sorted(map(id, recorder.modules)) == sorted(map(id, linears(model)))
+
+
+def test_a_module_called_twice_gives_two_pairs_of_one_pass() -> None:
+    case = ZOO["shared_linear"]
+    model = case.model()
+    _capture, recorder = watched(model)
+    backward(model, case.batch()[0])
+    shared = [pair for pair in recorder.pairs if pair.module is model.shared]
+    assert len(shared) == 2
+    assert shared[0].pass_id == shared[1].pass_id
+    assert not torch.equal(shared[0].x, shared[1].x)
+
+
+# Memory.
+
+
+def test_inputs_go_through_the_saved_tensor_hooks_in_force() -> None:
+    model, x = MLP.model(), MLP.batch()[0]
+    _capture, recorder = watched(model)
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor + 1
+
+    bare = []
+    twin = MLP.model()
+    with saved_tensors_hooks(lambda t: bare.append(t) or t, lambda t: t):
+        twin(x)
+    with saved_tensors_hooks(pack, lambda tensor: tensor - 1):
+        loss = model(x).square().mean()
+    assert len(packed) == len(bare) + 3 + 1  # and the square's own
+    loss.backward()
+    torch.testing.assert_close(recorder.pairs[-1].x, x)
+
+
+def test_no_input_outlives_its_graph() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    inputs: list[StorageWeakRef] = []
+    model[2].register_forward_pre_hook(
+        lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+    )
+    gc.disable()
+    try:
+        backward(model)
+        recorder.clear()
+        assert inputs[0].expired()
+        loss = model(MLP.batch()[0]).mean()
+        assert not inputs[1].expired()
+        del loss  # no backward
+        assert inputs[1].expired()
+    finally:
+        gc.enable()
+
+
+def test_changing_an_input_in_place_is_as_illegal_as_without_capture() -> None:
+    """A wrong A would be worse."""
+    messages = []
+    for watch in (False, True):
+        layer = nn.Linear(5, 3, dtype=F64)
+        if watch:
+            kept = watched(nn.Sequential(layer))
+        x = MLP.batch()[0].clone()
+        loss = layer(x).mean()
+        x.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            loss.backward()
+        messages.append(str(caught.value)[:60])
+    assert messages[0] == messages[1]
+    del kept
+
+
+# Attaching, detaching, and what remains.
+
+
+def test_attach_watches_exactly_the_layers_given() -> None:
+    model = MLP.model()
+    capture, recorder = watched(model)
+    capture.attach(model, [model[2]])
+    backward(model)
+    assert recorder.modules == [model[2]]
+    assert hook_count(model) == 1
+    capture.attach(model, [model[0], model[4]])
+    recorder.clear()
+    backward(model)
+    assert recorder.modules == [model[4], model[0]]
+
+
+def test_attaching_again_gives_each_pair_once() -> None:
+    model = MLP.model()
+    capture, recorder = watched(model)
+    for _ in range(3):
+        capture.attach(model, linears(model))
+    backward(model)
+    assert len(recorder.pairs) == 3
+    assert hook_count(model) == 3
+
+
+@pytest.mark.parametrize("sampler", [None, summed])
+@pytest.mark.parametrize("how", ["detach", "delete", "collect"])
+def test_a_capture_that_goes_takes_its_hooks_along_and_no_others(sampler: Any, how: str) -> None:
+    model = MLP.model()
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    capture, recorder = watched(model, sampler)
+    assert hook_count(model) == 2 + 3 + (0 if sampler is None else 2)
+    backward(model)
+    recorder.clear()
+    gone = weakref.ref(capture)
+    if how == "detach":
+        capture.detach()
+        capture.detach()  # twice does no harm
+    elif how == "collect":
+        capture.cycle = capture  # type: ignore[attr-defined]
+        del capture
+        gc.collect()
+        assert gone() is None
+    else:
+        del capture
+        assert gone() is None
+    assert hook_count(model) == 2
+    backward(model)
+    assert not recorder.pairs
+    assert seen == ["before", "forward"] * 2
+
+
+@pytest.mark.parametrize("sampler", [None, summed])
+@pytest.mark.parametrize("how", ["detach", "delete"])
+def test_pairs_in_flight_are_forgotten(sampler: Any, how: str) -> None:
+    """As `detach` says: the backward of an older forward tells nobody."""
+    model = MLP.model()
+    capture, recorder = watched(model, sampler)
+    loss = model(MLP.batch()[0]).mean()
+    if how == "detach":
+        capture.detach()
+    else:
+        del capture
+    loss.backward()
+    assert not recorder.pairs
+
+
+@pytest.mark.parametrize("sampler", [None, summed])
+def test_pairs_in_flight_of_layers_let_go_are_forgotten(sampler: Any) -> None:
+    """By `attach`, whether those of a layer that stays are kept or not."""
+    model = MLP.model()
+    capture, recorder = watched(model, sampler)
+    loss = model(MLP.batch()[0]).mean()
+    capture.attach(model, [model[2]])
+    loss.backward()
+    assert model[0] not in recorder.modules
+    assert model[4] not in recorder.modules
+
+
+def test_a_detached_capture_can_be_attached_again() -> None:
+    model, other = MLP.model(), MLP.model()
+    capture, recorder = watched(model)
+    capture.detach()
+    capture.attach(other, linears(other))
+    backward(model)
+    assert not recorder.pairs
+    backward(other)
+    assert recorder.modules == linears(other)[::-1]
+
+
+def test_a_module_that_goes_does_not_stay_for_the_capture() -> None:
+    model = MLP.model()
+    capture, _ = watched(model)
+    backward(model)
+    gone = weakref.ref(model[2])
+    del model
+    gc.collect()
+    # The recorder's pairs hold modules; the capture does not.
+    assert gone() is not None
+    _.clear()
+    gc.collect()
+    assert gone() is None
+    capture.detach()
+
+
+# Copies.
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("sampler", [None, summed])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle])
+def test_a_copy_of_a_watched_module_captures_nothing(
+    duplicate: Callable[[nn.Module], nn.Module], sampler: Any
+) -> None:
+    model = MLP.model()
+    capture, recorder = watched(model, sampler)
+    twin = duplicate(model)
+    backward(twin)
+    assert not recorder.pairs
+    assert capture.root_calls == 0
+    backward(model)
+    assert recorder.modules in (linears(model), linears(model)[::-1])
+
+
+@pytest.mark.parametrize("sampler", [None, summed])
+def test_a_copy_can_be_watched_itself_and_gives_each_pair_once(sampler: Any) -> None:
+    """The hooks that came along are not doubled, and go with the copy's capture."""
+    model = MLP.model()
+    kept = watched(model, sampler)
+    twin = copy.deepcopy(model)
+    capture, recorder = watched(twin, sampler)
+    assert hook_count(twin) == hook_count(model)
+    backward(twin)
+    assert sorted(map(id, recorder.modules)) == sorted(map(id, linears(twin)))
+    assert not kept[1].pairs
+    capture.detach()
+    assert hook_count(twin) == 0
+    backward(model)
+    assert len(kept[1].pairs) == 3
+
+
+# Two captures.
+
+
+@pytest.mark.parametrize("samplers", [(None, None), (summed, summed), (None, summed)])
+def test_two_captures_of_one_module_each_get_every_pair(samplers: tuple[Any, Any]) -> None:
+    model = MLP.model()
+    captures = [watched(model, sampler) for sampler in samplers]
+    backward(model)
+    for _, recorder in captures:
+        assert len(recorder.pairs) == 3
+    captures[0][0].enabled = False
+    backward(model)
+    assert [len(recorder.pairs) for _, recorder in captures] == [3, 6]
+
+
+@pytest.mark.parametrize("how", ["detach", "delete"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("sampler", [None, summed])
+def test_of_two_captures_one_may_go(sampler: Any, first: int, how: str) -> None:
+    """Whichever it is, the other goes on; with the last the hooks go."""
+    model = MLP.model()
+    captures: list[Any] = [watched(model, sampler) for _ in range(2)]
+    gone, stays = captures[first], captures[1 - first]
+    captures.clear()
+    if how == "detach":
+        gone[0].detach()
+    else:
+        recorder = gone[1]
+        gone = (None, recorder)
+    backward(model)
+    assert not gone[1].pairs
+    assert len(stays[1].pairs) == 3
+    stays[0].detach()
+    assert hook_count(model) == 0
+
+
+def test_two_captures_of_different_layers() -> None:
+    model = MLP.model()
+    recorders = [Recorder(), Recorder()]
+    captures = [Capture(recorder) for recorder in recorders]
+    captures[0].attach(model, [model[0], model[2]])
+    captures[1].attach(model, [model[2], model[4]])
+    backward(model)
+    assert recorders[0].modules == [model[2], model[0]]
+    assert recorders[1].modules == [model[4], model[2]]
+    assert hook_count(model) == 3  # one a module
+
+
+# The sampled Fisher.
+
+
+def test_sampled_pairs_carry_the_samplers_gradients_and_touch_no_other() -> None:
+    model, (x, y) = MLP.model(), MLP.batch()
+    twin = MLP.model()
+    _kept, plain = watched(twin)
+    functional.cross_entropy(twin(x), y, reduction="sum").backward()
+    calls = []
+
+    def sampler(output: Tensor, call: int) -> Tensor:
+        calls.append(call)
+        assert torch.is_grad_enabled()
+        return functional.cross_entropy(output, y, reduction="sum")
+
+    capture, recorder = watched(model, sampler)
+    output = model(x)
+    assert calls == [0]  # as soon as the forward returns
+    assert all(p.grad is None for p in model.parameters())
+    alone = MLP.model()
+    for each in (output, alone(x)):
+        each.square().mean().backward()  # the user's own
+    assert len(recorder.pairs) == 3
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    mine = {id(pair.module): pair for pair in recorder.pairs}
+    for layer, its in zip(linears(model), plain.pairs[::-1], strict=True):
+        assert torch.equal(mine[id(layer)].x, its.x)
+        torch.testing.assert_close(mine[id(layer)].d, its.d, rtol=1e-12, atol=1e-15)
+    backward(model)
+    assert calls == [0, 1]
+    assert capture.root_calls == 2
+    assert [pair.pass_id for pair in recorder.pairs] == [0] * 3 + [1] * 3
+
+
+def test_sampled_pairs_wait_for_the_users_backward_and_come_once() -> None:
+    """A forward that is only looked at leaves nothing, as without a sampler."""
+    model = MLP.model()
+    _capture, recorder = watched(model, summed)
+    model(MLP.batch()[0])
+    loss = model(MLP.batch(seed=1)[0]).mean()
+    assert not recorder.pairs
+    loss.backward(retain_graph=True)
+    assert {pair.pass_id for pair in recorder.pairs} == {1}
+    loss.backward()
+    assert len(recorder.pairs) == 3
+
+
+def test_the_samplers_backward_is_nobody_elses() -> None:
+    """Another capture of the same layers takes the gradients of the user's backward alone."""
+    model, twin = MLP.model(), MLP.model()
+    _sampled, _ = watched(model, summed)
+    _capture, recorder = watched(model)
+    _alone, expected = watched(twin)
+    for each in (model, twin):
+        backward(each)
+    assert recorder.modules == linears(model)[::-1]
+    for mine, its in zip(recorder.pairs, expected.pairs, strict=True):
+        assert torch.equal(mine.d, its.d)
+
+
+def test_sampled_pairs_come_from_the_root_alone() -> None:
+    model = MLP.model()
+    capture, recorder = watched(model, summed)
+    model[:3](MLP.batch()[0]).sum().backward()  # parts of the model, called by themselves
+    assert not recorder.pairs
+    backward(model)
+    assert len(recorder.pairs) == 3
+    assert capture.root_calls == 1
+
+
+def test_a_root_that_raised_leaves_nothing_to_the_next_pass() -> None:
+    class Fails(nn.Module):
+        fail = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(5, 4, dtype=F64), nn.Linear(4, 3, dtype=F64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            if self.fail:
+                raise ValueError("no")
+            return self.head(x)
+
+    model = Fails()
+    capture, recorder = watched(model, summed)
+    with pytest.raises(ValueError, match="no"):
+        model(MLP.batch()[0])
+    model.fail = False
+    backward(model)
+    assert sorted(map(id, recorder.modules)) == sorted(map(id, linears(model)))
+    assert capture.root_calls == 1
+
+
+def test_a_watched_root_may_be_a_layer_itself() -> None:
+    layer = nn.Linear(5, 3, dtype=F64)
+    for sampler in (None, summed):
+        capture, recorder = watched(layer, sampler)
+        backward(layer)
+        assert recorder.modules == [layer]
+        capture.detach()
+        assert hook_count(layer) == 0
