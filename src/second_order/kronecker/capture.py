@@ -242,6 +242,8 @@ class Capture:
         self.root_calls += 1
 
     def _emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
+        if module not in self._observed:  # let go while its pair was in flight
+            return
         with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
             self._consumer.consume(module, x, d.detach(), pass_id)
 
