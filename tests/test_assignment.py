@@ -25,6 +25,7 @@ DIMS = st.builds(
     groups=st.integers(1, 4),
     in_dim=st.integers(1, 64),
     out_dim=st.integers(1, 64),
+    diagonal_a=st.booleans(),
 )
 LAYERS = st.lists(DIMS, max_size=12)
 GRIDS = st.builds(Grid, rows=st.integers(1, 4), columns=st.integers(1, 4))
@@ -32,7 +33,8 @@ GRIDS = st.builds(Grid, rows=st.integers(1, 4), columns=st.integers(1, 4))
 
 def factor_costs(layer: LayerDims, cost: AssignmentCost) -> tuple[float, float]:
     power = 3 if cost == "compute" else 2
-    return layer.groups * layer.in_dim**power, layer.groups * layer.out_dim**power
+    in_power = 1 if layer.diagonal_a else power
+    return layer.groups * layer.in_dim**in_power, layer.groups * layer.out_dim**power
 
 
 def rank_loads(
@@ -151,7 +153,7 @@ def test_every_rank_arrives_at_the_same_assignment(
     layers: list[LayerDims], grid: Grid, cost: AssignmentCost, colocate: bool
 ) -> None:
     """Nothing goes in but layers and grid, and the layers' values, not their identities."""
-    copies = [LayerDims(d.groups, d.in_dim, d.out_dim) for d in layers]
+    copies = [LayerDims(d.groups, d.in_dim, d.out_dim, d.diagonal_a) for d in layers]
     first = assign_layers(layers, grid, cost=cost, colocate_factors=colocate)
     assert first == assign_layers(
         tuple(copies), Grid(grid.rows, grid.columns), cost=cost, colocate_factors=colocate
@@ -215,6 +217,12 @@ def test_groups_count() -> None:
     """Eight groups of 5 are as much work as one of 10."""
     layers = [LayerDims(8, 5, 5), LayerDims(1, 10, 10), LayerDims(1, 2, 2), LayerDims(1, 2, 2)]
     assert [w.a_solver for w in assign_layers(layers, Grid(1, 2))] == [0, 1, 0, 1]
+
+
+def test_a_vocabulary_is_cheap() -> None:
+    """Its factor is diagonal: 8000 entries are the work of a matrix of 20, of 2 x 16 the rest."""
+    layers = [LayerDims(1, 8000, 2, diagonal_a=True), LayerDims(1, 16, 16), LayerDims(1, 1, 1)]
+    assert [w.a_solver for w in assign_layers(layers, Grid(1, 2))] == [1, 0, 1]
 
 
 def test_factors_that_are_not_colocated_use_two_ranks() -> None:

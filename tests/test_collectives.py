@@ -131,7 +131,9 @@ def gathered(rank: int, world_size: int, sizes: list[int]) -> tuple[list[torch.T
     return parts, counts[name]
 
 
-@pytest.mark.parametrize("sizes", [[3], [3, 5], [2, 0, 5], [0, 0, 1, 0], [0, 0], [4, 4, 4, 4]])
+@pytest.mark.parametrize(
+    "sizes", [[3], [3, 5], [5, 3], [2, 0, 1], [0, 4, 1, 2], [0, 0], [4, 4, 4, 4]]
+)
 def test_gather_of_unequal_sizes(world: pool.World, sizes: list[int]) -> None:
     for parts, messages in world.run(gathered, len(sizes), sizes):
         for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):

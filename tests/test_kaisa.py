@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from pool import World
     from reference import Batch
 
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP, CONV = ZOO["mlp"], ZOO["conv_grouped"]
 BATCHES = MLP.batches(4, n=12)
 ADAM = {"base": torch.optim.Adam, "lr": 0.01}
@@ -145,7 +146,18 @@ def test_every_option_gives_the_trajectory_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "name", ["shared_linear", "sequence_mlp", "conv1d", "conv3d", "norms", "lora", "transformer"]
+    "name",
+    [
+        "shared_linear",
+        "sequence_mlp",
+        "conv1d",
+        "conv3d",
+        "norms",
+        "lora",
+        "transformer",
+        "embedding",
+        "language_model",
+    ],
 )
 def test_every_kind_of_layer_gives_the_trajectory_of_one_process(world: World, name: str) -> None:
     case = ZOO[name]
@@ -745,7 +757,6 @@ def groups_made(rank: int, world_size: int, workers: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("workers", "groups"), [(1, 0), (2, 2), (4, 0)])
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 def test_no_group_a_layer(world: World, workers: int, groups: int) -> None:
     """A row and a column, once; where a row or a column is everybody, not even that."""
     assert world.run(groups_made, 4, workers) == [[groups] * 3] * 4
@@ -922,11 +933,19 @@ def train_and_save(
 
 
 def load_and_train(
-    rank: int, world_size: int, data: bytes, options: dict[str, Any], steps: int = BOUNDARY
+    rank: int,
+    world_size: int,
+    data: bytes,
+    options: dict[str, Any],
+    steps: int = BOUNDARY,
+    *,
+    wasted: int = 0,
 ) -> list[Tensor]:
+    """`wasted`: steps before the checkpoint is loaded, which it makes undone."""
     saved = torch.load(io.BytesIO(data))
     model = MLP.model(seed=5)
     optimizer = kaisa(model, **options)
+    follow(rank, world_size, model, optimizer, MLP, LONG[-1:] * wasted)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return follow(rank, world_size, model, optimizer, MLP, LONG[steps:])
@@ -962,8 +981,9 @@ def test_between_refreshes_a_checkpoint_continues_alike_on_any_number(world: Wor
     data = world.run(train_and_save, 2, placed(2, {}), 4)[0]
     expected = load_and_train(0, 1, data, INTERVALS, 4)
     for after in (2, 3, 4):
-        parallel = world.run(load_and_train, after, data, placed(after, {}), 4)
-        assert_same_trajectory(agreed(parallel), expected, hint=f"on {after}")
+        for wasted in (0, 2):
+            parallel = world.run(load_and_train, after, data, placed(after, {}), 4, wasted=wasted)
+            assert_same_trajectory(agreed(parallel), expected, hint=f"on {after}")
 
 
 @pytest.mark.parametrize("triangular", [True, False])

@@ -75,6 +75,28 @@ def test_solves_equal_the_dense_solve(
 
 
 @each_solver
+@given(groups=GROUPS, d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
+def test_a_diagonal_factor_is_that_matrix(
+    name: str, groups: int, d_in: int, d_out: int, damping: float
+) -> None:
+    diagonal, G = torch.rand(groups, d_in, dtype=torch.float64), factor(groups, d_out)
+    diagonal[:, 0] = 0
+    gradient = torch.randn(groups, d_out, d_in, dtype=torch.float64)
+    expected = solve(name, torch.diag_embed(diagonal), G, gradient, damping)
+    assert_solved(solve(name, diagonal, G, gradient, damping), expected)
+
+
+@each_solver
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_diagonal_factor_that_is_not_finite_is_given_up(name: str, bad: float) -> None:
+    diagonal = torch.ones(1, 4)
+    diagonal[0, 2] = bad
+    failed, fine = decompose(name, diagonal, torch.ones(1, 4))
+    assert failed is None
+    assert torch.equal(fine[0], torch.ones(1, 4))
+
+
+@each_solver
 def test_the_two_solves_differ(name: str) -> None:
     """A test of one against the other's reference would notice."""
     A, G = factor(1, 4), factor(1, 3)
@@ -246,6 +268,14 @@ def test_any_finite_factor_can_be_decomposed(
         assert (result[1] >= 0).all()
         error = (restored(name, result) - matrix).abs().max()
         assert error <= 1e-4 * float(matrix.abs().max())
+
+
+def test_without_damping_what_has_no_curvature_does_not_move() -> None:
+    """The pseudo-inverse: a gradient has no part there but rounding."""
+    A = torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64))[None]
+    G = torch.diag(torch.tensor([0.0, 4.0], dtype=torch.float64))[None]
+    P = solve("eigen", A, G, torch.ones(1, 2, 2, dtype=torch.float64), 0.0)
+    assert_solved(P, torch.tensor([[[0.0, 0.0], [0.125, 0.0]]], dtype=torch.float64))
 
 
 def test_negative_eigenvalues_are_clamped() -> None:
