@@ -301,7 +301,8 @@ def decompose_batched(solver: Solver, matrices: Sequence[Tensor]) -> list[Decomp
     for index, matrix in enumerate(matrices):
         if matrix.dim() == 2:
             parts = solver.decompose_diagonal(matrix)
-            results[index] = parts if bool(torch.isfinite(parts[0]).all()) else None
+            finite = torch.isfinite(matrix).all() & torch.isfinite(parts[0]).all()
+            results[index] = parts if bool(finite) else None
             continue
         key = (matrix.shape[-1], matrix.dtype, matrix.device)
         batches.setdefault(key, []).append(index)
