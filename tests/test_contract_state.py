@@ -877,12 +877,16 @@ def test_distributed_checkpoint_on_disk(System: Any, tmp_path: Any) -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_a_first_step_with_zero_learning_rate_is_a_step(System: Any) -> None:
+@pytest.mark.parametrize("what", ["all", "no layers", "no gradient"])
+def test_a_first_step_with_zero_learning_rate_is_a_step(System: Any, what: str) -> None:
     """A warm-up from 0 must not be taken for the empty step of checkpointing code."""
     model = MLP.model()
-    optimizer = make(System, model, lr=0.0)
-    take(model, optimizer, BATCHES[0])
-    assert len(factors(optimizer)) == 3
+    optimizer = make(System, model, lr=0.0, skip_layers=["*"] if what == "no layers" else [])
+    x, y = BATCHES[0]
+    loss = cross_entropy(model(x), y)
+    (loss * 0.0 if what == "no gradient" else loss).backward()
+    optimizer.step()
+    assert len(factors(optimizer)) == (0 if what == "no layers" else 3)
     assert optimizer.state_dict()["state"][0]["curvature"]["steps"] == 1
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS, assert_same_factors, factors, make, same, take
+from contract import SYSTEMS, assert_same_factors, factors, hook_count, make, same, take
 from models import CLASSES, ZOO, Checkpointed, Pool
 from reference import (
     captured,
@@ -167,6 +167,35 @@ def test_statistics_are_taken_only_every_so_many_steps(System: Any) -> None:
         take(model, optimizer, batch)
         seen.append(weights(optimizer))
     assert seen == [{1}, {1}, {1.95}, {1.95}]
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_steps_in_between_cost_nothing(System: Any, fisher: str) -> None:
+    """No input is saved for a step that will not look at it, nor does it count at the next."""
+    model = MLP.model()
+    x, y = BATCHES[0]
+
+    def saved() -> int:
+        packed: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            cross_entropy(model(x), y).backward()
+        return len(packed)
+
+    alone = saved()
+    model.zero_grad()
+    optimizer = make(System, model, factor_update_steps=2, lr=0.0, fisher=fisher)
+    counts = []
+    for _ in range(3):
+        counts.append(saved() - alone)
+        optimizer.step()
+        model.zero_grad()
+    assert counts[0] == counts[2] > 0
+    assert counts[1] == 0
 
 
 def test_two_backwards_through_one_graph_are_two_passes_of_the_same_statistics(System: Any) -> None:
@@ -379,6 +408,29 @@ def test_factors_under_autocast_are_float32_and_near_the_float64_reference(
         for actual, right in zip(found, expected[name], strict=True):
             assert float((actual - right).norm() / right.norm()) < 1e-2
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["outside", "inside", "sampled"])
+def test_sums_under_autocast_are_not_rounded_wherever_the_backward_runs(
+    System: Any, where: str
+) -> None:
+    """With inputs that bf16 holds exactly A is exact; a product in bf16 would keep eight bits."""
+    model = nn.Linear(5, CLASSES, bias=False)
+    x = torch.randint(-9, 10, (64, 5)).float()
+    y = torch.randint(CLASSES, (64,))
+    own = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
+    optimizer = make(System, model, fisher="sampled" if where == "sampled" else "empirical", **own)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cross_entropy(model(x), y)
+        if where == "inside":
+            loss.backward()
+    if where != "inside":
+        loss.backward()
+    optimizer.step()
+    A = factors(optimizer)[optimizer._blocks[0].name][0][0]
+    exact = x.double().T @ x.double() / 64
+    assert torch.equal(A, exact)
+    assert not torch.equal(exact.bfloat16().double(), exact)
 
 
 def test_a_residual_added_in_place_under_autocast_is_as_legal_as_without_us(System: Any) -> None:
@@ -1345,6 +1397,17 @@ def test_sampled_fisher_survives_zero_grad_between_forward_and_backward(System: 
     loss.backward()
     optimizer.step()
     assert all(float(G.abs().sum()) > 0 for _, G in factors(optimizer).values())
+
+
+def test_sampled_fisher_holds_no_input_of_a_layer_called_by_itself(System: Any) -> None:
+    model = MLP.model()
+    optimizer = sampled(System, model)
+    alive = inputs_of(model[2])
+    model[2](model[0](BATCHES[0][0]))
+    gc.collect()
+    assert [ref.expired() for ref in alive] == [True]
+    assert hook_count(model) > 1
+    del optimizer
 
 
 def test_sampled_fisher_of_a_model_that_detaches_its_logits(System: Any) -> None:
