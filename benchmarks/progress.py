@@ -3,8 +3,9 @@
     python benchmarks/progress.py                       all models, five seeds, a few minutes
     python benchmarks/progress.py --models mlp --seeds 2
 
-Every optimizer gets five settings. For each target the setting with the best median over the seeds
-counts, and the table names it. "defaults" is a second-order optimizer with nothing set but the
+On the classifiers every optimizer gets five settings; for each target the one with the best median
+over the seeds counts, and the table names it. On the autoencoder SGD and Adam have the rates that a
+search found best. "defaults" is a second-order optimizer with nothing set but the
 learning rate of 0.1. A run is evaluated every five steps; seconds are those of training alone, with
 one thread.
 """

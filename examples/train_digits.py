@@ -30,7 +30,8 @@ def main() -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)
-    model: nn.Module = conv_net()
+    net = conv_net()
+    model: nn.Module = net
     if world_size > 1:
         model = DistributedDataParallel(model)
 
@@ -52,8 +53,10 @@ def main() -> None:
         optimizer.step()
 
         if rank == 0 and step % 20 == 0:
+            net.eval()  # the network itself: a forward of DDP is everybody's
             with torch.no_grad():
-                guesses = model(data.test_images).argmax(dim=1)
+                guesses = net(data.test_images).argmax(dim=1)
+            net.train()
             accuracy = (guesses == data.test_labels).float().mean()
             print(f"step {step:3}  loss {loss:.4f}  test accuracy {accuracy:.1%}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing
@@ -146,12 +147,18 @@ def _destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+@functools.cache
+def _client(port: int) -> dist.TCPStore:
+    """One connection a worker: a new one for each run stalls for seconds now and then."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
 def _run_job(task: _Task) -> bytes:
     """The reply; the process group is still up unless the job failed."""
     _reset_process()
     sys.path[:] = task.path
     try:
-        store = dist.TCPStore("127.0.0.1", task.port, is_master=False, wait_for_workers=False)
+        store = _client(task.port)
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"run{task.run}", store),

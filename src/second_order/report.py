@@ -41,7 +41,7 @@ class Summary:
         title: The optimizer, its base and its world.
         rows: One a layer.
         dropped: Statistics dropped so far on this process because they were not finite.
-        failed: Decompositions that gave no sound result, over the last refreshes in a row.
+        failed: Layers whose last refresh gave no sound decomposition.
     """
 
     title: str

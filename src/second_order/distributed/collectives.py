@@ -6,6 +6,7 @@ collectives does not grow with the number of layers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -105,8 +106,8 @@ class World:
             alone.rank, alone.size = key.index(self.rank), len(key)
             if len(key) > 1:
                 assert self.group is not None
-                members = [dist.get_global_rank(self.group, r) for r in key]
-                alone.group = dist.new_group(members, use_local_synchronization=True)
+                members = tuple(dist.get_global_rank(self.group, r) for r in key)
+                alone.group = _new_group(self.group, members)
             self._subgroups[key] = alone
         return self._subgroups[key]
 
@@ -193,6 +194,24 @@ class World:
                 f"the ranks built different {what}: rank 0 has [{lines[0]}], rank {rank} has "
                 f"[{lines[1]}]; build the same model with the same options on every rank"
             )
+
+
+# One set of groups serves all optimizers: each of NCCL's costs hundreds of megabytes.
+_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup | None]
+] = weakref.WeakKeyDictionary()
+
+
+def _new_group(parent: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of some global ranks, with the backend of ``parent``; made on first demand."""
+    made = _groups.setdefault(parent, {})
+    if members not in made:
+        made[members] = dist.new_group(
+            list(members),
+            backend=dist.get_backend_config(parent),
+            use_local_synchronization=True,
+        )
+    return made[members]
 
 
 def _all_gather_flat(output: Tensor, flat: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -20,7 +20,8 @@ from second_order.kronecker.layers import (
     pair_statistics,
     unsupported_reason,
 )
-from second_order.kronecker.solvers import Inverse
+from second_order.kronecker.solvers import Inverse, ieee_matmul
+from second_order.kronecker.triangles import packed_length
 
 __all__ = [
     "GradientScale",
@@ -45,6 +46,7 @@ class KroneckerBlock:
         inverse: Held by the layer's gradient workers once it is solved.
         solved: Whether its gradient workers, whichever they are, hold an inverse.
         silent: Whether the last refresh found that no statistic had ever arrived.
+        asked: Whether statistics have been due since there was a block.
         failures: Refreshes in a row that gave no sound decomposition.
     """
 
@@ -65,6 +67,7 @@ class KroneckerBlock:
         self.inverse: Inverse | None = None
         self.solved = False
         self.silent = False
+        self.asked = False
         self.failures = 0
         self._reset()
 
@@ -80,7 +83,12 @@ class KroneckerBlock:
     @property
     def name(self) -> str:
         """The layer's name, for messages."""
-        return " = ".join(self.names)
+        return " = ".join(name or "(model)" for name in self.names)
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """Gradients are clipped and exchanged in it: float32 at least."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
     def trainable(self) -> bool:
@@ -126,10 +134,11 @@ class KroneckerBlock:
         """Raise ValueError unless saved factors have this layer's sizes."""
         for factor, dim, letter in ((a, self.shape.in_dim, "A"), (g, self.shape.out_dim, "G")):
             full = (self.shape.groups, dim, dim)
-            triangle = (self.shape.groups, dim * (dim + 1) // 2)
+            triangle = (self.shape.groups, packed_length(dim))
+            allowed: set[tuple[int, ...]] = {full, triangle}
             if letter == "A" and self.shape.diagonal_a:
-                full = triangle = (self.shape.groups, dim)  # type: ignore[assignment]
-            if tuple(factor.shape) not in (full, triangle):
+                allowed = {(self.shape.groups, dim)}
+            if tuple(factor.shape) not in allowed:
                 raise ValueError(
                     f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
                     f"{tuple(factor.shape)}, the model needs {full} or, as a triangle, {triangle}; "
@@ -220,14 +229,15 @@ class StatisticsCollector:
         if block is None:
             return
         block.follow_requires_grad()
-        pair = pair_statistics(
-            module,
-            x,
-            d,
-            bias=block.trains_bias,
-            approximation=self.approximation,
-            dtype=self.factor_dtype,
-        )
+        with ieee_matmul(d.device):
+            pair = pair_statistics(
+                module,
+                x,
+                d,
+                bias=block.trains_bias,
+                approximation=self.approximation,
+                dtype=self.factor_dtype,
+            )
         terms = pair.terms if self.mean_reduction else 1
         block.staged.add(pair, self.gradient_scale(d) * terms, pass_id)
 

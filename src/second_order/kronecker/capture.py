@@ -84,14 +84,20 @@ def _root_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradient_hook(
-    capture: weakref.ref[Capture], module: nn.Module, saved: Any, outer: int, gradient: Tensor
+    capture: weakref.ref[Capture],
+    module: nn.Module,
+    saved: list[Any],
+    outer: int,
+    gradient: Tensor,
 ) -> None:
     alive = capture()
-    if alive is not None and not Capture.sampling:
+    if alive is not None and not Capture.sampling and saved:
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
         pass_id = torch._C._current_graph_task_id() if outer == NO_BACKWARD else outer
-        alive._emit(module, saved.saved_tensors[0], gradient, pass_id)
+        alive._emit(module, saved[0].saved_tensors[0], gradient, pass_id)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            saved.clear()  # autograd frees its own inputs now, however long the loss is kept
 
 
 def _delivery_hook(
@@ -202,7 +208,7 @@ class Capture:
         x = _as_used(x)
         if self._sampler is None:
             outer = torch._C._current_graph_task_id()
-            hook = partial(_gradient_hook, weakref.ref(self), module, _save(x), outer)
+            hook = partial(_gradient_hook, weakref.ref(self), module, [_save(x)], outer)
             output.register_hook(hook)
         elif self._inside_root:
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
@@ -229,6 +235,13 @@ class Capture:
             gradients = torch.autograd.grad(
                 loss, [edge for _, _, edge in pending], retain_graph=True, allow_unused=True
             )
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            raise RuntimeError(
+                "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
+                "checkpoint(..., use_reentrant=False), or fisher='empirical'"
+            ) from error
         finally:
             Capture.sampling = False
         found: list[tuple[nn.Module, Tensor, Tensor | None]] = [

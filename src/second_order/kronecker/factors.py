@@ -155,13 +155,18 @@ class KroneckerFactors:
         return a, unpack_upper_triangular(g, self.shape.out_dim)
 
     def mean_curvature(self) -> Tensor:
-        """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar."""
+        """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar.
+
+        In float32 at least, whatever the factors are kept in.
+        """
         shape = self.shape
-        trace_g = packed_trace(self.g, shape.out_dim) if self.triangular else _trace(self.g)
+        dtype = torch.promote_types(self.a.dtype, torch.float32)
+        a, g = self.a.to(dtype), self.g.to(dtype)
+        trace_g = packed_trace(g, shape.out_dim) if self.triangular else _trace(g)
         if self.triangular and not shape.diagonal_a:
-            trace_a = packed_trace(self.a, shape.in_dim)
+            trace_a = packed_trace(a, shape.in_dim)
         else:
-            trace_a = _trace(self.a, shape.diagonal_a)
+            trace_a = _trace(a, shape.diagonal_a)
         return (trace_a / shape.in_dim * (trace_g / shape.out_dim)).mean()
 
     def to_dense(self) -> Tensor:

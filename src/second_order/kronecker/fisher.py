@@ -21,13 +21,17 @@ Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callab
 def _categorical(output: Tensor, generator: torch.Generator) -> Tensor:
     logits = output.reshape(-1, output.shape[-1])
     with torch.no_grad():
-        labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+        # The largest of logit + Gumbel noise is a draw from the softmax. Unlike multinomial it asks
+        # nothing of the host, and passes on what is not finite for the statistics to drop.
+        noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+        labels = (logits - noise).argmax(-1)
     return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
 def _bernoulli(output: Tensor, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
-        labels = torch.bernoulli(output.sigmoid(), generator=generator)
+        uniform = torch.empty_like(output).uniform_(generator=generator)
+        labels = (uniform < output.sigmoid()).to(output.dtype)
     return nn.functional.binary_cross_entropy_with_logits(output, labels, reduction="sum")
 
 

@@ -12,6 +12,7 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the subclas
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import warnings
 from collections import defaultdict
@@ -65,7 +66,7 @@ class _PendingAverage:
     """Gradients on their way to their mean over the processes."""
 
     def __init__(self, params: list[Tensor], world: World) -> None:
-        self._world = world
+        self._done = False
         self._params = params
         self._missing = [p for p in params if p.grad is None]
         self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
@@ -76,6 +77,7 @@ class _PendingAverage:
                     "embedding, or wrap the model in DistributedDataParallel"
                 )
         # A gradient that is None everywhere stays None, as it would for the base alone.
+        torch._foreach_div_(self._gradients, float(world.size))  # before: a sum of halves overflows
         device = params[0].device
         self._present = torch.ones(len(params), device=device)
         if self._missing:
@@ -83,8 +85,10 @@ class _PendingAverage:
         self._work: PendingReduction = world.start_sum([*self._gradients, self._present])
 
     def wait(self) -> None:
+        if self._done:
+            return
+        self._done = True
         self._work.wait()
-        torch._foreach_div_(self._gradients, float(self._world.size))
         if self._missing:
             for p, g, n in zip(self._params, self._gradients, self._present.tolist(), strict=True):
                 if p.grad is None and n > 0:
@@ -158,6 +162,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         _check_scaler(grad_scaler, self._averages, self._world.size)
         self._warned: set[str] = set()
         self._steps = 0
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if launched.isdigit() and int(launched) > 1 and self._world.group is None:
+            self._warn(
+                f"WORLD_SIZE is {launched}, but no process group is initialised: each process "
+                f"trains alone; call torch.distributed.init_process_group() before making the "
+                f"optimizer"
+            )
         self._constructed = False
 
         self._base = base([_shallow(g) for g in groups], **base_kwargs)
@@ -200,8 +211,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Replace ``p.grad`` in place by the preconditioned gradient.
 
         Args:
-            average: Waits until gradients are the mean over the processes; call it once, before
-                gradients are read.
+            average: Waits until gradients are the mean over the processes; to be called before
+                gradients are read, as often as it suits.
         """
         raise NotImplementedError
 
@@ -263,11 +274,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             and self._steps == 0
             and all(float(group["lr"]) == 0.0 for group in self.param_groups)
             and self._nothing_captured()
-            and not any(
-                bool(p.grad.count_nonzero())
+            and all(
+                p.grad is not None and not bool(p.grad.count_nonzero())
                 for group in self.param_groups
                 for p in group["params"]
-                if p.grad is not None
+                if p.requires_grad
             )
         )
 

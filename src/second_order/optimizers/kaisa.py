@@ -260,7 +260,7 @@ class KAISA(KFACOptimizer):
         results: dict[int, Tensor] = {}
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i in solved:
-            by_dtype.setdefault(self._active[i].weight.dtype, []).append(i)
+            by_dtype.setdefault(self._active[i].work_dtype, []).append(i)
         for dtype, indices in by_dtype.items():
             rows = [
                 [i for i in indices if self._assignments[i].row == row]

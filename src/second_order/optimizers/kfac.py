@@ -41,6 +41,7 @@ from second_order.optimizers.options import (
     larger,
     value_at,
 )
+from second_order.optimizers.placement import Placement
 from second_order.optimizers.rows import layer_rows
 from second_order.report import Summary
 
@@ -49,10 +50,10 @@ __all__ = ["KFACOptimizer"]
 PEAK_LR = "peak_lr"
 
 
-class KFACOptimizer(SecondOrderOptimizer):
+class KFACOptimizer(Placement, SecondOrderOptimizer):
     """What KAISA and its relatives share: layers, statistics, refreshes, the preconditioned step.
 
-    A subclass places the work by implementing the methods under "Placement".
+    A subclass places the work, by the methods of :class:`Placement`.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class KFACOptimizer(SecondOrderOptimizer):
         self._left: list[LeftToBase] = []
         self._solve_needed = False
         self._closed = False
-        # Before any group of processes is made: ranks that differ would wait there for ever.
-        self._finish_construction([f"options: {self._described_options()}"])
+        self._newcomers_at = -1
         self._find_blocks()
+        # Before any group of processes is made: ranks that differ would wait there for ever.
+        self._finish_construction([f"options: {self._described_options()}", *self._layer_lines()])
+        self._start_watching()
 
     def _described_options(self) -> str:
         shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
@@ -96,8 +99,6 @@ class KFACOptimizer(SecondOrderOptimizer):
     # ------------------------------------------------------------------------------- the layers
 
     def _find_blocks(self) -> None:
-        if self._closed:
-            return
         owned = {id(p): p.numel() for group in self.param_groups for p in group["params"]}
         known = {id(block.weight): block for block in self._blocks}
         self._blocks, self._left = find_blocks(
@@ -111,6 +112,15 @@ class KFACOptimizer(SecondOrderOptimizer):
         self._group_index = {
             id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]
         }
+
+    def _layer_lines(self) -> list[str]:
+        """The layers as the ranks compare them: equal parameters can belong to unlike layers."""
+        left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self._left]
+        kinds = [type(block.modules[0]).__name__ for block in self._blocks]
+        pairs = zip(self._blocks, kinds, strict=True)
+        return [*(f"layer {b.name}: {kind} {b.shape}" for b, kind in pairs), *left]
+
+    def _start_watching(self) -> None:
         self._signature: tuple[Any, ...] | None = None
         self._active: list[KroneckerBlock] = []
         self._connect_capture()
@@ -165,6 +175,8 @@ class KFACOptimizer(SecondOrderOptimizer):
             return
         self._signature = signature
         self._active = [block for block in self._blocks if block.trainable]
+        if self._steps > 0 and any(block.factors is None for block in self._active):
+            self._newcomers_at = self._steps + 1  # the first passes that are sure to be captured
         self._place(self._active)
         if self._world.unpickled and not self._world.moved:
             self._world.unpickled = False  # its groups are new, its inverses are where they were
@@ -175,58 +187,24 @@ class KFACOptimizer(SecondOrderOptimizer):
         self._solve_needed = True
 
     def _replan(self) -> None:
-        self._find_blocks()
+        if not self._closed:
+            self._find_blocks()
+            self._start_watching()
 
     def close(self) -> None:
         """Remove every hook from the model; the optimizer goes on as its base alone."""
         self._capture.detach()
         self._closed = True
         self._blocks, self._active, self._left, self._signature = [], [], [], ()
-
-    # ------------------------------------------------------------- Placement: for the subclass
-
-    def _place(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Decide who works on which of these layers; the same answer on every rank."""
-        raise NotImplementedError
-
-    def _solves(self, index: int) -> tuple[bool, bool]:
-        """Whether this rank decomposes A and G of an active layer."""
-        raise NotImplementedError
-
-    def _preconditions(self, index: int) -> bool:
-        """Whether this rank preconditions an active layer's gradient."""
-        raise NotImplementedError
-
-    def _computed_by(self, index: int) -> str:
-        """Who works on an active layer, for :meth:`summary`."""
-        raise NotImplementedError
-
-    def _exchange_statistics(self, sums: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Add the layers' ``(A, G, examples)`` over the ranks that contribute, in place."""
-        raise NotImplementedError
-
-    def _exchange_decompositions(
-        self, mine: dict[tuple[int, str], Decomposition], ready: Sequence[int]
-    ) -> dict[tuple[int, str], Decomposition]:
-        """Give every gradient worker the decompositions of its layers.
-
-        Args:
-            mine: What this rank decomposed, by (layer, "A" or "G"); failed ones are absent.
-            ready: Active layers that were to be solved, the same on every rank.
-        """
-        raise NotImplementedError
-
-    def _exchange_gradients(
-        self, mine: dict[int, Tensor], solved: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """Give every rank the preconditioned gradients of all ``solved`` layers."""
-        raise NotImplementedError
+        for parts in self.state.values():
+            for name in ("A", "G", "average_weight"):
+                parts.get("curvature", {}).pop(name, None)
 
     # --------------------------------------------------------------------------------- the step
 
     def _due(self, option: str) -> bool:
         """Whether an interval's turn has come; ``option`` is its name."""
-        if self._steps < self._options.refresh_warmup_steps:
+        if self._steps < self._options.refresh_warmup_steps or self._steps == self._newcomers_at:
             return True
         every = value_at(getattr(self._options, option), self._steps)
         check_interval(f"{option} at step {self._steps}: {option}", every)
@@ -250,7 +228,7 @@ class KFACOptimizer(SecondOrderOptimizer):
                 self._update_factors()
         if self._solve_needed or self._due("inv_update_steps"):
             with record_function("second_order.solve"):
-                self._refresh_inverses()
+                self._refresh_inverses(average)
         with record_function("second_order.average_gradients"):
             average()
         with record_function("second_order.precondition"):
@@ -286,9 +264,10 @@ class KFACOptimizer(SecondOrderOptimizer):
         for block, (a, g, examples) in zip(self._active, sums, strict=True):
             block.ensure_factors().update(a, g, examples, decay)
             block.staged.clear()
+            block.asked = True
 
-    def _refresh_inverses(self) -> None:
-        """Decompose this rank's share, exchange, and agree on what failed."""
+    def _refresh_inverses(self, average: Callable[[], None]) -> None:
+        """Decompose this rank's share, agree on what failed, and exchange."""
         ready = self._layers_with_factors()
         damping = self._damping(ready)
         mine, reason = self._decompose_mine(ready, damping)
@@ -298,8 +277,11 @@ class KFACOptimizer(SecondOrderOptimizer):
             if any((i, which) not in mine for which in due):
                 failed[i] = 1.0
         agreement = self._world.start_sum([failed])
-        received = self._exchange_decompositions(mine, ready)
+        # Nothing may be under way in the world while a part of it communicates: NCCL's
+        # communicators are not to be used at the same time.
+        average()
         agreement.wait()
+        received = self._exchange_decompositions(mine, ready)
         hopeless = []
         for i, bad in zip(ready, failed[ready].tolist(), strict=True):
             block = self._active[i]
@@ -353,11 +335,12 @@ class KFACOptimizer(SecondOrderOptimizer):
         """Active layers that have seen a statistic; the others are named once."""
         if not self._active:
             return []
-        weights = torch.stack([block.ensure_factors().weight for block in self._active])
+        device = self._device()
+        weights = torch.stack([b.ensure_factors().weight.to(device) for b in self._active])
         present = (weights > 0).tolist()
         for block, seen in zip(self._active, present, strict=True):
-            block.silent = not seen
-        if not any(present):
+            block.silent = block.asked and not seen
+        if not any(present) and all(block.silent for block in self._active):
             if self._first_time("no statistics"):
                 self._warn(self._no_statistics_message())
             return []
@@ -395,7 +378,7 @@ class KFACOptimizer(SecondOrderOptimizer):
             return dict.fromkeys(ready, float(damping))
         curvatures = {i: self._active[i].ensure_factors().mean_curvature() for i in ready}
         # A layer whose gradients vanish has no curvature to be relative to.
-        return {i: damping * c.clamp_min(torch.finfo(c.dtype).eps) for i, c in curvatures.items()}
+        return {i: damping * torch.where(c > 0, c, 1.0) for i, c in curvatures.items()}
 
     def _precondition_gradients(self) -> None:
         """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""
@@ -404,7 +387,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         mine: dict[int, Tensor] = {}
         for i in solved:
             block = self._active[i]
-            gradient = block.gradient(block.weight.dtype)
+            gradient = block.gradient(block.work_dtype)
             if gradient is not None:
                 gradients[i] = gradient
             if self._preconditions(i):
@@ -424,7 +407,7 @@ class KFACOptimizer(SecondOrderOptimizer):
         shape = block.shape
         if gradient is None:  # nobody has one, but the others expect a message of this size
             size = (shape.groups, shape.out_dim, shape.in_dim)
-            return torch.zeros(size, dtype=block.weight.dtype, device=block.weight.device)
+            return torch.zeros(size, dtype=block.work_dtype, device=block.weight.device)
         assert block.inverse is not None
         return block.inverse.precondition(gradient.to(self._options.inv_dtype)).to(gradient.dtype)
 
@@ -475,6 +458,7 @@ class KFACOptimizer(SecondOrderOptimizer):
             part = saved.get(block.weight, {})
             block.staged.clear()
             block.factors = None
+            block.failures = 0
             block.drop_inverse()
             if "A" in part:
                 block.load_factors(part["A"], part["G"], torch.as_tensor(part["average_weight"]))

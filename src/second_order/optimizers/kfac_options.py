@@ -13,6 +13,7 @@ from second_order.optimizers.options import (
     Interval,
     Schedule,
     check_choice,
+    check_count,
     check_interval,
     check_number,
 )
@@ -66,9 +67,7 @@ class KFACOptions:
         if not callable(self.likelihood):
             check_choice("likelihood", self.likelihood, LIKELIHOODS)
         check_choice("kfac_approx", self.kfac_approx, ("expand", "reduce"))
-        check_interval("accumulation_steps", self.accumulation_steps)
-        if callable(self.accumulation_steps):
-            raise TypeError("accumulation_steps is a number of micro-batches, not a callable")
+        check_count("accumulation_steps", self.accumulation_steps, "micro-batches to a step")
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         for name in ("factor_dtype", "inv_dtype"):
             if getattr(self, name) not in FACTOR_DTYPES:
@@ -76,7 +75,9 @@ class KFACOptions:
                     f"{name}={getattr(self, name)} is not one of float32, float64 and bfloat16 "
                     f"(float16 overflows at 65504); use torch.float32"
                 )
-        check_interval("max_consecutive_failures", self.max_consecutive_failures)
+        check_count(
+            "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
+        )
 
 
 def check_damping(value: float) -> None:

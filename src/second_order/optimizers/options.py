@@ -15,6 +15,7 @@ __all__ = [
     "Schedule",
     "check_base",
     "check_choice",
+    "check_count",
     "check_flag",
     "check_interval",
     "check_number",
@@ -96,6 +97,14 @@ def check_interval(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is not a whole number of steps; use 1 for every step")
     if value < 1:
         raise ValueError(f"{name}={value} is below 1; use 1 for every step, 10 for every tenth")
+
+
+def check_count(name: str, value: Any, meaning: str) -> None:
+    """Raise unless ``value`` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number of {meaning}; 1 is the least")
+    if value < 1:
+        raise ValueError(f"{name}={value} is below 1: it is the number of {meaning}; use 1 or more")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
