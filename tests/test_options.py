@@ -164,8 +164,8 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("grad_worker_fraction", 1.5, r"grad_worker_fraction=1\.5 is outside \[0, 1\]; 1\.0 is"),
     ("factor_update_steps", 0, "factor_update_steps=0 is below 1; use 1 for every step"),
     ("inv_update_steps", -3, "inv_update_steps=-3 is below 1; use 1 for every step"),
-    ("accumulation_steps", 0, "accumulation_steps=0 is below 1; use 1"),
-    ("max_consecutive_failures", 0, "max_consecutive_failures=0 is below 1; use"),
+    ("accumulation_steps", 0, "accumulation_steps=0 is below 1.*use 1"),
+    ("max_consecutive_failures", 0, "max_consecutive_failures=0 is below 1.*use"),
 ]
 CHOICES: list[tuple[str, Any, str]] = [
     ("solver", "eigne", "solver='eigne' is not one of 'eigen', 'inverse'; did you mean 'eigen'"),
@@ -187,7 +187,11 @@ TYPES: list[tuple[str, Any, str]] = [
     ("grad_worker_fraction", "half", r"grad_worker_fraction='half' is not a number; 1\.0"),
     ("factor_update_steps", 1.5, r"factor_update_steps=1\.5 is not a whole number of steps; use"),
     ("inv_update_steps", True, "inv_update_steps=True is not a whole number of steps; use"),
-    ("accumulation_steps", lambda step: 1, "accumulation_steps is a number .* not a callable"),
+    (
+        "accumulation_steps",
+        lambda step: 1,
+        "accumulation_steps=.* is not a whole number of micro-batches",
+    ),
     ("skip_layers", "head", r"skip_layers='head' is not a sequence .*; write skip_layers=\['head'"),
     ("skip_layers", [1], r"skip_layers=\[1\] is not a sequence of patterns; write skip_layers"),
     ("skip_layers", 5, "skip_layers=5 is not a sequence of patterns; write skip_layers"),
