@@ -42,6 +42,10 @@ class Recorder:
     pairs: list[Pair] = field(default_factory=list)
     grad_enabled: list[bool] = field(default_factory=list)
     autocast: list[bool] = field(default_factory=list)
+    lost: list[nn.Module] = field(default_factory=list)
+
+    def lose(self, module: nn.Module, reason: str) -> None:
+        self.lost.append(module)
 
     def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
         self.pairs.append(Pair(module, x, d, pass_id))

@@ -196,6 +196,37 @@ def test_processes_that_were_launched_but_not_joined_are_told(
         KAISA(MLP.model(), lr=0.1)
 
 
+def test_a_copied_input_that_is_changed_in_place_is_dropped_and_told() -> None:
+    """Legal without us: Linear multiplies a copy of a transposed input."""
+    model = nn.Linear(4, 3)
+    optimizer = KAISA(model, lr=0.1)
+    x = torch.randn(4, 5, 2).transpose(0, 2)
+    loss = model(x).square().mean()
+    x.mul_(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SecondOrderWarning)
+        try:
+            loss.backward()
+        except RuntimeError:
+            pytest.skip("this torch keeps the input itself, and refuses the change by itself")
+    assert optimizer.summary().dropped == 1
+    assert sum("changed in place" in str(w.message) for w in caught) == 1
+
+
+@quiet
+def test_a_layer_frozen_as_a_whole_keeps_its_factors() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, list(model.parameters()), model=model)
+    take(model, optimizer, BATCHES[0])
+    before = [f.clone() for f in factors(optimizer)["2"]]
+    model[2].requires_grad_(False)
+    take(model, optimizer, BATCHES[1])
+    model[2].requires_grad_(True)
+    assert all(torch.equal(f, b) for f, b in zip(factors(optimizer)["2"], before, strict=True))
+    take(model, optimizer, BATCHES[2])
+    assert not torch.equal(factors(optimizer)["2"][0], before[0])
+
+
 # Ranks.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.errors import SecondOrderWarning
 from second_order.kronecker.factors import KroneckerFactors, StagedStatistics
 from second_order.kronecker.layers import (
     Approximation,
@@ -101,7 +103,12 @@ class KroneckerBlock:
         return self.bias is not None and self.bias.requires_grad
 
     def follow_requires_grad(self) -> None:
-        """Start anew if the bias was frozen or unfrozen, or the layer moved: A has another size."""
+        """Start anew if the bias was frozen or unfrozen, or the layer moved: A has another size.
+
+        A layer that is frozen as a whole keeps what it has until it thaws.
+        """
+        if not self.trainable:
+            return
         moved = self.weight.device != self.staged.device
         if moved or factor_shape(self.modules[0], self.trains_bias) != self.shape:
             self._reset()
@@ -222,6 +229,19 @@ class StatisticsCollector:
     mean_reduction: bool
     gradient_scale: Callable[[Tensor], Tensor | float]
     blocks: dict[nn.Module, KroneckerBlock] = field(default_factory=dict)
+
+    def lose(self, module: nn.Module, reason: str) -> None:
+        """Count a pair that cannot be had, and name its layer once."""
+        block = self.blocks.get(module)
+        if block is None:
+            return
+        if not bool(block.staged.dropped):
+            warnings.warn(
+                f"a statistic of layer {block.name!r} is dropped: {reason}",
+                SecondOrderWarning,
+                stacklevel=2,
+            )
+        block.staged.dropped += 1
 
     def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
         """Add one pair to its layer's staged statistics."""

@@ -36,6 +36,9 @@ class PairConsumer(Protocol):
     def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
         """Take one pair; calls with the same ``pass_id`` belong to one backward pass."""
 
+    def lose(self, module: nn.Module, reason: str) -> None:
+        """Hear of a pair that cannot be had, and why."""
+
 
 class _SavedInput(torch.autograd.Function):
     """A node beside the graph whose only purpose is to hold one saved tensor."""
@@ -95,7 +98,15 @@ def _gradient_hook(
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
         pass_id = torch._C._current_graph_task_id() if outer == NO_BACKWARD else outer
-        alive._emit(module, saved[0].saved_tensors[0], gradient, pass_id)
+        try:
+            x = saved[0].saved_tensors[0]
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
+            alive._consumer.lose(module, "its input was changed in place after its forward")
+            return
+        alive._emit(module, x, gradient, pass_id)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             saved.clear()  # autograd frees its own inputs now, however long the loss is kept
 
