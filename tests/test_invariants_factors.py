@@ -359,6 +359,38 @@ def test_6_every_convolution_has_the_factors_of_its_patches(case: ConvCase) -> N
     close(conv_statistics(conv, x, d, case.approx), expected)
 
 
+@settings(max_examples=100)
+@given(
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    more=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    channels=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.sampled_from([0, 1, "same"]),
+    padding_mode=st.sampled_from(["zeros", "reflect", "circular", "replicate"]),
+    bias=st.booleans(),
+    layout=st.sampled_from(["plain", "channels last", "transposed"]),
+    n=st.integers(1, 3),
+)
+def test_6_plain_convolutions_of_inputs_much_larger_than_their_kernel(
+    kernel: tuple[int, int],
+    more: tuple[int, int],
+    channels: tuple[int, int],
+    padding: Any,
+    padding_mode: Any,
+    bias: bool,
+    layout: str,
+    n: int,
+) -> None:
+    """What most networks are made of, and worth a computation of its own without any patches."""
+    conv = nn.Conv2d(
+        *channels, kernel, padding=padding, padding_mode=padding_mode, bias=bias, dtype=F64
+    )
+    size = [k + extra for k, extra in zip(kernel, more, strict=True)]
+    x = laid_out(torch.randn(n, channels[0], max(size[0], 2), max(size[1], 2), dtype=F64), layout)
+    with torch.no_grad():
+        d = laid_out(torch.randn_like(conv(x)), layout)
+    close(conv_statistics(conv, x, d, "expand"), ref.conv_factors(x, d, conv, "expand"))
+
+
 @given(case=conv_cases())
 def test_6_weight_times_patches_is_the_convolution(case: ConvCase) -> None:
     """What the factors are factors of, checked without the reference."""
