@@ -12,6 +12,7 @@ Eschenhagen et al. 2023 (expand and reduce), Ba et al. 2017, appendix A (reduce 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
@@ -19,7 +20,13 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.patches import Convolution, extract_patches
+from second_order.kronecker.autocorrelation import patch_second_moment
+from second_order.kronecker.patches import (
+    Convolution,
+    extract_patches,
+    pad_input,
+    padding_per_side,
+)
 
 __all__ = [
     "Approximation",
@@ -33,6 +40,8 @@ __all__ = [
 ]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
+
+AUTOCORRELATION_ELEMENTS = 2**20  # of the patch matrix that they spare
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,42 @@ def _embedding_statistics(
     return PairStatistics(counts.unsqueeze(0), _gram(d, False), examples=rows, terms=rows)
 
 
+def _has_shared_window(conv: Convolution, x: Tensor) -> bool:
+    """Whether autocorrelations beat the patch matrix.
+
+    Measured on one CPU core, kernel 3 x 3 and at least 2 million patch elements: 1.2 times faster
+    at 8 x 8 positions, 3.4 times at 32 x 32, and no patch matrix. Below a million their many small
+    products are the slower way. Not measured on CUDA, where patches stay.
+    """
+    if not isinstance(conv, nn.Conv2d) or x.device.type != "cpu" or conv.kernel_size == (1, 1):
+        return False
+    plain = conv.stride == (1, 1) and conv.dilation == (1, 1) and conv.groups == 1
+    padded = [n + sum(p) for n, p in zip(x.shape[2:], padding_per_side(conv), strict=True)]
+    outputs = [n - k + 1 for n, k in zip(padded, conv.kernel_size, strict=True)]
+    elements = x.shape[0] * conv.weight[0].numel() * math.prod(outputs)
+    return (
+        plain
+        and all(n >= 2 * k for n, k in zip(outputs, conv.kernel_size, strict=True))
+        and elements >= AUTOCORRELATION_ELEMENTS
+    )
+
+
+def _autocorrelation_gram(x: Tensor, conv: Convolution, homogeneous: bool) -> Tensor:
+    """What :func:`_gram` gives for the patches of the padded input ``x``, without them."""
+    k1, k2 = conv.kernel_size
+    moment = patch_second_moment(x, (k1, k2)).unsqueeze(0)
+    if not homogeneous:
+        return moment
+    height, width = x.shape[2] - k1 + 1, x.shape[3] - k2 + 1
+    windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k1, k2, height, width)
+    dim = moment.shape[-1]
+    gram = moment.new_empty(1, dim + 1, dim + 1)
+    gram[:, :dim, :dim] = moment
+    gram[:, dim, :dim] = gram[:, :dim, dim] = windows.sum((-2, -1)).flatten()
+    gram[:, dim, dim] = x.shape[0] * height * width
+    return gram
+
+
 def _conv_statistics(
     module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
 ) -> PairStatistics:
@@ -126,9 +171,13 @@ def _conv_statistics(
     if x.dim() == dims + 1:  # a single example without a batch dimension
         x, d = x.unsqueeze(0), d.unsqueeze(0)
     examples = x.shape[0]
-    patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
     d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
     locations = d.shape[-1]
+    if approximation == "expand" and _has_shared_window(conv, x):
+        rows_d = d.permute(1, 0, 3, 2).reshape(1, examples * locations, -1)
+        a = _autocorrelation_gram(pad_input(x, conv), conv, bias)
+        return PairStatistics(a, _gram(rows_d, False).div_(locations), examples, examples)
+    patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
     if approximation == "reduce":
         spatial = tuple(range(3 + dims, 3 + 2 * dims))
         rows_x = patches.mean(spatial).flatten(2).transpose(0, 1)

@@ -7,12 +7,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Convolution", "extract_patches", "pad_input"]
+__all__ = ["Convolution", "extract_patches", "pad_input", "padding_per_side"]
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-def _padding_per_side(conv: Convolution) -> list[tuple[int, int]]:
+def padding_per_side(conv: Convolution) -> list[tuple[int, int]]:
     """``(before, after)`` for every spatial dimension, first dimension first."""
     if conv.padding == "valid":
         return [(0, 0)] * len(conv.kernel_size)
@@ -24,7 +24,7 @@ def _padding_per_side(conv: Convolution) -> list[tuple[int, int]]:
 
 def pad_input(x: Tensor, conv: Convolution) -> Tensor:
     """Pad ``x`` of shape ``(N, C, *spatial)`` the way ``conv`` does."""
-    sides = _padding_per_side(conv)
+    sides = padding_per_side(conv)
     if not any(before or after for before, after in sides):
         return x
     flat = [amount for side in reversed(sides) for amount in side]
