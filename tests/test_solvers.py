@@ -155,7 +155,7 @@ def test_huge_damping_gives_the_gradients_direction(name: str) -> None:
 @given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
 def test_pi_splits_the_damping(d_in: int, d_out: int, damping: float) -> None:
     """The product over the factors is γ, so that Π πᵢ = 1."""
-    on_a, on_g = factored_damping(factor(2, d_in), factor(2, d_out), damping)
+    on_a, on_g = factored_damping(factor(2, d_in), factor(2, d_out), damping=damping)
     torch.testing.assert_close(on_a * on_g, torch.full((2,), damping, dtype=torch.float64))
 
 
@@ -186,7 +186,7 @@ def test_the_inverse_solve_does_not_see_how_a_scale_is_split(
 def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: float) -> None:
     """The trace norm of what F̃_A ⊗ F̃_G adds to A ⊗ G + γI: no other split has less of it."""
     A, G = factor(1, d_in), factor(1, d_out)
-    on_a, on_g = factored_damping(A, G, damping)
+    on_a, on_g = factored_damping(A, G, damping=damping)
 
     def bound(a: Tensor, g: Tensor) -> float:
         return float(a * d_in * G[0].trace() + g * d_out * A[0].trace())
@@ -194,11 +194,33 @@ def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: 
     assert bound(on_a, on_g) <= bound(on_a * stretch, on_g / stretch) * (1 + 1e-12)
 
 
+@given(dims=st.tuples(DIMS, DIMS, DIMS), damping=DAMPINGS)
+def test_three_factors_are_damped_and_solved_like_two(
+    dims: tuple[int, int, int], damping: float
+) -> None:
+    """Π πᵢ = 1, the excess is positive semi-definite, three inverses make the dense solve."""
+    factors = [factor(1, dim) for dim in dims]
+    added = factored_damping(*factors, damping=damping)
+    assert float(torch.stack(added).prod()) == pytest.approx(damping)
+    damped = [
+        f + on * torch.eye(f.shape[-1], dtype=f.dtype) for f, on in zip(factors, added, strict=True)
+    ]
+    first, second, third = (d[0] for d in damped)
+    dense = kron(kron(first, second), third)
+    undamped = kron(kron(factors[0][0], factors[1][0]), factors[2][0])
+    excess = dense - undamped - damping * torch.eye(len(dense), dtype=dense.dtype)
+    assert torch.linalg.eigvalsh(excess).min() >= -1e-10 * float(dense.abs().max())
+    inverses = [part[0] for (part,) in decompose("inverse", *damped)]
+    gradient = torch.randn(*dims, dtype=torch.float64)
+    solved = torch.einsum("abc,ia,jb,kc->ijk", gradient, *inverses)
+    assert_solved(solved.flatten(), torch.linalg.solve(dense, gradient.flatten()))
+
+
 @pytest.mark.parametrize("zero", ["A", "G"])
 def test_a_zero_trace_gives_pi_one(zero: str) -> None:
     A, G = factor(2, 3), factor(2, 4)
     (A if zero == "A" else G)[1] = 0
-    on_a, on_g = factored_damping(A, G, 0.09)
+    on_a, on_g = factored_damping(A, G, damping=0.09)
     assert on_a[1].item() == on_g[1].item() == pytest.approx(0.3)
     assert on_a[0].item() != pytest.approx(0.3)
 

@@ -118,24 +118,26 @@ class FactoredInverse:
         return self.a_inverse.nbytes + self.g_inverse.nbytes
 
 
-def factored_damping(a: Tensor, g: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
-    """Split γ over two factors: (π √γ, √γ / π), π = sqrt((tr A / dim A) / (tr G / dim G)).
+def factored_damping(*factors: Tensor, damping: Damping) -> tuple[Tensor, ...]:
+    """Split γ over N Kronecker factors: factor i gets πᵢ γ^(1/N).
 
-    This π minimises the bound on the error that the cross terms make (Martens & Grosse 2015, 6.3).
-    A zero trace gives π = 1.
+    With nᵢ = tr Fᵢ / dim Fᵢ, πᵢ = nᵢ / (Π n)^(1/N). These πᵢ, whose product is 1, minimise the
+    bound on the error that the cross terms make (Ba et al. 2017, section 4.1). Two factors have
+    π √γ and √γ / π, π² = (tr A / dim A) / (tr G / dim G) (Martens & Grosse 2015, section 6.3). A
+    zero trace gives πᵢ = 1.
 
     Args:
-        a: ``(groups, in, in)``, or ``(groups, in)`` if A is diagonal.
-        g: ``(groups, out, out)``.
+        *factors: Each ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal; n may differ.
         damping: γ, a number or a scalar.
 
     Returns:
-        What is added to the diagonals of A and of G, both of shape ``(groups,)``.
+        What is added to the diagonal of each factor, of shape ``(groups,)``.
     """
-    mean_a, mean_g = _diagonal(a).mean(-1), _diagonal(g).mean(-1)
-    usable = (mean_a > 0) & (mean_g > 0)
-    pi = torch.where(usable, mean_a / torch.where(usable, mean_g, 1.0), 1.0).sqrt()
-    return pi * damping**0.5, damping**0.5 / pi
+    means = torch.stack([_diagonal(factor).mean(-1) for factor in factors])
+    usable = (means > 0).all(0)
+    logarithms = torch.where(usable, means, 1.0).log()  # of a product that may overflow
+    pi = (logarithms - logarithms.mean(0)).exp()
+    return tuple((pi * damping ** (1 / len(factors))).unbind())
 
 
 def _eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
@@ -257,7 +259,7 @@ class InverseSolver:
 
     def damp(self, a: Tensor, g: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
         """A + π √γ I and G + √γ/π I."""
-        on_a, on_g = factored_damping(a, g, damping)
+        on_a, on_g = factored_damping(a, g, damping=damping)
         damped_a, damped_g = a.clone(), g.clone()
         _diagonal(damped_a).add_(on_a.unsqueeze(-1))
         _diagonal(damped_g).add_(on_g.unsqueeze(-1))
