@@ -48,6 +48,37 @@ def test_relative_damping_is_free_of_the_scale_of_the_loss(scale: float) -> None
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("positions", [1, 2, 5])
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_an_embedding_of_pooled_tokens_has_the_trace_of_its_fisher(
+    positions: int, fisher: str
+) -> None:
+    """With "reduce", whatever the number of positions; the labels drawn are those of the data."""
+
+    class Pool(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(1)
+
+    model = nn.Sequential(nn.Embedding(40, 4), Pool(), nn.Linear(4, 3)).double()
+    x = torch.stack([torch.randperm(40)[:positions] for _ in range(6)])
+    y = torch.randn(6, 3, dtype=torch.float64)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return 0.5 * (output - target).square().sum()
+
+    exact = 0.0
+    for i in range(6):
+        (g,) = torch.autograd.grad(loss(model(x[i : i + 1]), y[i]), model[0].weight)
+        exact += float(g.square().sum()) / 6
+    optimizer = make(
+        KAISA, model, kfac_approx="reduce", fisher=fisher, likelihood=lambda out: loss(out, y)
+    )
+    (loss(model(x), y) / 6).backward()
+    optimizer.step()
+    A, G = factors(optimizer)["0"]
+    assert float(A.sum() * G[0].trace()) == pytest.approx(exact)
+
+
 def test_relative_damping_of_bfloat16_factors_has_no_floor() -> None:
     exact = trained({"kl_clip": 1e-4})
     coarse = trained({"kl_clip": 1e-4, "factor_dtype": torch.bfloat16})

@@ -113,8 +113,8 @@ def _linear_statistics(
 def _embedding_statistics(
     module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
 ) -> PairStatistics:
-    # Every token is a location of its own under both approximations: the second moment of a mean of
-    # one-hot rows is not diagonal.
+    # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
+    # has a term per example, the tokens are treated as the locations of a convolution are.
     embedding = cast(nn.Embedding, module)
     tokens = x.reshape(-1)
     ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
@@ -124,7 +124,9 @@ def _embedding_statistics(
     counts.scatter_add_(0, tokens.long(), ones)
     d = d.reshape(1, -1, d.shape[-1])
     rows = d.shape[1]
-    return PairStatistics(counts.unsqueeze(0), _gram(d, False), examples=rows, terms=rows)
+    examples = x.shape[0] if approximation == "reduce" and x.dim() > 1 else rows
+    g = _gram(d, False).div_(rows / examples)
+    return PairStatistics(counts.unsqueeze(0), g, examples=examples, terms=examples)
 
 
 def _has_shared_window(conv: Convolution, x: Tensor) -> bool:
