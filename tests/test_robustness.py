@@ -245,6 +245,27 @@ def test_a_copied_input_that_is_changed_in_place_is_dropped_and_told() -> None:
 
 
 @quiet
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+@pytest.mark.parametrize("times", [2, 3])
+def test_factors_do_not_depend_on_the_size_of_the_batch(name: str, times: int) -> None:
+    """The same examples several times over: the captured gradient of a mean is multiplied back.
+
+    That they do not depend on the number of processes either is invariant 21.
+    """
+    case = ZOO[name]
+    x, y = case.batch()
+    found = []
+    for repeats in (1, times):
+        model = case.model()
+        optimizer = make(KAISA, model, lr=0.0)
+        take(model, optimizer, (torch.cat([x] * repeats), torch.cat([y] * repeats)), case.loss)
+        found.append(factors(optimizer))
+    for layer, (A, G) in found[0].items():
+        torch.testing.assert_close(found[1][layer][0], A, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found[1][layer][1], G, rtol=1e-10, atol=1e-12)
+
+
+@quiet
 def test_a_layer_frozen_as_a_whole_keeps_its_factors() -> None:
     model = MLP.model()
     optimizer = make(KAISA, list(model.parameters()), model=model)
