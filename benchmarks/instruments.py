@@ -1,0 +1,226 @@
+"""Meters of the speed benchmark: bytes sent, time by stage, peak memory."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = [
+    "CATEGORIES",
+    "RANGES",
+    "Span",
+    "peak_bytes",
+    "profiled",
+    "sent_bytes",
+    "spans_of",
+    "stage_milliseconds",
+]
+
+RANGES = "second_order."
+
+# --------------------------------------------------------------------------------- bytes sent
+
+CATEGORIES = ("factors", "inverses", "gradients", "averaging", "other")
+"""Preconditioned gradients are "gradients"; "averaging" is what training without us sends too."""
+
+# The position of what a process hands over; the first argument unless listed.
+_SECOND_ARGUMENT = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_to_all",
+    "all_to_all_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+}
+_FIRST_ARGUMENT = {
+    "all_gather_coalesced",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "batch_isend_irecv",
+    "broadcast",
+    "gather",
+    "reduce",
+    "send",
+}
+_ONE_SOURCE = {"broadcast": 1, "scatter": 2}
+_INPUT_NAMES = ("input", "input_tensor", "input_list", "input_tensor_list", "scatter_list")
+
+# Tried in this order on the names of the package's functions, from the innermost caller outwards.
+_BY_FUNCTION = (
+    ("averaging", re.compile("averag")),
+    ("factors", re.compile("statistic|factor")),
+    ("inverses", re.compile("decompos|invers|solv")),
+    ("gradients", re.compile("gradient|precondition")),
+)
+_BY_RANGE = {
+    "average_gradients": "averaging",
+    "capture": "factors",
+    "statistics": "factors",
+    "solve": "inverses",
+    "precondition": "gradients",
+}
+
+
+def _category(frame: FrameType | None, ranges: list[str]) -> str:
+    """What a collective carries, by the functions that called it, or else by the open ranges."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(RANGES):
+            for category, pattern in _BY_FUNCTION:
+                if pattern.search(frame.f_code.co_name):
+                    return category
+        frame = frame.f_back
+    names = (name.removeprefix(RANGES) for name in reversed(ranges))
+    return next((_BY_RANGE[name] for name in names if name in _BY_RANGE), "other")
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dist.P2POp):
+        sends = value.op is dist.isend
+        return value.tensor.nbytes if sends else 0
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def _handed_over(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of this process's own contribution to a call."""
+    if name in _ONE_SOURCE:
+        position = _ONE_SOURCE[name]
+        source = args[position] if len(args) > position else kwargs.get("src", dist.get_rank())
+        if source != dist.get_rank():
+            return 0
+    named = next((kwargs[key] for key in _INPUT_NAMES if key in kwargs), None)
+    if named is not None:
+        return _nbytes(named)
+    position = 1 if name in _SECOND_ARGUMENT else 0
+    if len(args) > position:
+        return _nbytes(args[position])
+    return _nbytes(kwargs.get("tensor"))
+
+
+@contextmanager
+def sent_bytes() -> Iterator[Counter[str]]:
+    """Bytes that this process hands to torch.distributed meanwhile, by category."""
+    sent: Counter[str] = Counter()
+    ranges: list[str] = []
+    enter: Any = record_function.__enter__
+    leave: Any = record_function.__exit__
+
+    def entered(self: Any) -> Any:
+        ranges.append(self.name)
+        return enter(self)
+
+    def left(self: Any, *error: Any) -> None:
+        ranges.pop()
+        leave(self, *error)
+
+    def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        sent[_category(sys._getframe(1), ranges)] += _handed_over(name, args, kwargs)
+        return function(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(record_function, "__enter__", entered))
+        stack.enter_context(patch.object(record_function, "__exit__", left))
+        for name in sorted(_FIRST_ARGUMENT | _SECOND_ARGUMENT):
+            function = getattr(dist, name, None)
+            if function is not None:
+                wrapper = partial(call, name, function)
+                stack.enter_context(patch.object(dist, name, wrapper))
+        yield sent
+
+
+# ------------------------------------------------------------------------------- time by stage
+
+
+@dataclass(frozen=True)
+class Span:
+    """One run of a named range on one thread, in milliseconds."""
+
+    name: str
+    thread: int
+    start: float
+    end: float
+    device: float = 0.0
+
+    @property
+    def host(self) -> float:
+        """Time between entering and leaving it."""
+        return self.end - self.start
+
+
+def profiled(step: Callable[[], Any]) -> list[Span]:
+    """The package's ranges during a step, the innermost ones and those around them."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as result:
+        step()
+    return spans_of(result.events() or [])
+
+
+def spans_of(events: Iterable[Any]) -> list[Span]:
+    """The package's ranges among a profile's events; the times of a profile are microseconds."""
+    return [
+        Span(
+            event.name,
+            event.thread,
+            event.time_range.start / 1000,
+            event.time_range.end / 1000,
+            event.device_time_total / 1000,
+        )
+        for event in events
+        # A range shows a second time on the device's own timeline.
+        if event.name.startswith(RANGES) and event.device_type.name == "CPU"
+    ]
+
+
+def stage_milliseconds(spans: Iterable[Span], *, device: bool = False) -> dict[str, float]:
+    """Time in each range but not in a range within it; on the host, or of the device's work."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    around: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        open_spans = around[span.thread]
+        while open_spans and open_spans[-1].end <= span.start:
+            open_spans.pop()
+        time = span.device if device else span.host
+        totals[span.name] += time
+        if open_spans:
+            totals[open_spans[-1].name] -= time
+        open_spans.append(span)
+    return {name.removeprefix(RANGES): time for name, time in totals.items()}
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def peak_bytes(device: str = "cpu") -> int:
+    """The most memory this process has had so far: resident, or allocated on the GPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        # getrusage's figure is never below that of the process that started this one.
+        found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+        if found:
+            return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

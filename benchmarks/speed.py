@@ -1,0 +1,251 @@
+"""The time of a second-order step, as a multiple of SGD's, on networks of realistic size.
+
+    python benchmarks/speed.py                                   everything this machine can run
+    python benchmarks/speed.py --workloads mlp --variants eigen inverse --repeats 3
+
+Each workload and variant is measured in processes of its own with one thread each; see `measure.py`
+for what is timed. The floor, in parentheses, is the same work as bare library calls on one process:
+see `floor.py`. "every step" refreshes statistics and inverses at every step; "10 / 100" takes
+statistics every 10 and inverses every 100 steps, and is the mean over such a hundred. Memory is
+measured in further processes, since what has been allocated once never shows again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from floor import floor_ratios, measure_floor
+from measure import joined_group, measure_memory, measure_steps
+from variants import VARIANTS, Variant
+from workloads import WORKLOADS, Workload
+
+MB = 1e6
+
+# ---------------------------------------------------------------------------------- one process
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Measure one thing, and leave the result in a file."""
+    torch.set_num_threads(1)
+    workload = WORKLOADS[arguments.workloads[0]]
+    variant = VARIANTS[arguments.variants[0]] if arguments.variants else None
+    with joined_group(workload.device) as group:
+        if arguments.worker == "floor":
+            result: dict[str, Any] = measure_floor(workload, arguments.repeats)
+        elif arguments.worker == "memory":
+            result = measure_memory(workload, variant, group)
+        else:
+            assert variant is not None
+            result = measure_steps(workload, variant, arguments.repeats, group)
+    if group.rank == 0:
+        arguments.json.write_text(json.dumps(result))
+
+
+def in_processes(
+    what: str, workload: Workload, variant: Variant | None, repeats: int, processes: int = 1
+) -> dict[str, Any]:
+    """The result of `work` in one process or more, started for it.
+
+    Raises:
+        RuntimeError: With what the processes wrote, if one fails.
+    """
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "result.json"
+        command += [__file__, "--worker", what, "--workloads", workload.name]
+        command += ["--repeats", str(repeats), "--json", str(output)]
+        if variant is not None:
+            command += ["--variants", variant.name]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode or not output.exists():
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+        result: dict[str, Any] = json.loads(output.read_text())
+    return result
+
+
+# ------------------------------------------------------------------------------------- all of it
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    model = platform.processor()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        names = [s for s in information.read_text().splitlines() if s.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads per process": 1,
+        "gpu": gpu,
+        "date": date.today().isoformat(),
+    }
+
+
+def measure(
+    workload: Workload, variant: Variant, repeats: int, sgd_memory: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One row of the table."""
+    row: dict[str, Any] = {
+        "workload": workload.name,
+        "variant": variant.name,
+        "solver": variant.solver,
+        "placement": variant.placement,
+        "processes": variant.processes,
+        **in_processes("steps", workload, variant, repeats, variant.processes),
+    }
+    if sgd_memory is not None:
+        ours = in_processes("memory", workload, variant, repeats, variant.processes)
+        row["memory"] = {
+            "optimizer_bytes": ours["peak_bytes"],
+            "sgd_bytes": sgd_memory["peak_bytes"],
+            "bytes_after_import": ours["bytes_after_import"],
+            "ratio": ours["peak_bytes"] / sgd_memory["peak_bytes"],
+        }
+    return row
+
+
+def runnable(
+    workloads: Sequence[Workload], variants: Sequence[Variant], console: Console
+) -> list[tuple[Workload, list[Variant]]]:
+    """What this machine can run; the rest is named."""
+    plan = []
+    for workload in workloads:
+        if not workload.available:
+            console.print(f"{workload.name}: skipped, needs CUDA")
+            continue
+        devices = torch.cuda.device_count() if workload.device == "cuda" else sys.maxsize
+        possible = [variant for variant in variants if variant.processes <= devices]
+        for variant in variants:
+            if variant not in possible:
+                console.print(f"{workload.name}, {variant.name}: skipped, needs more GPUs")
+        plan.append((workload, possible))
+    return plan
+
+
+def run(
+    plan: Sequence[tuple[Workload, Sequence[Variant]]],
+    repeats: int,
+    *,
+    memory: bool,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """Measure all of a plan, one thing at a time; what there is so far is always in the file."""
+    rows: list[dict[str, Any]] = []
+    floors: dict[str, dict[str, float]] = {}
+    record = {"machine": machine(), "repeats": repeats, "floors": floors, "rows": rows}
+    bar = tqdm(total=sum(1 + len(variants) for _, variants in plan), leave=False)
+    for workload, variants in plan:
+        bar.set_description(f"{workload.name}, floor")
+        floors[workload.name] = in_processes("floor", workload, None, repeats)
+        bar.update()
+        sgd_memory: dict[int, dict[str, Any]] = {}
+        for variant in variants:
+            bar.set_description(f"{workload.name}, {variant.name}")
+            size = variant.processes
+            if memory and size not in sgd_memory:
+                sgd_memory[size] = in_processes("memory", workload, None, repeats, size)
+            rows.append(measure(workload, variant, repeats, sgd_memory.get(size)))
+            write(record, output)
+            bar.update()
+    bar.close()
+    return record
+
+
+def write(record: dict[str, Any], output: Path | None) -> None:
+    """Write the record, if it is wanted."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+# ----------------------------------------------------------------------------------- the results
+
+
+def sent_megabytes(row: dict[str, Any], kind: str = "full") -> float:
+    """What a process sends because of second order: the mean of the gradients is not counted."""
+    sent: dict[str, int] = row["sent"].get(kind, {})
+    return sum(count for category, count in sent.items() if category != "averaging") / MB
+
+
+def table(record: dict[str, Any]) -> Table:
+    """A row for each workload and variant."""
+    result = Table(title="Step time as a multiple of SGD's (floor); per process, at every-step")
+    for name in ("workload", "solver", "placement"):
+        result.add_column(name)
+    for name in ("SGD ms", "every step", "10 / 100", "state MB", "peak memory", "sent MB"):
+        result.add_column(name, justify="right")
+    previous = None
+    for row in record["rows"]:
+        if previous not in (None, row["workload"]):
+            result.add_section()
+        floors = ("", "")
+        if row["processes"] == 1:
+            ratios = floor_ratios(record["floors"][row["workload"]], row["solver"])
+            floors = (f" ({ratios[0]:.2f})", f" ({ratios[1]:.2f})")
+        many = row["processes"] > 1
+        result.add_row(
+            "" if row["workload"] == previous else row["workload"],
+            row["solver"],
+            f"{row['placement']}, {row['processes']} processes" if many else row["placement"],
+            f"{row['milliseconds']['sgd']:.1f}",
+            f"{row['every_step']:.2f}{floors[0]}",
+            f"{row['every_10_and_100']:.2f}{floors[1]}",
+            f"{(row['factor_bytes'] + row['inverse_bytes']) / MB:.1f}",
+            f"{row['memory']['ratio']:.2f}" if "memory" in row else "",
+            f"{sent_megabytes(row):.1f}" if many else "",
+        )
+        previous = row["workload"]
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, and write the record as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[])
+    parser.add_argument("--repeats", type=int, default=7, help="of every kind of step")
+    parser.add_argument("--processes", type=int, help="of the variants with more than one")
+    parser.add_argument("--skip-memory", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--worker", choices=("steps", "memory", "floor"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        work(options)
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    variants = [VARIANTS[name] for name in options.variants or VARIANTS]
+    if options.processes:
+        variants = [
+            replace(v, processes=options.processes) if v.processes > 1 else v for v in variants
+        ]
+    plan = runnable([WORKLOADS[name] for name in options.workloads], variants, console)
+    record = run(plan, options.repeats, memory=not options.skip_memory, output=options.json)
+    console.print(table(record))
+
+
+if __name__ == "__main__":
+    main()

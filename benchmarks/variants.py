@@ -1,0 +1,73 @@
+"""What the speed benchmark times: each optimizer with a solver and a placement, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import nn
+
+from second_order import KAISA
+from second_order.report import Summary
+
+__all__ = ["VARIANTS", "Interval", "Measured", "Variant"]
+
+Interval: TypeAlias = Callable[[int], int]
+
+
+class Measured(Protocol):
+    """What an optimizer must offer to be measured."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self) -> None: ...
+
+    def summary(self) -> Summary: ...
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a workload in the table.
+
+    Attributes:
+        name: As on the command line.
+        solver: "eigen" or "inverse".
+        placement: Where the work is done, as the table has it.
+        processes: How many, each with one thread and its own batch.
+        optimizer: Its class, or a function with the same keywords.
+        options: What sets it apart.
+    """
+
+    name: str
+    solver: str
+    placement: str
+    processes: int
+    optimizer: Callable[..., Measured]
+    options: dict[str, Any]
+
+    def build(self, model: nn.Module, statistics: Interval, solve: Interval) -> Measured:
+        """The optimizer, whose refreshes follow the two intervals from the first step on."""
+        return self.optimizer(
+            model,
+            lr=0.01,
+            momentum=0.9,
+            solver=self.solver,
+            factor_update_steps=statistics,
+            inv_update_steps=solve,
+            refresh_warmup_steps=0,
+            **self.options,
+        )
+
+
+_COMM_OPT, _MEM_OPT = {"grad_worker_fraction": 1.0}, {"grad_worker_fraction": 0.0}
+
+_ALL = (
+    Variant("eigen", "eigen", "one process", 1, KAISA, {}),
+    Variant("inverse", "inverse", "one process", 1, KAISA, {}),
+    Variant("comm-opt-eigen", "eigen", "COMM-OPT", 2, KAISA, _COMM_OPT),
+    Variant("comm-opt-inverse", "inverse", "COMM-OPT", 2, KAISA, _COMM_OPT),
+    Variant("mem-opt-eigen", "eigen", "MEM-OPT", 2, KAISA, _MEM_OPT),
+    Variant("mem-opt-inverse", "inverse", "MEM-OPT", 2, KAISA, _MEM_OPT),
+)
+VARIANTS = {variant.name: variant for variant in _ALL}
