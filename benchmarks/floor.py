@@ -188,27 +188,32 @@ def solve_times(watch: Stopwatch, pairs: Sequence[tuple[Tensor, Tensor]]) -> dic
     return times
 
 
-def sgd_time(watch: Stopwatch, workload: Workload) -> float:
-    """Forward, backward and SGD's step."""
-    model, batch = workload.model(), workload.batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+class _Baseline:
+    """SGD's step: forward, backward and step."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        workload.loss(model, batch).backward()
-        optimizer.step()
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._model, self._batch = workload.model(), workload.batch()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
 
-    return watch(step)
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._workload.loss(self._model, self._batch).backward()
+        self._optimizer.step()
 
 
 def measure_floor(workload: Workload, repeats: int = 7) -> dict[str, float]:
     """Milliseconds of each stage, summed over the layers; "sgd" is SGD's whole step."""
     watch = Stopwatch(workload.device, repeats)
-    sgd = sgd_time(watch, workload)
+    baseline = _Baseline(workload)
     layers = captured(workload)
+    # In turn with the stages, since a machine's pace changes within a minute.
+    sgd = [watch(baseline.step)]
     times = statistics_times(watch, layers)
-    pairs = [factors(layer) for layer in layers]
-    return {"sgd": sgd, **times, **solve_times(watch, pairs)}
+    sgd.append(watch(baseline.step))
+    times |= solve_times(watch, [factors(layer) for layer in layers])
+    sgd.append(watch(baseline.step))
+    return {"sgd": statistics.median(sgd), **times}
 
 
 def floor_ratios(times: dict[str, float], solver: str) -> tuple[float, float]:

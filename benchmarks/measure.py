@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from instruments import CATEGORIES, peak_bytes, profiled, sent_bytes, stage_mill
 from variants import Measured, Variant
 from workloads import Workload
 
-__all__ = ["KINDS", "Training", "amortised", "joined_group", "measure_memory", "measure_steps"]
+__all__ = ["KINDS", "Training", "amortised", "measure_memory", "measure_steps", "process_group"]
 
 KINDS = ("full", "statistics", "plain")
+WARM_UP = {"cpu": 1, "cuda": 3}  # cycles
 
 
 def interval(*kinds: str) -> Callable[[int], int]:
@@ -54,32 +56,28 @@ def second_order(variant: Variant) -> Callable[[nn.Module], Measured]:
     return lambda model: variant.build(model, interval("full", "statistics"), interval("full"))
 
 
-class joined_group:  # noqa: N801
-    """The process group of the processes that torchrun started; nothing for one alone."""
+@contextmanager
+def process_group(device: str) -> Iterator[int]:
+    """Join the group of the processes that torchrun started, if it did; this process's rank."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
+        return
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0"))
-        self._device = device
 
-    def __enter__(self) -> joined_group:
-        if self._device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if self.size > 1:
-            dist.init_process_group("nccl" if self._device == "cuda" else "gloo")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.size > 1:
-            dist.destroy_process_group()
-
-    def all(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of ranks."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+def of_all(value: Any) -> list[Any]:
+    """Every process's value."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class Training:
@@ -89,13 +87,12 @@ class Training:
         self,
         workload: Workload,
         make: Callable[[nn.Module], Any],
-        rank: int = 0,
         wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         self.workload = workload
         self.model = wrap(workload.model())
         self.optimizer = make(self.model)
-        self.batch = workload.batch(rank)
+        self.batch = workload.batch(dist.get_rank() if dist.is_initialized() else 0)
         self.steps = 0
         self.loss = torch.zeros(())
 
@@ -139,57 +136,59 @@ class Training:
             raise RuntimeError(f"{self.workload.name}: the loss is {self.loss.item()}")
 
 
-def measure_steps(
-    workload: Workload, variant: Variant, repeats: int, group: joined_group
-) -> dict[str, Any]:
+def measure_steps(workload: Workload, variant: Variant, repeats: int) -> dict[str, Any]:
     """Everything about a workload and a variant but its peak memory.
 
     Args:
         workload: The model and its batch.
         variant: The optimizer.
         repeats: Times that each kind of step is timed, after warm-up.
-        group: The processes.
     """
-    warm_up = 3 if workload.device == "cuda" else 1
-    baselines = {"sgd": Training(workload, sgd, group.rank)}
-    if group.size > 1:
+    baselines = {"sgd": Training(workload, sgd)}
+    if dist.is_initialized():
         # What averaging the gradients costs without second order.
-        baselines["ddp"] = Training(workload, sgd, group.rank, DistributedDataParallel)
-    ours = Training(workload, second_order(variant), group.rank)
-    samples: dict[str, list[float]] = {name: [] for name in (*baselines, *KINDS)}
-    for _ in range(warm_up + repeats):
-        for kind in KINDS:
-            for name, baseline in baselines.items():
-                samples[name].append(baseline.timed())
-            samples[kind].append(ours.timed())
-    for name, times in samples.items():
-        del times[: warm_up * (len(KINDS) if name in baselines else 1)]
-    for training in (*baselines.values(), ours):
-        training.require_finite()
+        baselines["ddp"] = Training(workload, sgd, DistributedDataParallel)
+    ours = Training(workload, second_order(variant))
+    _step_in_turn(baselines, ours, WARM_UP[workload.device])
+    samples = _step_in_turn(baselines, ours, repeats)
     milliseconds = {name: statistics.median(times) for name, times in samples.items()}
     result = {
         "milliseconds": milliseconds,
-        "samples": {name: [round(t, 3) for t in times] for name, times in samples.items()},
+        "range": {name: [min(times), max(times)] for name, times in samples.items()},
         "every_step": milliseconds["full"] / milliseconds["sgd"],
         "every_10_and_100": amortised(milliseconds) / milliseconds["sgd"],
-        "sent": _sent(ours, group) if group.size > 1 else {},
+        "sent": _sent(ours) if dist.is_initialized() else {},
         "stages": _stages(ours),
     }
     # On some placements the processes differ; the fullest one decides what fits.
     summary = ours.optimizer.summary()
-    sizes = group.all((summary.factor_bytes, summary.inverse_bytes))
+    sizes = of_all((summary.factor_bytes, summary.inverse_bytes))
     result["factor_bytes"], result["inverse_bytes"] = max(sizes, key=sum)
     return result
 
 
-def _sent(training: Training, group: joined_group) -> dict[str, dict[str, int]]:
+def _step_in_turn(
+    baselines: dict[str, Training], ours: Training, cycles: int
+) -> dict[str, list[float]]:
+    """Milliseconds of every baseline's steps and of our steps by kind."""
+    samples: dict[str, list[float]] = {name: [] for name in (*baselines, *KINDS)}
+    for kind in KINDS * cycles:
+        for name, baseline in baselines.items():
+            samples[name].append(baseline.timed())
+        samples[kind].append(ours.timed())
+    for training in (*baselines.values(), ours):
+        training.require_finite()
+    return samples
+
+
+def _sent(training: Training) -> dict[str, dict[str, int]]:
     """Bytes handed over in a step of each kind, by category, by the process with most of them."""
     sent = {}
     for kind in KINDS:
         assert training.kind == kind
         with sent_bytes() as counter:
             training.step()
-        busiest = max(group.all(dict(counter)), key=lambda counts: sum(counts.values()))
+        busiest = max(of_all(dict(counter)), key=lambda counts: sum(counts.values()))
         sent[kind] = {category: busiest.get(category, 0) for category in CATEGORIES}
     return sent
 
@@ -210,9 +209,7 @@ def _stages(training: Training) -> dict[str, dict[str, float]]:
     return stages
 
 
-def measure_memory(
-    workload: Workload, variant: Variant | None, group: joined_group
-) -> dict[str, Any]:
+def measure_memory(workload: Workload, variant: Variant | None) -> dict[str, Any]:
     """Peak memory of a few full steps, with SGD alone if there is no variant."""
     after_import = peak_bytes(workload.device)
 
@@ -222,10 +219,9 @@ def measure_memory(
     def make(model: nn.Module) -> Any:
         return sgd(model) if variant is None else variant.build(model, always, always)
 
-    training = Training(workload, make, group.rank)
+    training = Training(workload, make)
     for _ in range(3):
         training.step()
     training.require_finite()
-    peaks = group.all((peak_bytes(workload.device), after_import))
-    peak, before = max(peaks)
+    peak, before = max(of_all((peak_bytes(workload.device), after_import)))
     return {"peak_bytes": peak, "bytes_after_import": before}

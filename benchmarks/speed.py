@@ -31,7 +31,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from floor import floor_ratios, measure_floor
-from measure import joined_group, measure_memory, measure_steps
+from measure import measure_memory, measure_steps, process_group
 from variants import VARIANTS, Variant
 from workloads import WORKLOADS, Workload
 
@@ -45,15 +45,15 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     workload = WORKLOADS[arguments.workloads[0]]
     variant = VARIANTS[arguments.variants[0]] if arguments.variants else None
-    with joined_group(workload.device) as group:
+    with process_group(workload.device) as rank:
         if arguments.worker == "floor":
             result: dict[str, Any] = measure_floor(workload, arguments.repeats)
         elif arguments.worker == "memory":
-            result = measure_memory(workload, variant, group)
+            result = measure_memory(workload, variant)
         else:
             assert variant is not None
-            result = measure_steps(workload, variant, arguments.repeats, group)
-    if group.rank == 0:
+            result = measure_steps(workload, variant, arguments.repeats)
+    if rank == 0:
         arguments.json.write_text(json.dumps(result))
 
 
@@ -179,7 +179,16 @@ def write(record: dict[str, Any], output: Path | None) -> None:
     """Write the record, if it is wanted."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=1) + "\n")
+        output.write_text(json.dumps(rounded(record), indent=1) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits after the point: what the clock is good for."""
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [rounded(entry) for entry in value]
+    return round(value, 4) if isinstance(value, float) else value
 
 
 # ----------------------------------------------------------------------------------- the results
@@ -193,7 +202,9 @@ def sent_megabytes(row: dict[str, Any], kind: str = "full") -> float:
 
 def table(record: dict[str, Any]) -> Table:
     """A row for each workload and variant."""
-    result = Table(title="Step time as a multiple of SGD's (floor); per process, at every-step")
+    result = Table(
+        title="Step time as a multiple of SGD's (floor); memory and bytes of one process"
+    )
     for name in ("workload", "solver", "placement"):
         result.add_column(name)
     for name in ("SGD ms", "every step", "10 / 100", "state MB", "peak memory", "sent MB"):
@@ -210,7 +221,7 @@ def table(record: dict[str, Any]) -> Table:
         result.add_row(
             "" if row["workload"] == previous else row["workload"],
             row["solver"],
-            f"{row['placement']}, {row['processes']} processes" if many else row["placement"],
+            f"{row['placement']} × {row['processes']}" if many else row["placement"],
             f"{row['milliseconds']['sgd']:.1f}",
             f"{row['every_step']:.2f}{floors[0]}",
             f"{row['every_10_and_100']:.2f}{floors[1]}",
