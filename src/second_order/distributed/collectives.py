@@ -7,7 +7,9 @@ collectives does not grow with the number of layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,31 +18,48 @@ from torch import Tensor
 
 from second_order.errors import RankMismatchError
 
-__all__ = ["BUCKET_BYTES", "PendingReduction", "World"]
+__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
 
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 64 * 2**20
 
 
 class PendingReduction:
-    """All-reduces under way; :meth:`wait` puts the sums back where they came from."""
+    """Sums under way; :meth:`wait` puts them back where the addends came from."""
 
     def __init__(self) -> None:
-        self._buckets: list[tuple[Any, Tensor, list[Tensor]]] = []
+        self._buckets: list[tuple[Any, Callable[[], Tensor], list[Tensor]]] = []
 
-    def add(self, work: Any, flat: Tensor, targets: list[Tensor]) -> None:
-        """Remember one bucket."""
-        self._buckets.append((work, flat, targets))
+    def add(self, work: Any, total: Callable[[], Tensor], targets: list[Tensor]) -> None:
+        """Remember one bucket; ``total`` gives its flat sum once ``work`` is done."""
+        self._buckets.append((work, total, targets))
 
     def wait(self) -> None:
         """Wait for every bucket, in the order in which they were sent."""
-        for work, flat, targets in self._buckets:
+        while self._buckets:
+            work, total, targets = self._buckets.pop(0)
             work.wait()
-            start = 0
-            for target in targets:
-                stop = start + target.numel()
-                target.copy_(flat[start:stop].view(target.shape))
-                start = stop
-        self._buckets.clear()
+            _scatter(total(), targets)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One flat tensor that travels from a rank to others.
+
+    Attributes:
+        source: The rank that has it.
+        destinations: The ranks that want it; the source may be among them.
+        size: Its number of elements, known to all ranks.
+        content: The tensor, on its source; None elsewhere.
+    """
+
+    source: int
+    destinations: Sequence[int]
+    size: int
+    content: Tensor | None = None
+
+    def travels(self, source: int, destination: int) -> bool:
+        """Whether it goes from one given rank to another."""
+        return self.source == source != destination and destination in self.destinations
 
 
 class World:
@@ -127,33 +146,79 @@ class World:
         if self.size == 1:
             return pending
         for bucket in _buckets(tensors):
-            flat = self._stage(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+            flat = self._stage(_flatten(bucket))
             work = dist.all_reduce(flat, group=self.group, async_op=True)
-            pending.add(work, flat, bucket)
+            pending.add(work, flat.detach, bucket)
         return pending
 
-    def gather(self, flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """All-gather flat tensors of unequal, known sizes in one collective.
+    def start_sum_to(
+        self, tensors: Sequence[Tensor], owners: Sequence[int | None]
+    ) -> PendingReduction:
+        """Sum tensors over the ranks, each for its owner alone: half the traffic of an all-reduce.
+
+        Addends are taken in the order of ranks, so that all owners of a sum agree bit for bit.
 
         Args:
-            flat: This rank's contribution, ``sizes[rank]`` elements.
-            sizes: Elements of every rank's.
+            tensors: Of any shapes; the same shapes and dtypes in the same order on every rank. Once
+                the result is waited for, sums are in place on their owners; what is not a rank's
+                own stays as it was.
+            owners: The rank that wants each tensor's sum; None if all do.
+        """
+        pending = PendingReduction()
+        if self.size == 1:
+            return pending
+        owner_of = {id(tensor): owner for tensor, owner in zip(tensors, owners, strict=True)}
+        for bucket in _buckets(tensors):
+            wanted = [
+                [t for t in bucket if owner_of[id(t)] in (rank, None)] for rank in range(self.size)
+            ]
+            sizes = [sum(t.numel() for t in part) for part in wanted]
+            flat = self._stage(_flatten([t for part in wanted for t in part]))
+            received, work = self._exchange(flat, sizes, [sizes[self.rank]] * self.size)
+            rows = received.view(self.size, sizes[self.rank])
+            pending.add(work, partial(_sum_in_order, rows, flat), wanted[self.rank])
+        return pending
+
+    def deliver(
+        self, items: Sequence[Delivery], dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor | None]:
+        """Send flat tensors from where they are to where they are wanted, in one collective.
+
+        Args:
+            items: The same list on every rank, but for the contents.
+            dtype: Of the contents.
+            device: Of the contents.
 
         Returns:
-            Every rank's tensor, in the order of ranks.
+            For each item its content, on its source and its destinations; None elsewhere. What has
+            arrived is a view of the whole message.
         """
-        if self.size == 1:
-            return [flat]
-        longest = max(sizes)
-        if longest == 0:
-            return [flat.new_empty(0) for _ in sizes]
-        sent = self._stage(flat)
-        padded = sent.new_zeros(longest)
-        padded[: flat.numel()] = sent
-        received = padded.new_empty(self.size * longest)
-        _all_gather_flat(received, padded, self.group)
-        received = received.to(flat.device, flat.dtype)
-        return [received[i * longest : i * longest + n] for i, n in enumerate(sizes)]
+        contents = [item.content for item in items]
+        ranks, here = range(self.size), self.rank
+        if not any(item.travels(item.source, rank) for item in items for rank in ranks):
+            return contents
+        empty = torch.empty(0, dtype=dtype, device=device)
+        outgoing = [[item for item in items if item.travels(here, rank)] for rank in ranks]
+        incoming = [i for rank in ranks for i, item in enumerate(items) if item.travels(rank, here)]
+        sent = [item.content.reshape(-1) for part in outgoing for item in part]  # type: ignore[union-attr]
+        received, work = self._exchange(
+            self._stage(torch.cat(sent) if sent else empty),
+            [sum(item.size for item in part) for part in outgoing],
+            [sum(items[i].size for i in incoming if items[i].source == rank) for rank in ranks],
+        )
+        work.wait()
+        pieces = received.to(device, dtype).split([items[i].size for i in incoming])
+        for i, piece in zip(incoming, pieces, strict=True):
+            contents[i] = piece
+        return contents
+
+    def _exchange(
+        self, flat: Tensor, sent: list[int], received: list[int]
+    ) -> tuple[Tensor, dist.Work]:
+        """Start to send a part to every rank, of ``sent`` elements, and to receive one of each."""
+        buffer = flat.new_empty(sum(received))
+        work = dist.all_to_all_single(buffer, flat, received, sent, group=self.group, async_op=True)
+        return buffer, work
 
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values, in place, in buckets."""
@@ -162,12 +227,9 @@ class World:
         assert self.group is not None
         source = dist.get_global_rank(self.group, 0)
         for bucket in _buckets(tensors):
-            flat = self._stage(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+            flat = self._stage(_flatten(bucket))
             dist.broadcast(flat, source, group=self.group)
-            start = 0
-            for tensor in bucket:
-                tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-                start += tensor.numel()
+            _scatter(flat, bucket)
 
     def require_equal(self, description: Sequence[str], what: str) -> None:
         """Raise on every rank if the ranks' descriptions differ, naming the first difference.
@@ -214,10 +276,25 @@ def _new_group(parent: dist.ProcessGroup, members: tuple[int, ...]) -> dist.Proc
     return made[members]
 
 
-def _all_gather_flat(output: Tensor, flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    # torch 2.13 renames the single-tensor collective and deprecates the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, flat, group=group)
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _scatter(flat: Tensor, targets: Iterable[Tensor]) -> None:
+    """Undo :func:`_flatten`, in place."""
+    start = 0
+    for target in targets:
+        stop = start + target.numel()
+        target.copy_(flat[start:stop].view(target.shape))
+        start = stop
+
+
+def _sum_in_order(rows: Tensor, sent: Tensor) -> Tensor:
+    """The sum of ``(ranks, n)`` over ranks; ``sent`` is kept alive until it has gone."""
+    total = rows[0]
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

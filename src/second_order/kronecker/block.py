@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderWarning
-from second_order.kronecker.factors import KroneckerFactors, StagedStatistics
+from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.factors import (
+    KroneckerFactors,
+    StagedStatistics,
+    mean_eigenvalue,
+)
 from second_order.kronecker.layers import (
     Approximation,
     FactorShape,
@@ -22,8 +27,8 @@ from second_order.kronecker.layers import (
     pair_statistics,
     unsupported_reason,
 )
-from second_order.kronecker.solvers import Inverse, ieee_matmul
-from second_order.kronecker.triangles import packed_length
+from second_order.kronecker.solvers import Inverse
+from second_order.kronecker.triangles import packed_length, unpack_upper_triangular
 
 __all__ = [
     "GradientScale",
@@ -44,6 +49,7 @@ class KroneckerBlock:
         weight: The shared weight.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
+        held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
         inverse: Held by the layer's gradient workers once it is solved.
         solved: Whether its gradient workers, whichever they are, hold an inverse.
@@ -64,8 +70,9 @@ class KroneckerBlock:
         self.modules = list(modules)
         self.weight = cast(nn.Parameter, modules[0].weight)
         self.bias = bias
-        self._factor_dtype = factor_dtype
+        self.factor_dtype = factor_dtype
         self._triangular = triangular
+        self.held = (True, True)
         self.inverse: Inverse | None = None
         self.solved = False
         self.silent = False
@@ -76,7 +83,9 @@ class KroneckerBlock:
     def _reset(self) -> None:
         self.shape: FactorShape = factor_shape(self.modules[0], self.trains_bias)
         before = self.__dict__.get("staged")
-        self.staged = StagedStatistics(self.shape, self.weight.device, self._factor_dtype)
+        self.staged = StagedStatistics(
+            self.shape, self.weight.device, self.factor_dtype, self._triangular
+        )
         if before is not None:
             self.staged.dropped += before.dropped.to(self.weight.device)
         self.factors: KroneckerFactors | None = None
@@ -116,41 +125,103 @@ class KroneckerBlock:
     def ensure_factors(self) -> KroneckerFactors:
         """The running averages, made on first use."""
         if self.factors is None:
-            self.factors = KroneckerFactors.zeros(
-                self.shape, self.weight.device, self._factor_dtype, self._triangular
-            )
+            self.factors = self._blank_factors()
         return self.factors
 
-    def load_factors(self, a: Tensor, g: Tensor, weight: Tensor) -> None:
-        """Take over saved factors, stored as triangles or not, whatever their dtype.
+    def _blank_factors(self) -> KroneckerFactors:
+        return KroneckerFactors(
+            self.shape, self.weight.device, self.factor_dtype, self._triangular, self.held
+        )
+
+    def keep(self, held: tuple[bool, bool]) -> None:
+        """Keep A, or G, or both, or neither from now on; what is not kept is let go."""
+        self.held = held
+        if self.factors is not None:
+            self.factors.a = self.factors.a if held[0] else None
+            self.factors.g = self.factors.g if held[1] else None
+
+    def stored(self, which: str) -> Tensor | None:
+        """Factor "A" or "G" as it is stored; None if it is not kept here, or is lost."""
+        if self.factors is None:
+            return None
+        return self.factors.a if which == "A" else self.factors.g
+
+    def stored_shape(self, which: str) -> tuple[int, ...]:
+        """Its shape, wherever it is kept."""
+        shape = self.shape
+        dim = shape.in_dim if which == "A" else shape.out_dim
+        if which == "A" and shape.diagonal_a:
+            return shape.groups, dim
+        return (shape.groups, *((packed_length(dim),) if self._triangular else (dim, dim)))
+
+    @property
+    def lost(self) -> bool:
+        """Whether a factor that is kept here is missing, though there have been statistics."""
+        if self.factors is None:
+            return False
+        pairs = zip("AG", self.held, strict=True)
+        return any(held and self.stored(which) is None for which, held in pairs)
+
+    def saved_factors(self) -> dict[str, Tensor]:
+        """The running averages as a checkpoint has them, shared; what is kept elsewhere is not."""
+        factors = self.ensure_factors()
+        parts = {"average_weight": factors.weight, "mean_eigenvalues": factors.means}
+        kept = {"A": factors.a, "G": factors.g}
+        return parts | {name: factor for name, factor in kept.items() if factor is not None}
+
+    def load_factors(self, saved: Mapping[str, Any]) -> None:
+        """Take over saved averages, stored as triangles or not, whatever their dtype.
+
+        A factor that is to be kept here and is not among them is lost, and found to be so at the
+        next refresh.
 
         Raises:
             ValueError: If their sizes are not this layer's.
         """
-        self.check_factors(a, g)
-        self.factors = None
-        factors = self.ensure_factors()
-        saved = KroneckerFactors(self.shape, a, g, weight)
-        if saved.triangular != factors.triangular:
-            a, g = map(factors.store, saved.matrices(a.dtype))
-        factors.a.copy_(a)
-        factors.g.copy_(g)
-        factors.weight.copy_(weight)
+        self.check_factors(saved)
+        factors = self._blank_factors()
+        factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
+        matrices = {k: self._as_matrix(k, saved[k]) for k in ("A", "G") if k in saved}
+        if "mean_eigenvalues" in saved:
+            factors.means.copy_(saved["mean_eigenvalues"])
+        elif len(matrices) == 2:
+            factors.means.copy_(torch.stack([mean_eigenvalue(m) for m in matrices.values()]))
+        for name, held in zip(("a", "g"), self.held, strict=True):
+            matrix = matrices.get(name.upper())
+            stored = factors.store(matrix) if held and matrix is not None else None
+            if stored is not None:
+                stored = stored.to(self.weight.device, copy=True)
+            setattr(factors, name, stored)
+        self.factors = factors
 
-    def check_factors(self, a: Tensor, g: Tensor) -> None:
+    def _as_matrix(self, which: str, stored: Tensor) -> Tensor:
+        """A saved factor as ``(groups, n, n)``, or as the diagonal it is."""
+        dim = self.shape.in_dim if which == "A" else self.shape.out_dim
+        if stored.dim() == 3 or (which == "A" and self.shape.diagonal_a):
+            return stored
+        return unpack_upper_triangular(stored, dim)
+
+    def check_factors(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless saved factors have this layer's sizes."""
-        for factor, dim, letter in ((a, self.shape.in_dim, "A"), (g, self.shape.out_dim, "G")):
+        for letter, dim in (("A", self.shape.in_dim), ("G", self.shape.out_dim)):
+            if letter not in saved:
+                continue
             full = (self.shape.groups, dim, dim)
             triangle = (self.shape.groups, packed_length(dim))
             allowed: set[tuple[int, ...]] = {full, triangle}
             if letter == "A" and self.shape.diagonal_a:
                 allowed = {(self.shape.groups, dim)}
-            if tuple(factor.shape) not in allowed:
+            if tuple(saved[letter].shape) not in allowed:
                 raise ValueError(
                     f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
-                    f"{tuple(factor.shape)}, the model needs {full} or, as a triangle, {triangle}; "
-                    f"load it into the model that it was saved from"
+                    f"{tuple(saved[letter].shape)}, the model needs {full} or, as a triangle, "
+                    f"{triangle}; load it into the model that it was saved from"
                 )
+
+    def forget(self) -> None:
+        """Start the running averages anew: the layer runs on its base gradient until then."""
+        self.factors = None
+        self.drop_inverse()
 
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""
@@ -158,7 +229,10 @@ class KroneckerBlock:
         self.solved = False
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient as a new matrix ``(groups, out, in)``; None if the weight has none."""
+        """The gradient as a matrix ``(groups, out, in)``; None if the weight has none.
+
+        It may be a view of the gradient: not to be changed in place.
+        """
         if self.weight.grad is None:
             return None
         bias = None
@@ -167,13 +241,13 @@ class KroneckerBlock:
             bias = torch.zeros_like(self.bias) if self.bias.grad is None else self.bias.grad
         return gradient_to_matrix(self.weight.grad, bias, self.shape, dtype)
 
-    def write_gradient(self, matrix: Tensor) -> None:
-        """Put a preconditioned matrix where the gradient was, in place."""
+    def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
+        """Put a preconditioned matrix, times a coefficient, where the gradient was."""
         assert self.weight.grad is not None
         bias = self.bias.grad if self.trains_bias and self.bias is not None else None
         if bias is None and self.trains_bias:
             matrix = matrix[..., :-1]
-        gradient_from_matrix(matrix, self.weight.grad, bias, self.shape)
+        gradient_from_matrix(matrix, coefficient, self.weight.grad, bias, self.shape)
 
     @property
     def factor_bytes(self) -> int:

@@ -56,6 +56,11 @@ class FactorShape:
     out_dim: int
     diagonal_a: bool = False
 
+    @property
+    def gradient_size(self) -> tuple[int, int, int]:
+        """Shape of the gradient as a matrix."""
+        return self.groups, self.out_dim, self.in_dim
+
 
 @dataclass(frozen=True)
 class PairStatistics:
@@ -262,26 +267,33 @@ def pair_statistics(
 def gradient_to_matrix(
     weight: Tensor, bias: Tensor | None, shape: FactorShape, dtype: torch.dtype
 ) -> Tensor:
-    """Gradients of weight and bias as one new matrix of shape ``(groups, out, in)``."""
+    """Gradients of weight and bias as one matrix of shape ``(groups, out, in)``.
+
+    Without a bias it is a view of the weight's gradient wherever that is possible.
+    """
     groups, out = shape.groups, shape.out_dim
-    matrix = torch.empty(groups, out, shape.in_dim, dtype=dtype, device=weight.device)
     if shape.diagonal_a:
-        return matrix.copy_(weight.mT.unsqueeze(0))
+        return weight.mT.unsqueeze(0).to(dtype)
     if bias is None:
-        return matrix.copy_(weight.reshape(groups, out, -1))
+        return weight.reshape(groups, out, -1).to(dtype)
+    matrix = torch.empty(groups, out, shape.in_dim, dtype=dtype, device=weight.device)
     matrix[..., :-1].copy_(weight.reshape(groups, out, -1))
     matrix[..., -1].copy_(bias.reshape(groups, out))
     return matrix
 
 
 def gradient_from_matrix(
-    matrix: Tensor, weight: Tensor, bias: Tensor | None, shape: FactorShape
+    matrix: Tensor,
+    coefficient: Tensor | float,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: FactorShape,
 ) -> None:
-    """Write a matrix of :func:`gradient_to_matrix` back into the gradients, in place."""
+    """Write a matrix of :func:`gradient_to_matrix`, times a coefficient, into the gradients."""
     if shape.diagonal_a:
-        weight.copy_(matrix.squeeze(0).mT)
+        torch.mul(matrix.squeeze(0).mT, coefficient, out=weight)
         return
     if bias is not None:
-        bias.copy_(matrix[..., -1].reshape(bias.shape))
+        torch.mul(matrix[..., -1].reshape(bias.shape), coefficient, out=bias)
         matrix = matrix[..., :-1]
-    weight.copy_(matrix.reshape(weight.shape))
+    torch.mul(matrix.reshape(weight.shape), coefficient, out=weight)

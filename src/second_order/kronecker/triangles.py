@@ -11,14 +11,18 @@ where triu(X11) is shifted one column to the right, into the room that tril(X22)
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = [
     "pack_upper_triangular",
     "packed_length",
-    "packed_trace",
+    "packed_times",
+    "times_packed",
     "unpack_upper_triangular",
 ]
+
+HALVED_FROM = 512  # below, four small products are slower than one and a copy
 
 
 def packed_length(dim: int) -> int:
@@ -40,15 +44,6 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
     return packed
 
 
-def packed_trace(packed: Tensor, dim: int) -> Tensor:
-    """Traces, shape ``(...)``, of packed matrices of shape ``(..., dim (dim + 1) / 2)``."""
-    h, m = dim // 2, dim - dim // 2
-    second = packed[..., h * m :].view(*packed.shape[:-1], m, h + 1)
-    lower: Tensor = second[..., :m].diagonal(dim1=-2, dim2=-1).sum(-1)
-    upper: Tensor = second[..., :h, 1:].diagonal(dim1=-2, dim2=-1).sum(-1)
-    return lower + upper
-
-
 def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
     """Undo :func:`pack_upper_triangular`: ``(..., dim (dim + 1) / 2)`` to ``(..., dim, dim)``.
 
@@ -60,15 +55,65 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
             f"a packed triangle of dimension {dim} has {packed_length(dim)} elements, "
             f"got {packed.shape[-1]}"
         )
+    first, upper, lower = _blocks(packed, dim)
+    h = dim // 2
+    matrix = packed.new_empty(*packed.shape[:-1], dim, dim)
+    matrix[..., :h, h:].copy_(first)
+    matrix[..., h:, :h].copy_(first.mT)
+    matrix[..., :h, :h].copy_(_mirrored(upper.triu()))
+    matrix[..., h:, h:].copy_(_mirrored(lower.tril()))
+    return matrix
+
+
+def times_packed(left: Tensor, packed: Tensor) -> Tensor:
+    """``left @ X`` for a packed X, of which no more than a quarter is unpacked at a time.
+
+    Args:
+        left: Shape ``(groups, m, n)``.
+        packed: Shape ``(groups, n (n + 1) / 2)``.
+
+    Returns:
+        Shape ``(groups, m, n)``.
+    """
+    dim = left.shape[-1]
+    if dim < HALVED_FROM:
+        return left @ unpack_upper_triangular(packed, dim)
+    first, upper, lower = _blocks(packed, dim)
+    left1, left2 = left[..., : dim // 2], left[..., dim // 2 :]
+    right = torch.baddbmm(left1 @ first, left2, _mirrored(lower.tril()))
+    return torch.cat([torch.baddbmm(left2 @ first.mT, left1, _mirrored(upper.triu())), right], -1)
+
+
+def packed_times(packed: Tensor, right: Tensor) -> Tensor:
+    """``X @ right`` for a packed X, as :func:`times_packed`.
+
+    Args:
+        packed: Shape ``(groups, n (n + 1) / 2)``.
+        right: Shape ``(groups, n, m)``.
+
+    Returns:
+        Shape ``(groups, n, m)``.
+    """
+    dim = right.shape[-2]
+    if dim < HALVED_FROM:
+        return unpack_upper_triangular(packed, dim) @ right
+    first, upper, lower = _blocks(packed, dim)
+    right1, right2 = right[..., : dim // 2, :], right[..., dim // 2 :, :]
+    bottom = torch.baddbmm(first.mT @ right1, _mirrored(lower.tril()), right2)
+    return torch.cat([torch.baddbmm(first @ right2, _mirrored(upper.triu()), right1), bottom], -2)
+
+
+def _blocks(packed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views: X12; a square with X11 in its upper triangle; a square with X22 in its lower one."""
     batch = packed.shape[:-1]
     h, m = dim // 2, dim - dim // 2
     first = packed[..., : h * m].view(*batch, h, m)
     second = packed[..., h * m :].view(*batch, m, h + 1)
-    matrix = packed.new_empty(*batch, dim, dim)
-    matrix[..., :h, h:].copy_(first)
-    matrix[..., h:, :h].copy_(first.mT)
-    lower = second[..., :m].tril()
-    matrix[..., h:, h:].copy_(lower).add_(lower.tril(-1).mT)
-    upper = second[..., :h, 1:].triu()
-    matrix[..., :h, :h].copy_(upper).add_(upper.triu(1).mT)
+    return first, second[..., :h, 1:], second[..., :m]
+
+
+def _mirrored(triangle: Tensor) -> Tensor:
+    """The symmetric matrix of a triangle with zeros in the other half."""
+    matrix = triangle + triangle.mT
+    matrix.diagonal(dim1=-2, dim2=-1).copy_(triangle.diagonal(dim1=-2, dim2=-1))
     return matrix

@@ -300,9 +300,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         parts = self._curvature_state()
         for group in self.param_groups:
             for p in group["params"]:
-                part = self.state[p].setdefault(CURVATURE, {})
-                part.update(parts.get(p, {}))
-                part["steps"] = self._steps
+                self.state[p][CURVATURE] = {**parts.get(p, {}), "steps": self._steps}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them what else the last backward left."""

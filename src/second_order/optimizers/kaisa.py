@@ -10,7 +10,7 @@ every step:                 the layer's gradient workers precondition its gradie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,13 @@ from second_order.distributed.assignment import (
     assign_layers,
     gradient_worker_count,
 )
+from second_order.distributed.parcels import deliver_parts
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.decompositions import Decomposition
+from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.solvers import Decomposition, SolverName
-from second_order.kronecker.triangles import (
-    pack_upper_triangular,
-    packed_length,
-    unpack_upper_triangular,
-)
+from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kfac import KFACOptimizer
 from second_order.optimizers.kfac_options import KFACOptions
@@ -88,8 +86,15 @@ class KAISA(KFACOptimizer):
             ``output -> summed negative log-likelihood of labels it has drawn``.
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss
             term (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023).
+        eigen_refresh: "full" computes eigenvectors anew at each refresh. "warm" takes one step of
+            orthogonal iteration from the last ones where that is accurate: faster on CUDA, where
+            ``eigh`` is slow, hardly on a CPU.
         grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
             communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
+        factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
+            sends statistics to the process that decomposes the factor, and nobody else keeps it:
+            half the traffic, and memory that falls with the number of processes; a checkpoint then
+            needs :meth:`consolidate`, or ``torch.distributed.checkpoint``.
         assignment: Balance the "compute" (n³) or the "memory" (n²) of factors over processes.
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         symmetry_aware: Keep and send the upper triangles of symmetric matrices.
@@ -132,7 +137,9 @@ class KAISA(KFACOptimizer):
         fisher: str = "empirical",
         likelihood: Likelihood = "categorical",
         kfac_approx: Approximation = "expand",
+        eigen_refresh: str = "full",
         grad_worker_fraction: float = 1.0,
+        factor_exchange: str = "all_reduce",
         assignment: AssignmentCost = "compute",
         colocate_factors: bool = True,
         symmetry_aware: bool = True,
@@ -155,6 +162,7 @@ class KAISA(KFACOptimizer):
             remedy="1.0 is the default",
         )
         check_choice("assignment", assignment, ("compute", "memory"))
+        check_choice("factor_exchange", factor_exchange, ("all_reduce", "reduce"))
         options = KFACOptions(
             damping=damping,
             relative_damping=check_flag("relative_damping", relative_damping),
@@ -167,6 +175,7 @@ class KAISA(KFACOptimizer):
             fisher=fisher,
             likelihood=likelihood,
             kfac_approx=kfac_approx,
+            eigen_refresh=eigen_refresh,
             symmetry_aware=check_flag("symmetry_aware", symmetry_aware),
             skip_layers=check_patterns(skip_layers),
             accumulation_steps=accumulation_steps,
@@ -177,6 +186,7 @@ class KAISA(KFACOptimizer):
         )
         self._fraction = float(grad_worker_fraction)
         self._cost: AssignmentCost = assignment
+        self._factor_exchange = factor_exchange
         self._colocate = check_flag("colocate_factors", colocate_factors)
         super().__init__(
             params_or_model,
@@ -191,7 +201,7 @@ class KAISA(KFACOptimizer):
         )
 
     def _described_options(self) -> str:
-        placement = f"{self._fraction} {self._cost} {self._colocate}"
+        placement = f"{self._fraction} {self._cost} {self._colocate} {self._factor_exchange}"
         return f"{super()._described_options()} {placement}"
 
     # -------------------------------------------------------------------------------- placement
@@ -227,8 +237,21 @@ class KAISA(KFACOptimizer):
 
     # --------------------------------------------------------------------------------- exchange
 
-    def _exchange_statistics(self, sums: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        self._world.start_sum([tensor for triple in sums for tensor in triple]).wait()
+    def _keeper(self, index: int) -> tuple[int, int] | None:
+        if self._factor_exchange == "all_reduce":
+            return None
+        assignment = self._assignments[index]
+        return assignment.a_solver, assignment.g_solver
+
+    # --------------------------------------------------------------------------------- exchange
+
+    def _exchange_statistics(self, sums: list[StatisticsSums]) -> None:
+        tensors = [t for each in sums for t in (each.head, each.a, each.g)]
+        if self._factor_exchange == "all_reduce":
+            self._world.start_sum(tensors).wait()
+            return
+        owners = [o for each in self._assignments for o in (None, each.a_solver, each.g_solver)]
+        self._world.start_sum_to(tensors, owners).wait()
 
     def _exchange_decompositions(
         self, mine: dict[tuple[int, str], Decomposition], ready: Sequence[int]
@@ -236,20 +259,25 @@ class KAISA(KFACOptimizer):
         row = self._row_world
         if row.size == 1:
             return mine
-        parcels = _Parcels(self, ready)
-        outgoing = [parcels.pack(key, mine.get(key)) for key in parcels.solved_by(self._world.rank)]
-        dtype, device = self._options.inv_dtype, self._device()
-        flat = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=dtype, device=device)
-        ranks = self._grid.row(self._my_row)
-        sizes = [sum(map(parcels.length, parcels.solved_by(rank))) for rank in ranks]
-        received: dict[tuple[int, str], Decomposition] = {}
-        for rank, buffer in zip(ranks, row.gather(flat, sizes), strict=True):
-            start = 0
-            for key in parcels.solved_by(rank):
-                stop = start + parcels.length(key)
-                received[key] = parcels.unpack(key, buffer[start:stop])
-                start = stop
-        return received
+        members = self._grid.row(self._my_row)
+        everybody = range(row.size)
+        routes, shapes = {}, {}
+        for i in ready:
+            assignment, shape = self._assignments[i], self._active[i].shape
+            if assignment.row != self._my_row:
+                continue
+            for which, solver, dim in (
+                ("A", assignment.a_solver, shape.in_dim),
+                ("G", assignment.g_solver, shape.out_dim),
+            ):
+                routes[i, which] = members.index(solver), everybody
+                shapes[i, which] = self._solver.kept_shapes(
+                    shape.groups,
+                    dim,
+                    which == "A" and shape.diagonal_a,
+                    self._options.symmetry_aware,
+                )
+        return deliver_parts(row, shapes, routes, mine, self._options.inv_dtype, self._device())
 
     def _exchange_gradients(
         self, mine: dict[int, Tensor], solved: Sequence[int]
@@ -261,90 +289,14 @@ class KAISA(KFACOptimizer):
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i in solved:
             by_dtype.setdefault(self._active[i].work_dtype, []).append(i)
+        everybody = range(column.size)
         for dtype, indices in by_dtype.items():
-            rows = [
-                [i for i in indices if self._assignments[i].row == row]
-                for row in range(self._grid.rows)
-            ]
-            outgoing = [mine[i].reshape(-1) for i in rows[self._my_row]]
-            empty = torch.empty(0, dtype=dtype, device=self._device())
-            flat = torch.cat(outgoing) if outgoing else empty
-            sizes = [sum(self._gradient_size(i)[0] for i in row) for row in rows]
-            for row, buffer in zip(rows, column.gather(flat, sizes), strict=True):
-                start = 0
-                for i in row:
-                    count, shape = self._gradient_size(i)
-                    results[i] = buffer[start : start + count].view(shape)
-                    start += count
+            shapes = {i: (self._active[i].shape.gradient_size,) for i in indices}
+            routes = {i: (self._assignments[i].row, everybody) for i in indices}
+            ours = {i: (mine[i],) for i in indices if i in mine}
+            received = deliver_parts(column, shapes, routes, ours, dtype, self._device())
+            results.update({i: parts[0] for i, parts in received.items()})
         return results
-
-    def _gradient_size(self, index: int) -> tuple[int, tuple[int, int, int]]:
-        shape = self._active[index].shape
-        size = (shape.groups, shape.out_dim, shape.in_dim)
-        return size[0] * size[1] * size[2], size
-
-
-class _Parcels:
-    """How one row's decompositions are laid out in its members' flat messages."""
-
-    def __init__(self, optimizer: KAISA, ready: Sequence[int]) -> None:
-        self._optimizer = optimizer
-        self._by_rank: dict[int, list[tuple[int, str]]] = {}
-        for i in ready:
-            assignment = optimizer._assignments[i]
-            if assignment.row == optimizer._my_row:
-                self._by_rank.setdefault(assignment.a_solver, []).append((i, "A"))
-                self._by_rank.setdefault(assignment.g_solver, []).append((i, "G"))
-
-    def solved_by(self, rank: int) -> list[tuple[int, str]]:
-        """The (layer, factor) pairs in a rank's message, in order."""
-        return self._by_rank.get(rank, [])
-
-    def _shapes(self, key: tuple[int, str]) -> tuple[tuple[int, ...], ...]:
-        index, which = key
-        shape = self._optimizer._active[index].shape
-        if which == "A" and shape.diagonal_a:
-            return ((shape.groups, shape.in_dim),)
-        dim = shape.in_dim if which == "A" else shape.out_dim
-        return self._optimizer._solver.payload_shapes(shape.groups, dim)
-
-    def _as_triangle(self, dims: int) -> bool:
-        """Whether a part of so many dimensions travels as a triangle."""
-        symmetric = self._optimizer._solver.symmetric and self._optimizer._options.symmetry_aware
-        return symmetric and dims == 3
-
-    def _lengths(self, key: tuple[int, str]) -> Iterator[int]:
-        for shape in self._shapes(key):
-            if self._as_triangle(len(shape)):
-                yield shape[0] * packed_length(shape[-1])
-            else:
-                yield torch.Size(shape).numel()
-
-    def length(self, key: tuple[int, str]) -> int:
-        """Elements of one decomposition in a message."""
-        return sum(self._lengths(key))
-
-    def pack(self, key: tuple[int, str], decomposition: Decomposition | None) -> Tensor:
-        """One decomposition as a flat tensor; zeros for a failed one, which nobody will use."""
-        dtype, device = self._optimizer._options.inv_dtype, self._optimizer._device()
-        if decomposition is None:
-            return torch.zeros(self.length(key), dtype=dtype, device=device)
-        parts = [
-            pack_upper_triangular(part) if self._as_triangle(part.dim()) else part
-            for part in decomposition
-        ]
-        return torch.cat([part.to(dtype).reshape(-1) for part in parts])
-
-    def unpack(self, key: tuple[int, str], flat: Tensor) -> Decomposition:
-        """Undo :meth:`pack`."""
-        parts = []
-        pieces = flat.split(list(self._lengths(key)))
-        for shape, piece in zip(self._shapes(key), pieces, strict=True):
-            if self._as_triangle(len(shape)):
-                parts.append(unpack_upper_triangular(piece.view(shape[0], -1), shape[-1]))
-            else:
-                parts.append(piece.view(shape))
-        return tuple(parts)
 
 
 _OWN_KEYWORDS = tuple(

@@ -9,14 +9,14 @@ Which rank does which part, and how results travel, is for the subclass to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.errors import DecompositionError
+from second_order.errors import SecondOrderError
 from second_order.kronecker.block import (
     GradientScale,
     KroneckerBlock,
@@ -28,20 +28,21 @@ from second_order.kronecker.block import (
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.clip import kl_clip_coefficient
 from second_order.kronecker.fisher import LabelSampler
-from second_order.kronecker.solvers import (
-    SOLVERS,
-    Damping,
-    Decomposition,
-    decompose_batched,
-)
+from second_order.kronecker.solvers import SOLVERS
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_damping, check_decay
+from second_order.optimizers.keepers import (
+    Keepers,
+    gather_factors,
+    is_sharded_checkpoint,
+    move_factors,
+)
+from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_decay
 from second_order.optimizers.options import (
     check_interval,
     larger,
     value_at,
 )
-from second_order.optimizers.placement import Placement
+from second_order.optimizers.refresh import Refresh
 from second_order.optimizers.rows import layer_rows
 from second_order.report import Summary
 
@@ -50,7 +51,7 @@ __all__ = ["KFACOptimizer"]
 PEAK_LR = "peak_lr"
 
 
-class KFACOptimizer(Placement, SecondOrderOptimizer):
+class KFACOptimizer(Refresh, SecondOrderOptimizer):
     """What KAISA and its relatives share: layers, statistics, refreshes, the preconditioned step.
 
     A subclass places the work, by the methods of :class:`Placement`.
@@ -84,6 +85,8 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
         )
         self._blocks: list[KroneckerBlock] = []
         self._left: list[LeftToBase] = []
+        self._keepers: dict[KroneckerBlock, Keepers] = {}
+        self._elsewhere: dict[KroneckerBlock, dict[str, Tensor]] | None = None
         self._solve_needed = False
         self._closed = False
         self._newcomers_at = -1
@@ -178,6 +181,7 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
         if self._steps > 0 and any(block.factors is None for block in self._active):
             self._newcomers_at = self._steps + 1  # the first passes that are sure to be captured
         self._place(self._active)
+        self._place_factors()
         if self._world.unpickled and not self._world.moved:
             self._world.unpickled = False  # its groups are new, its inverses are where they were
             return
@@ -185,6 +189,14 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
         for block in self._blocks:
             block.drop_inverse()
         self._solve_needed = True
+
+    def _place_factors(self) -> None:
+        """Factors go to those that keep them now."""
+        if self._world.moved:
+            self._keepers = {}  # this process keeps the factors of another place
+        keepers = {block: self._keeper(i) for i, block in enumerate(self._active)}
+        move_factors(self._world, self._active, self._keepers, keepers)
+        self._keepers |= keepers
 
     def _replan(self) -> None:
         if not self._closed:
@@ -196,9 +208,9 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
         self._capture.detach()
         self._closed = True
         self._blocks, self._active, self._left, self._signature = [], [], [], ()
+        self._keepers = {}
         for parts in self.state.values():
-            for name in ("A", "G", "average_weight"):
-                parts.get("curvature", {}).pop(name, None)
+            parts["curvature"] = {"steps": self._steps}
 
     # --------------------------------------------------------------------------------- the step
 
@@ -247,6 +259,7 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
             DecompositionError: On every rank, if a layer's factors could not be decomposed
                 ``max_consecutive_failures`` refreshes in a row.
         """
+        self._elsewhere = None
         loss = super().step(closure)
         self._gate_capture()
         return loss
@@ -255,130 +268,15 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
         """Running averages take in the statistics of all ranks, weighted by their examples."""
         decay = value_at(self._options.factor_decay, self._steps)
         check_decay(decay)
-        sums = []
+        dtype = self._options.factor_dtype
+        sums = [block.staged.sums().to(dtype) for block in self._active]
         for block in self._active:
-            factors = block.ensure_factors()
-            a, g, examples = block.staged.sums()
-            sums.append((factors.store(a), factors.store(g), examples))
-        self._exchange_statistics(sums)
-        for block, (a, g, examples) in zip(self._active, sums, strict=True):
-            block.ensure_factors().update(a, g, examples, decay)
             block.staged.clear()
+        with record_function("second_order.exchange"):
+            self._exchange_statistics(sums)
+        for block in reversed(self._active):  # the last one's go first
+            block.ensure_factors().update(sums.pop(), decay)
             block.asked = True
-
-    def _refresh_inverses(self, average: Callable[[], None]) -> None:
-        """Decompose this rank's share, agree on what failed, and exchange."""
-        ready = self._layers_with_factors()
-        damping = self._damping(ready)
-        mine, reason = self._decompose_mine(ready, damping)
-        failed = torch.zeros(len(self._active), device=self._device())
-        for i in ready:
-            due = {w for w, ours in zip("AG", self._solves(i), strict=True) if ours}
-            if any((i, which) not in mine for which in due):
-                failed[i] = 1.0
-        agreement = self._world.start_sum([failed])
-        # Nothing may be under way in the world while a part of it communicates: NCCL's
-        # communicators are not to be used at the same time.
-        average()
-        agreement.wait()
-        received = self._exchange_decompositions(mine, ready)
-        hopeless = []
-        for i, bad in zip(ready, failed[ready].tolist(), strict=True):
-            block = self._active[i]
-            if bad:
-                block.failures += 1
-                self._warn_failure(block, reason)
-                if block.failures >= self._options.max_consecutive_failures:
-                    hopeless.append(block.name)
-                continue
-            block.failures = 0
-            block.solved = True
-            if self._preconditions(i):
-                block.inverse = self._solver.combine(
-                    received[i, "A"], received[i, "G"], damping[i], self._options.inv_dtype
-                )
-        self._solve_needed = False
-        if hopeless:
-            raise DecompositionError(
-                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
-                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
-                f"float64; raise damping, lower lr, or name them in skip_layers"
-            )
-
-    def _decompose_mine(
-        self, ready: Sequence[int], damping: Mapping[int, Damping]
-    ) -> tuple[dict[tuple[int, str], Decomposition], str]:
-        """This rank's decompositions; an exception here must not part it from the others."""
-        keys: list[tuple[int, str]] = []
-        matrices: list[Tensor] = []
-        options = self._options
-        dtype = torch.promote_types(options.factor_dtype, options.inv_dtype)
-        dtype = torch.promote_types(dtype, torch.float32)
-        try:
-            for i in ready:
-                solves = self._solves(i)
-                if not any(solves):
-                    continue
-                factors = self._active[i].ensure_factors()
-                a, g = self._solver.damp(*factors.matrices(dtype), damping[i])
-                for which, matrix, ours in zip("AG", (a, g), solves, strict=True):
-                    if ours:
-                        keys.append((i, which))
-                        matrices.append(matrix)
-            results = decompose_batched(self._solver, matrices)
-        except Exception as error:
-            return {}, f" ({type(error).__name__}: {error})"
-        found = zip(keys, results, strict=True)
-        return {key: result for key, result in found if result is not None}, ""
-
-    def _layers_with_factors(self) -> list[int]:
-        """Active layers that have seen a statistic; the others are named once."""
-        if not self._active:
-            return []
-        device = self._device()
-        weights = torch.stack([b.ensure_factors().weight.to(device) for b in self._active])
-        present = (weights > 0).tolist()
-        for block, seen in zip(self._active, present, strict=True):
-            block.silent = block.asked and not seen
-        if not any(present) and all(block.silent for block in self._active):
-            if self._first_time("no statistics"):
-                self._warn(self._no_statistics_message())
-            return []
-        absent = [b.name for b in self._active if b.silent and self._first_time(f"no:{b.name}")]
-        if absent:
-            self._warn(
-                f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
-                f"call these modules, or their outputs do not reach the loss; the base optimizer "
-                f"trains them until it does"
-            )
-        return [i for i, seen in enumerate(present) if seen]
-
-    def _no_statistics_message(self) -> str:
-        cause = "make the optimizer before torch.compile's first run: hooks added later never fire"
-        if self._options.fisher == "sampled":
-            cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
-        return (
-            f"no layer gave statistics: {type(self).__name__} now does no more than "
-            f"{type(self._base).__name__}; {cause}"
-        )
-
-    def _warn_failure(self, block: KroneckerBlock, reason: str) -> None:
-        kept = "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
-        if self._first_time(f"failed:{block.name}"):
-            self._warn(
-                f"the factors of layer {block.name!r} could not be decomposed at step "
-                f"{self._steps}{reason}; {kept} until a refresh succeeds"
-            )
-
-    def _damping(self, ready: Sequence[int]) -> dict[int, Damping]:
-        """γ of each layer that is to be solved: a number, or that many times its mean curvature."""
-        damping = value_at(self._options.damping, self._steps)
-        check_damping(damping)
-        if not self._options.relative_damping:
-            return dict.fromkeys(ready, float(damping))
-        curvatures = {i: self._active[i].ensure_factors().mean_curvature() for i in ready}
-        # A layer whose gradients vanish has no curvature to be relative to.
-        return {i: damping * torch.where(c > 0, c, 1.0) for i, c in curvatures.items()}
 
     def _precondition_gradients(self) -> None:
         """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""
@@ -392,16 +290,19 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
                 gradients[i] = gradient
             if self._preconditions(i):
                 mine[i] = self._apply_inverse(block, gradient)
-        results = self._exchange_gradients(mine, solved)
+        with record_function("second_order.exchange"):
+            results = self._exchange_gradients(mine, solved)
         if not gradients:
             return
         indices = list(gradients)
-        coefficient = self._clip([results[i] for i in indices], list(gradients.values()), indices)
-        for i in indices:
-            result = results[i]
-            if coefficient is not None:
-                result = result.mul_(coefficient.to(result.device, result.dtype))
-            self._active[i].write_gradient(result)
+        with record_function("second_order.clip"):
+            chosen = [results[i] for i in indices]
+            coefficient = self._clip(chosen, list(gradients.values()), indices)
+            for i in indices:
+                result, factor = results[i], 1.0 if coefficient is None else coefficient
+                if isinstance(factor, Tensor):
+                    factor = factor.to(result.device, result.dtype)
+                self._active[i].write_gradient(result, factor)
 
     def _apply_inverse(self, block: KroneckerBlock, gradient: Tensor | None) -> Tensor:
         shape = block.shape
@@ -436,32 +337,63 @@ class KFACOptimizer(Placement, SecondOrderOptimizer):
 
     # ------------------------------------------------------------------------ state and summary
 
+    def consolidate(self, to: int | None = 0) -> None:
+        """Collect the factors that other processes keep, for the next :meth:`state_dict`.
+
+        A collective: every process calls it. What is collected is let go at the next step. Nothing
+        happens where every process keeps everything.
+
+        Args:
+            to: The rank that is going to save; None if all are.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        if to is not None and not 0 <= to < self._world.size:
+            raise ValueError(
+                f"consolidate(to={to}): there are ranks 0 to {self._world.size - 1}; "
+                f"use None for all of them"
+            )
+        self._elsewhere = gather_factors(self._world, self._keepers, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
+
+        Raises:
+            SecondOrderError: If other processes keep some of the factors, they have not been
+                collected by :meth:`consolidate` since the last step, and it is not
+                ``torch.distributed.checkpoint`` that asks for this process's part.
+        """
+        spread = self._world.size > 1 and any(k is not None for k in self._keepers.values())
+        if spread and self._elsewhere is None and not is_sharded_checkpoint():
+            raise SecondOrderError(
+                f"{type(self).__name__}.state_dict() would lack the factors that other processes "
+                f"keep; call optimizer.consolidate(to=0) on every process first, or save with "
+                f"torch.distributed.checkpoint"
+            )
+        return super().state_dict()
+
     def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
-        parts: dict[Tensor, dict[str, Any]] = {}
-        for block in self._active:
-            factors = block.ensure_factors()
-            parts[block.weight] = {
-                "A": factors.a,
-                "G": factors.g,
-                "average_weight": factors.weight,
-            }
-        return parts
+        active, elsewhere = set(self._active), self._elsewhere or {}
+        return {
+            block.weight: block.saved_factors() | elsewhere.get(block, {})
+            for block in self._blocks
+            if block in active or block.factors is not None
+        }
 
     def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
         for block in self._blocks:
-            part = saved.get(block.weight, {})
-            if "A" in part:
-                block.check_factors(part["A"], part["G"])
+            block.check_factors(saved.get(block.weight, {}))
 
     def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        self._elsewhere = None
         for block in self._blocks:
             part = saved.get(block.weight, {})
             block.staged.clear()
-            block.factors = None
+            block.forget()
             block.failures = 0
-            block.drop_inverse()
-            if "A" in part:
-                block.load_factors(part["A"], part["G"], torch.as_tensor(part["average_weight"]))
+            if "average_weight" in part:
+                block.load_factors(part)
         self._solve_needed = True
         self._gate_capture()
 

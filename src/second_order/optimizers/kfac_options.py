@@ -38,6 +38,7 @@ class KFACOptions:
     fisher: str
     likelihood: Likelihood
     kfac_approx: Approximation
+    eigen_refresh: str
     symmetry_aware: bool
     skip_layers: tuple[str, ...]
     accumulation_steps: int
@@ -67,6 +68,12 @@ class KFACOptions:
         if not callable(self.likelihood):
             check_choice("likelihood", self.likelihood, LIKELIHOODS)
         check_choice("kfac_approx", self.kfac_approx, ("expand", "reduce"))
+        check_choice("eigen_refresh", self.eigen_refresh, ("full", "warm"))
+        if self.eigen_refresh == "warm" and self.solver != "eigen":
+            raise ValueError(
+                f"eigen_refresh='warm' starts from eigenvectors, and solver={self.solver!r} has "
+                f"none; use solver='eigen', or leave eigen_refresh at 'full'"
+            )
         check_count("accumulation_steps", self.accumulation_steps, "micro-batches to a step")
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         for name in ("factor_dtype", "inv_dtype"):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.solvers import Decomposition
+from second_order.kronecker.decompositions import Decomposition
+from second_order.kronecker.factors import StatisticsSums
 
 __all__ = ["Placement"]
 
@@ -34,8 +35,15 @@ class Placement:
         """Who works on an active layer, for :meth:`summary`."""
         raise NotImplementedError
 
-    def _exchange_statistics(self, sums: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Add the layers' ``(A, G, examples)`` over the ranks that contribute, in place."""
+    def _keeper(self, index: int) -> tuple[int, int] | None:
+        """The ranks that keep A and G of an active layer; None if every rank keeps both."""
+        raise NotImplementedError
+
+    def _exchange_statistics(self, sums: list[StatisticsSums]) -> None:
+        """Add the layers' statistics over the ranks that contribute, in place.
+
+        Heads for all ranks, factors for those that keep them.
+        """
         raise NotImplementedError
 
     def _exchange_decompositions(

@@ -1,0 +1,61 @@
+"""Many tensors of known shapes in flat messages, one a pair of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from second_order.distributed.collectives import Delivery, World
+
+__all__ = ["Parts", "Shapes", "deliver_parts"]
+
+Parts: TypeAlias = tuple[Tensor, ...]
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+Key = TypeVar("Key", bound=Hashable)
+
+
+def deliver_parts(
+    world: World,
+    shapes: Mapping[Key, Shapes],
+    routes: Mapping[Key, tuple[int, Sequence[int]]],
+    mine: Mapping[Key, Parts],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[Key, Parts]:
+    """Send tuples of tensors from where they are to where they are wanted, in one collective.
+
+    Args:
+        world: The processes; ranks below are theirs.
+        shapes: Shapes of the parts of each item; the same on every rank.
+        routes: The source and the destinations of each item, in one order on every rank.
+        mine: What this rank has. An item that is missing on its source arrives as zeros.
+        dtype: Of all parts.
+        device: Of all parts.
+
+    Returns:
+        Everything that this rank has or has received; received parts are views of the message.
+    """
+    items = []
+    for key, (source, destinations) in routes.items():
+        size = sum(math.prod(shape) for shape in shapes[key])
+        content = None
+        if source == world.rank and any(rank != source for rank in destinations):
+            content = _flat(mine.get(key), size, dtype, device)
+        items.append(Delivery(source, destinations, size, content))
+    received = world.deliver(items, dtype, device)
+    everything = dict(mine)
+    for (key, (source, destinations)), flat in zip(routes.items(), received, strict=True):
+        if flat is not None and source != world.rank and world.rank in destinations:
+            pieces = flat.split([math.prod(shape) for shape in shapes[key]])
+            everything[key] = tuple(p.view(s) for p, s in zip(pieces, shapes[key], strict=True))
+    return everything
+
+
+def _flat(parts: Parts | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if parts is None:
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.cat([part.to(dtype).reshape(-1) for part in parts])

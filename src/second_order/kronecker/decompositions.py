@@ -1,0 +1,328 @@
+"""Eigendecompositions and Cholesky inverses that do not fail quietly, batched by size.
+
+A decomposition climbs a ladder until its result is finite and accurate: the working precision,
+float64, float64 on the CPU. One bad member never spoils the others of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Decompose",
+    "Decomposition",
+    "Problem",
+    "cholesky_inverse",
+    "decompose_batched",
+    "diagonal",
+    "eigh",
+    "ieee_matmul",
+    "orthogonal_iteration",
+]
+
+Decomposition: TypeAlias = tuple[Tensor, ...]
+Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
+"""Takes ``(batch, n, n)``, gives the parts, and which members are sound, shape ``(batch,)``."""
+
+# Relative residual above which a float32 decomposition is taken again in float64. A sound one is
+# near 1e-6; a wrong one is near 1.
+RESIDUAL_TOLERANCE = 1e-3
+
+# What remains off the diagonal after an orthogonal iteration, relative to the whole matrix, for the
+# refreshed eigenvectors to be taken.
+REFINEMENT_TOLERANCE = 1e-2
+
+BATCH_BYTES = 32 * 2**20  # of the matrices that are decomposed together, unless one is larger
+
+
+@contextmanager
+def ieee_matmul(device: torch.device) -> Iterator[None]:
+    """Full float32 products on CUDA, where TF32 would keep ten bits of each factor."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A factor to decompose, which is not built before its turn.
+
+    Attributes:
+        groups: Number of matrices.
+        dim: Their size.
+        dtype: They are decomposed in it, or a wider one.
+        device: Where they are.
+        build: Makes ``(groups, n, n)``, or ``(groups, n)`` for a diagonal; the caller's to change.
+        added: What is added to the diagonals, ``(groups,)``, or None.
+        guess: Eigenvectors of an earlier version, ``(groups, n, n)``, or None.
+        is_diagonal: Whether ``build`` makes a diagonal.
+    """
+
+    groups: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+    build: Callable[[], Tensor]
+    added: Tensor | None = None
+    guess: Tensor | None = None
+    is_diagonal: bool = False
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What the members of a batch have in common."""
+        return self.dim, self.dtype, self.device, self.guess is None, self.is_diagonal
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its matrices."""
+        return self.groups * self.dim**2 * self.dtype.itemsize
+
+    def damped(self) -> Tensor:
+        """The matrices, or the diagonal, with the damping on."""
+        matrix = self.build()
+        if self.added is not None:
+            diagonal(matrix).add_(self.added.to(matrix.dtype).unsqueeze(-1))
+        return matrix
+
+
+def diagonal(factor: Tensor) -> Tensor:
+    """The diagonal, shape ``(groups, n)``, as a view, of a factor that may be kept as one."""
+    return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
+
+
+def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
+    """Eigenvectors and eigenvalues (at least 0) of ``(batch, n, n)``, and which are sound."""
+    size = _size(matrix)
+    scaled = matrix / size
+    values, vectors = torch.linalg.eigh(scaled)
+    return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
+        scaled, vectors, values
+    )
+
+
+def orthogonal_iteration(matrix: Tensor, guess: Tensor) -> tuple[Decomposition, Tensor]:
+    """One step of orthogonal iteration from the eigenvectors of a nearby matrix.
+
+    Y = X Q, its QR decomposition gives the new Q, the diagonal of Qᵀ X Q the eigenvalues (Golub &
+    Van Loan, 8.2.4). Columns come in the order of falling eigenvalues, so that a strong direction
+    is never corrected by a weak one.
+
+    Args:
+        matrix: X, ``(batch, n, n)``.
+        guess: Q, ``(batch, n, n)``, columns in the order of rising eigenvalues, as ``eigh`` has it.
+
+    Returns:
+        Eigenvectors and eigenvalues as from :func:`eigh`, nearly in rising order, and for which
+        members they are sound: what is left off the diagonal is below the tolerance.
+    """
+    size = _size(matrix)
+    scaled = matrix / size
+    vectors = torch.linalg.qr(scaled @ guess.flip(-1)).Q.flip(-1)
+    rotated = vectors.mT @ (scaled @ vectors)
+    values = diagonal(rotated).clone()
+    diagonal(rotated).zero_()
+    off_diagonal = _norm(rotated) / _norm(scaled).clamp_min(torch.finfo(matrix.dtype).tiny)
+    close = off_diagonal < REFINEMENT_TOLERANCE
+    sound = close & _is_orthogonal(vectors)
+    return (vectors, values.clamp_min(0) * size.squeeze(-1)), sound
+
+
+def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
+    """Inverses of positive definite ``(batch, n, n)``, and whether each is sound."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    definite = info == 0
+    if not bool(definite.all()):
+        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        factor = torch.where(definite[:, None, None], factor, identity)
+    inverse = torch.cholesky_inverse(factor)
+    del factor
+    probe = _probe(matrix)
+    solved = inverse @ probe
+    # The backward error: small whatever the condition number, unless the inverse is wrong.
+    error = _norm(matrix @ solved - probe) / (_norm(matrix) * _norm(solved) + _norm(probe))
+    return (inverse,), definite & (error < RESIDUAL_TOLERANCE)
+
+
+def _size(matrix: Tensor) -> Tensor:
+    """The mean diagonal entry, ``(batch, 1, 1)``: dividing by it keeps squares in range."""
+    tiny = torch.finfo(matrix.dtype).tiny
+    return diagonal(matrix).mean(-1).abs().clamp_min(tiny)[:, None, None]
+
+
+def _is_eigenbasis(matrix: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
+    probe = _probe(matrix)
+    coordinates = vectors.mT @ probe
+    expected = matrix @ probe
+    error = _norm(vectors @ (values.unsqueeze(-1) * coordinates) - expected)
+    error = error / (_norm(expected) + _norm(probe))
+    # Q Λ Qᵀ alone would pass with a Q that is not orthogonal where Λ vanishes.
+    skew = _norm(vectors @ coordinates - probe) / _norm(probe)
+    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE
+
+
+def _is_orthogonal(vectors: Tensor) -> Tensor:
+    probe = _probe(vectors)
+    skew = _norm(vectors @ (vectors.mT @ probe) - probe) / _norm(probe)
+    return skew < RESIDUAL_TOLERANCE
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norm
+
+
+def _probe(matrix: Tensor) -> Tensor:
+    """A fixed vector with no zero and no pattern, shape ``(n, 1)``."""
+    steps = torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)
+    wave: Tensor = torch.cos(steps * steps * 0.7)
+    return wave.add_(1.5).unsqueeze(-1)
+
+
+def decompose_batched(
+    problems: Sequence[Problem],
+    decompose: Decompose,
+    decompose_diagonal: Callable[[Tensor], Decomposition],
+    keep: Callable[[Decomposition], Decomposition],
+) -> list[Decomposition | None]:
+    """Decompose many factors, those of one size, dtype and device together.
+
+    Args:
+        problems: What to decompose. Those with a guess are first refined from it, in a batch.
+        decompose: What to do with matrices.
+        decompose_diagonal: What to do with diagonals.
+        keep: Brings a decomposition into the form in which it is kept; the rest is let go before
+            the next batch.
+
+    Returns:
+        Per problem its decomposition with leading ``groups``, or None if no rung of the ladder gave
+        a sound one for every group.
+    """
+    results: list[Decomposition | None] = [None] * len(problems)
+    for indices in _batches(problems):
+        matrices = [problems[i].damped() for i in indices]
+        if problems[indices[0]].is_diagonal:
+            for i, matrix in zip(indices, matrices, strict=True):
+                parts = decompose_diagonal(matrix)
+                sums = torch.stack([matrix.sum(), *(part.sum() for part in parts)])
+                results[i] = keep(parts) if bool(torch.isfinite(sums).all()) else None
+            continue
+        stacked = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        del matrices
+        guesses = [g for i in indices if (g := problems[i].guess) is not None]
+        with ieee_matmul(stacked.device):
+            payload, sound = _climb(decompose, stacked, torch.cat(guesses) if guesses else None)
+        start = 0
+        for i in indices:
+            stop = start + problems[i].groups
+            if all(sound[start:stop]):
+                results[i] = keep(tuple(part[start:stop] for part in payload))
+            start = stop
+    return results
+
+
+def _batches(problems: Sequence[Problem]) -> list[list[int]]:
+    """Runs of problems of one kind, of at most ``BATCH_BYTES`` (or one problem) each."""
+    batches: list[list[int]] = []
+    current: dict[object, list[int]] = {}
+    filled: dict[object, int] = {}
+    for i, problem in enumerate(problems):
+        key = problem.kind
+        if key not in current or filled[key] + problem.nbytes > BATCH_BYTES:
+            current[key], filled[key] = [], 0
+            batches.append(current[key])
+        current[key].append(i)
+        filled[key] += problem.nbytes
+    return batches
+
+
+def _climb(
+    decompose: Decompose, batch: Tensor, guess: Tensor | None
+) -> tuple[Decomposition, list[bool]]:
+    """Decompose ``(batch, n, n)`` by the ladder; the result is in the batch's dtype and place."""
+    batch, usable = _with_finite_members(batch)
+    working = torch.promote_types(batch.dtype, torch.float32)
+    places = [(batch.device, working), (batch.device, torch.float64)]
+    places.append((torch.device("cpu"), torch.float64))
+    rungs = [partial(_attempt, decompose, place) for place in dict.fromkeys(places)]
+    if guess is not None:
+        rungs.insert(0, partial(_attempt_refinement, guess, (batch.device, working)))
+    payload: Decomposition = ()
+    todo = list(range(len(usable)))
+    for rung in rungs:
+        parts, sound = rung(batch if len(todo) == len(batch) else batch[todo])
+        if all(sound) and len(sound) == len(batch):  # the common case, without a copy
+            return tuple(p.to(batch.device, batch.dtype) for p in parts), usable
+        if not payload and parts:
+            payload = tuple(
+                torch.zeros(len(batch), *p.shape[1:], dtype=batch.dtype, device=batch.device)
+                for p in parts
+            )
+        done = [i for i, ok in zip(todo, sound, strict=True) if ok]
+        chosen = [position for position, ok in enumerate(sound) if ok]
+        for target, part in zip(payload, parts, strict=False):
+            target[done] = part[chosen].to(batch.device, batch.dtype)
+        todo = [i for i, ok in zip(todo, sound, strict=True) if not ok]
+        if not todo:
+            break
+    for i in todo:
+        usable[i] = False
+    return payload, usable
+
+
+def _with_finite_members(batch: Tensor) -> tuple[Tensor, list[bool]]:
+    """The batch with the identity for members that are not finite, and which were."""
+    finite: list[bool] = torch.isfinite(_norm(batch)).tolist()
+    if all(finite):
+        return batch, finite
+    exact = torch.isfinite(batch).flatten(1).all(1)  # a square may have overflowed
+    identity = torch.eye(batch.shape[-1], dtype=batch.dtype, device=batch.device)
+    return torch.where(exact[:, None, None], batch, identity), exact.tolist()
+
+
+_Place: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def _attempt(
+    decompose: Decompose, place: _Place, members: Tensor
+) -> tuple[Decomposition, list[bool]]:
+    """One rung: the whole batch, and one by one if that raises."""
+    try:
+        parts, sound = decompose(members.to(*place))
+        return parts, sound.tolist()
+    except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
+        if len(members) == 1:
+            return (), [False]
+    singles = [_attempt(decompose, place, member.unsqueeze(0)) for member in members]
+    sound_parts = [parts for parts, (ok,) in singles if ok]
+    if not sound_parts:
+        return (), [False] * len(members)
+    blank = tuple(torch.zeros_like(p) for p in sound_parts[0])
+    whole = [parts if ok else blank for parts, (ok,) in singles]
+    return tuple(torch.cat(column) for column in zip(*whole, strict=True)), [
+        ok for _, (ok,) in singles
+    ]
+
+
+def _attempt_refinement(
+    guess: Tensor, place: _Place, members: Tensor
+) -> tuple[Decomposition, list[bool]]:
+    """The rung below the ladder: eigenvectors from those of an earlier refresh."""
+    try:
+        parts, sound = orthogonal_iteration(members.to(*place), guess.to(*place))
+        return parts, sound.tolist()
+    except RuntimeError:
+        return (), [False] * len(members)

@@ -1,0 +1,199 @@
+"""The refresh of a K-FAC step: damped inverses of this rank's share, agreed on and exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from second_order.distributed.collectives import World
+from second_order.errors import DecompositionError
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.decompositions import Decomposition, Problem
+from second_order.kronecker.solvers import Damping, EigenInverse, Solver
+from second_order.optimizers.kfac_options import KFACOptions, check_damping
+from second_order.optimizers.options import value_at
+from second_order.optimizers.placement import Placement
+
+__all__ = ["Refresh"]
+
+FAILED, LOST = 1.0, 2.0**20  # summed over the ranks, and told apart in the sum
+
+
+class Refresh(Placement):
+    """What a :class:`KFACOptimizer` does every ``inv_update_steps``.
+
+    Attributes:
+        _active: The layers that train now.
+        _solve_needed: A refresh is due out of turn.
+    """
+
+    _active: list[KroneckerBlock]
+    _base: torch.optim.Optimizer
+    _options: KFACOptions
+    _solve_needed: bool
+    _solver: Solver
+    _steps: int
+    _world: World
+
+    def _first_time(self, key: str) -> bool:
+        raise NotImplementedError
+
+    def _warn(self, message: str) -> None:
+        raise NotImplementedError
+
+    def _device(self) -> torch.device:
+        raise NotImplementedError
+
+    def _refresh_inverses(self, average: Callable[[], None]) -> None:
+        """Decompose this rank's share, agree on what failed, and exchange."""
+        ready = self._layers_with_factors()
+        damping = self._damping(ready)
+        mine, reason = self._decompose_mine(ready, damping)
+        failed = self._failures(ready, mine)
+        with record_function("second_order.exchange"):
+            agreement = self._world.start_sum([failed])
+            # Nothing may be under way in the world while a part of it communicates: NCCL's
+            # communicators are not to be used at the same time.
+            average()
+            agreement.wait()
+            received = self._exchange_decompositions(mine, ready)
+        del mine
+        hopeless = []
+        for i, bad in zip(ready, failed[ready].tolist(), strict=True):
+            block = self._active[i]
+            a, g = received.pop((i, "A"), None), received.pop((i, "G"), None)
+            if bad >= LOST:
+                self._warn_loss(block)
+                block.forget()
+            elif bad:
+                block.failures += 1
+                self._warn_failure(block, reason)
+                if block.failures >= self._options.max_consecutive_failures:
+                    hopeless.append(block.name)
+            else:
+                block.failures = 0
+                block.solved = True
+                if self._preconditions(i):
+                    assert a is not None
+                    assert g is not None
+                    block.inverse = self._solver.combine(a, g, damping[i])
+        self._solve_needed = False
+        if hopeless:
+            raise DecompositionError(
+                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
+                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
+                f"float64; raise damping, lower lr, or name them in skip_layers"
+            )
+
+    def _failures(
+        self, ready: Sequence[int], mine: Mapping[tuple[int, str], Decomposition]
+    ) -> Tensor:
+        """For each active layer whether this rank could not do its part."""
+        failed = torch.zeros(len(self._active), device=self._device())
+        for i in ready:
+            due = {w for w, ours in zip("AG", self._solves(i), strict=True) if ours}
+            if self._active[i].lost:
+                failed[i] = LOST
+            elif any((i, which) not in mine for which in due):
+                failed[i] = FAILED
+        return failed
+
+    def _decompose_mine(
+        self, ready: Sequence[int], damping: Mapping[int, Damping]
+    ) -> tuple[dict[tuple[int, str], Decomposition], str]:
+        """This rank's decompositions; an exception here must not part it from the others."""
+        options = self._options
+        try:
+            problems = {
+                (i, which): self._problem(i, which, damping[i])
+                for i in ready
+                for which, ours in zip("AG", self._solves(i), strict=True)
+                if ours and not self._active[i].lost
+            }
+            results = self._solver.decompose(
+                list(problems.values()), options.inv_dtype, options.symmetry_aware
+            )
+        except Exception as error:
+            return {}, f" ({type(error).__name__}: {error})"
+        found = zip(problems, results, strict=True)
+        return {key: result for key, result in found if result is not None}, ""
+
+    def _problem(self, index: int, which: str, damping: Damping) -> Problem:
+        block, options = self._active[index], self._options
+        factors, shape, inverse = block.ensure_factors(), block.shape, block.inverse
+        dtype = torch.promote_types(options.factor_dtype, options.inv_dtype)
+        dtype = torch.promote_types(dtype, torch.float32)
+        on_a, on_g = self._solver.dampings(factors.means, damping)
+        guess = None
+        if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
+            guess = inverse.q_a if which == "A" else inverse.q_g
+        return Problem(
+            shape.groups,
+            shape.in_dim if which == "A" else shape.out_dim,
+            dtype,
+            block.weight.device,
+            partial(factors.matrix, which, dtype),
+            added=on_a if which == "A" else on_g,
+            guess=guess,
+            is_diagonal=which == "A" and shape.diagonal_a,
+        )
+
+    def _layers_with_factors(self) -> list[int]:
+        """Active layers that have seen a statistic; the others are named once."""
+        if not self._active:
+            return []
+        device = self._device()
+        weights = torch.stack([b.ensure_factors().weight.to(device) for b in self._active])
+        present = (weights > 0).tolist()
+        for block, seen in zip(self._active, present, strict=True):
+            block.silent = block.asked and not seen
+        if not any(present) and all(block.silent for block in self._active):
+            if self._first_time("no statistics"):
+                self._warn(self._no_statistics_message())
+            return []
+        absent = [b.name for b in self._active if b.silent and self._first_time(f"no:{b.name}")]
+        if absent:
+            self._warn(
+                f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
+                f"call these modules, or their outputs do not reach the loss; the base optimizer "
+                f"trains them until it does"
+            )
+        return [i for i, seen in enumerate(present) if seen]
+
+    def _no_statistics_message(self) -> str:
+        cause = "make the optimizer before torch.compile's first run: hooks added later never fire"
+        if self._options.fisher == "sampled":
+            cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
+        return (
+            f"no layer gave statistics: {type(self).__name__} now does no more than "
+            f"{type(self._base).__name__}; {cause}"
+        )
+
+    def _warn_failure(self, block: KroneckerBlock, reason: str) -> None:
+        kept = "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
+        if self._first_time(f"failed:{block.name}"):
+            self._warn(
+                f"the factors of layer {block.name!r} could not be decomposed at step "
+                f"{self._steps}{reason}; {kept} until a refresh succeeds"
+            )
+
+    def _damping(self, ready: Sequence[int]) -> dict[int, Damping]:
+        """γ of each layer that is to be solved: a number, or that many times its mean curvature."""
+        damping = value_at(self._options.damping, self._steps)
+        check_damping(damping)
+        if not self._options.relative_damping:
+            return dict.fromkeys(ready, float(damping))
+        curvatures = {i: self._active[i].ensure_factors().mean_curvature() for i in ready}
+        # A layer whose gradients vanish has no curvature to be relative to.
+        return {i: damping * torch.where(c > 0, c, 1.0) for i, c in curvatures.items()}
+
+    def _warn_loss(self, block: KroneckerBlock) -> None:
+        self._warn(
+            f"a factor of layer {block.name!r} is lost: the process that should keep it has not "
+            f"got it, from a checkpoint written without consolidate(), perhaps; the base "
+            f"optimizer trains the layer alone until its statistics have been taken anew"
+        )
