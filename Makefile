@@ -31,7 +31,7 @@ demo: venv ## train on digits with SGD and every optimizer, two processes: a tab
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress.py $(ARGS)
 
-bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: a quarter of an hour
+bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: twenty minutes
 	$(BIN)/python benchmarks/speed.py --json benchmarks/results/speed.json $(ARGS)
 	$(BIN)/python benchmarks/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
 

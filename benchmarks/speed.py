@@ -254,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             replace(v, processes=options.processes) if v.processes > 1 else v for v in variants
         ]
     plan = runnable([WORKLOADS[name] for name in options.workloads], variants, console)
+    if not plan:
+        return
     record = run(plan, options.repeats, memory=not options.skip_memory, output=options.json)
     console.print(table(record))
 
