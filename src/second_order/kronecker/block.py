@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from second_order.errors import SecondOrderWarning
 from second_order.kronecker.decompositions import ieee_matmul
@@ -323,15 +324,20 @@ class StatisticsCollector:
         if block is None:
             return
         block.follow_requires_grad()
-        with ieee_matmul(d.device):
-            pair = pair_statistics(
-                module,
-                x,
-                d,
-                bias=block.trains_bias,
-                approximation=self.approximation,
-                dtype=self.factor_dtype,
-            )
+        with record_function("second_order.capture"), ieee_matmul(d.device):
+            self._stage(block, module, x, d, pass_id)
+
+    def _stage(
+        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, pass_id: int
+    ) -> None:
+        pair = pair_statistics(
+            module,
+            x,
+            d,
+            bias=block.trains_bias,
+            approximation=self.approximation,
+            dtype=self.factor_dtype,
+        )
         terms = pair.terms if self.mean_reduction else 1
         block.staged.add(pair, self.gradient_scale(d) * terms, pass_id)
 

@@ -36,6 +36,9 @@ __all__ = [
     "factored_damping",
 ]
 
+# Smaller inverses stay whole: unpacking them at every step takes longer than multiplying does.
+TRIANGULAR_FROM = 1024
+
 SolverName: TypeAlias = Literal["eigen", "inverse"]
 Damping: TypeAlias = float | Tensor
 
@@ -165,7 +168,7 @@ class Solver(Protocol):
         Args:
             problems: The damped factors.
             dtype: Decompositions are kept and sent in it.
-            triangular: Symmetric ones are kept and sent as triangles.
+                triangular: Large symmetric ones are kept and sent as triangles.
         """
 
     def kept_shapes(
@@ -230,7 +233,7 @@ class InverseSolver:
 
         def keep(parts: Decomposition) -> Decomposition:
             (inverse,) = parts
-            packed = triangular and inverse.dim() == 3
+            packed = triangular and inverse.dim() == 3 and inverse.shape[-1] >= TRIANGULAR_FROM
             return (_owned(pack_upper_triangular(inverse) if packed else inverse, dtype),)
 
         return decompose_batched(
@@ -243,7 +246,9 @@ class InverseSolver:
         """The inverse."""
         if is_diagonal:
             return ((groups, dim),)
-        return ((groups, packed_length(dim)),) if triangular else ((groups, dim, dim),)
+        if triangular and dim >= TRIANGULAR_FROM:
+            return ((groups, packed_length(dim)),)
+        return ((groups, dim, dim),)
 
     def combine(self, a: Decomposition, g: Decomposition, damping: Damping) -> FactoredInverse:
         """Nothing is left to do."""

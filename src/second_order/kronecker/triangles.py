@@ -22,7 +22,8 @@ __all__ = [
     "unpack_upper_triangular",
 ]
 
-HALVED_FROM = 512  # below, four small products are slower than one and a copy
+MIRROR_BLOCK = 256
+HALVED_FROM = 1024  # below, four small products are slower than one and a copy
 
 
 def packed_length(dim: int) -> int:
@@ -60,8 +61,8 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
     matrix = packed.new_empty(*packed.shape[:-1], dim, dim)
     matrix[..., :h, h:].copy_(first)
     matrix[..., h:, :h].copy_(first.mT)
-    matrix[..., :h, :h].copy_(_mirrored(upper.triu()))
-    matrix[..., h:, h:].copy_(_mirrored(lower.tril()))
+    matrix[..., :h, :h].copy_(_mirrored(upper, lower=False))
+    matrix[..., h:, h:].copy_(_mirrored(lower, lower=True))
     return matrix
 
 
@@ -80,8 +81,10 @@ def times_packed(left: Tensor, packed: Tensor) -> Tensor:
         return left @ unpack_upper_triangular(packed, dim)
     first, upper, lower = _blocks(packed, dim)
     left1, left2 = left[..., : dim // 2], left[..., dim // 2 :]
-    right = torch.baddbmm(left1 @ first, left2, _mirrored(lower.tril()))
-    return torch.cat([torch.baddbmm(left2 @ first.mT, left1, _mirrored(upper.triu())), right], -1)
+    right = torch.baddbmm(left1 @ first, left2, _mirrored(lower, lower=True))
+    return torch.cat(
+        [torch.baddbmm(left2 @ first.mT, left1, _mirrored(upper, lower=False)), right], -1
+    )
 
 
 def packed_times(packed: Tensor, right: Tensor) -> Tensor:
@@ -99,8 +102,10 @@ def packed_times(packed: Tensor, right: Tensor) -> Tensor:
         return unpack_upper_triangular(packed, dim) @ right
     first, upper, lower = _blocks(packed, dim)
     right1, right2 = right[..., : dim // 2, :], right[..., dim // 2 :, :]
-    bottom = torch.baddbmm(first.mT @ right1, _mirrored(lower.tril()), right2)
-    return torch.cat([torch.baddbmm(first @ right2, _mirrored(upper.triu()), right1), bottom], -2)
+    bottom = torch.baddbmm(first.mT @ right1, _mirrored(lower, lower=True), right2)
+    return torch.cat(
+        [torch.baddbmm(first @ right2, _mirrored(upper, lower=False), right1), bottom], -2
+    )
 
 
 def _blocks(packed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,8 +117,21 @@ def _blocks(packed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return first, second[..., :h, 1:], second[..., :m]
 
 
-def _mirrored(triangle: Tensor) -> Tensor:
-    """The symmetric matrix of a triangle with zeros in the other half."""
-    matrix = triangle + triangle.mT
-    matrix.diagonal(dim1=-2, dim2=-1).copy_(triangle.diagonal(dim1=-2, dim2=-1))
+def _mirrored(square: Tensor, *, lower: bool) -> Tensor:
+    """A new symmetric matrix from the lower, or the upper, triangle of ``(..., n, n)``.
+
+    In blocks, since a transposed copy of a large matrix misses the cache at every element.
+    """
+    size = square.shape[-1]
+    matrix = square.clone(memory_format=torch.contiguous_format)
+    for i in range(0, size, MIRROR_BLOCK):
+        j = min(i + MIRROR_BLOCK, size)
+        block = square[..., i:j, i:j]
+        ours = torch.ones(j - i, j - i, dtype=torch.bool, device=square.device)
+        ours = ours.tril_() if lower else ours.triu_()
+        matrix[..., i:j, i:j] = torch.where(ours, block, block.mT)
+        if lower:
+            matrix[..., i:j, j:] = square[..., j:, i:j].mT
+        else:
+            matrix[..., j:, i:j] = square[..., i:j, j:].mT
     return matrix

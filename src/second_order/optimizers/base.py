@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from second_order.distributed.collectives import PendingReduction, World
 from second_order.errors import SecondOrderWarning
@@ -257,7 +258,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return loss
         average = self._start_averaging()
         self._transform_gradients(average)
-        self._base_step()
+        with record_function("second_order.base"):
+            self._base_step()
         self._steps += 1
         if self._steps == 1:
             self._share_state()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from second_order.optimizers.placement import Placement
 
 __all__ = ["Refresh"]
 
+PART_BYTES = 64 * 2**20
 FAILED, LOST = 1.0, 2.0**20  # summed over the ranks, and told apart in the sum
 
 
@@ -39,19 +42,51 @@ class Refresh(Placement):
     _steps: int
     _world: World
 
-    def _first_time(self, key: str) -> bool:
-        raise NotImplementedError
+    if TYPE_CHECKING:  # what the class that this is mixed into brings along
 
-    def _warn(self, message: str) -> None:
-        raise NotImplementedError
+        def _first_time(self, key: str) -> bool: ...
 
-    def _device(self) -> torch.device:
-        raise NotImplementedError
+        def _warn(self, message: str) -> None: ...
+
+        def _device(self) -> torch.device: ...
 
     def _refresh_inverses(self, average: Callable[[], None]) -> None:
         """Decompose this rank's share, agree on what failed, and exchange."""
         ready = self._layers_with_factors()
         damping = self._damping(ready)
+        hopeless = [
+            name for part in self._in_parts(ready) for name in self._refresh(part, damping, average)
+        ]
+        self._solve_needed = False
+        if hopeless:
+            raise DecompositionError(
+                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
+                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
+                f"float64; raise damping, lower lr, or name them in skip_layers"
+            )
+
+    def _in_parts(self, ready: Sequence[int]) -> list[list[int]]:
+        """Layers that are refreshed together: with others, all, so that few messages do.
+
+        Alone, a few: an old inverse can go before the next layers' new ones come.
+        """
+        if self._world.size > 1 or not ready:
+            return [list(ready)]
+        parts: list[list[int]] = []
+        filled = PART_BYTES
+        for i in ready:
+            size = sum(math.prod(self._active[i].stored_shape(which)) for which in "AG") * 8
+            if filled + size > PART_BYTES:
+                parts.append([])
+                filled = 0
+            parts[-1].append(i)
+            filled += size
+        return parts
+
+    def _refresh(
+        self, ready: Sequence[int], damping: Mapping[int, Damping], average: Callable[[], None]
+    ) -> list[str]:
+        """Refresh some layers; the names of those that have failed too often."""
         mine, reason = self._decompose_mine(ready, damping)
         failed = self._failures(ready, mine)
         with record_function("second_order.exchange"):
@@ -81,13 +116,7 @@ class Refresh(Placement):
                     assert a is not None
                     assert g is not None
                     block.inverse = self._solver.combine(a, g, damping[i])
-        self._solve_needed = False
-        if hopeless:
-            raise DecompositionError(
-                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
-                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
-                f"float64; raise damping, lower lr, or name them in skip_layers"
-            )
+        return hopeless
 
     def _failures(
         self, ready: Sequence[int], mine: Mapping[tuple[int, str], Decomposition]
