@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
@@ -9,72 +10,187 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import conv_factors
-from torch import nn
+from torch import Tensor, nn
 
-from second_order.kronecker import layers
+from second_order.kronecker import autocorrelation, layers
 from second_order.kronecker.autocorrelation import patch_second_moment
 from second_order.kronecker.patches import extract_patches, pad_input
 
+Conv = nn.Conv1d | nn.Conv2d
+
 
 @st.composite
-def convolutions(draw: st.DrawFn) -> tuple[nn.Conv2d, torch.Tensor]:
-    """Stride 1, any kernel and padding, outputs from the size of the kernel up."""
-    kernel = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
-    mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
-    padding = draw(st.sampled_from(["same", "valid", 0, 1]))
-    bias = draw(st.booleans())
-    size = [draw(st.integers(2 * k + 1, 2 * k + 5)) for k in kernel]
-    channels, examples = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    conv = nn.Conv2d(channels, 2, kernel, padding=padding, padding_mode=mode, bias=bias).double()
+def convolutions(draw: st.DrawFn, dims: int = 2, max_stride: int = 1) -> tuple[Conv, Tensor]:
+    """Any kernel, dilation, groups and padding, outputs of any size from 1 x 1 up, and an input.
+
+    A stride may be larger than the kernel and leave rows and columns at the end unseen.
+    """
+    per_dim = {
+        "kernel_size": draw(st.tuples(*[st.integers(1, 4)] * dims)),
+        "stride": draw(st.tuples(*[st.integers(1, max_stride)] * dims)),
+        "dilation": draw(st.tuples(*[st.integers(1, 3)] * dims)),
+    }
+    plain = set(per_dim["stride"]) == {1}
+    groups = draw(st.integers(1, 3))
+    channels = groups * draw(st.integers(1, 3))
+    conv = (nn.Conv1d if dims == 1 else nn.Conv2d)(
+        channels,
+        groups,
+        **per_dim,
+        groups=groups,
+        padding=draw(st.sampled_from(["same", "valid", 0, 1] if plain else ["valid", 0, 1])),
+        padding_mode=draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"])),
+        bias=draw(st.booleans()),
+        dtype=torch.float64,
+    )
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+    size = [max(r + 1 + draw(st.integers(0, 6)), 2) for r in reach]
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    return conv, torch.randn(examples, channels, *size, dtype=torch.float64)
+    return conv, torch.randn(draw(st.integers(1, 3)), channels, *size, dtype=torch.float64)
 
 
-@given(convolutions())
-def test_autocorrelations_equal_patches(case: tuple[nn.Conv2d, torch.Tensor]) -> None:
+def moment_of_patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    patches = extract_patches(x, conv).flatten(2, 4).flatten(3)  # (N, groups, C k1 k2, T)
+    return torch.einsum("ngpt,ngqt->gpq", patches, patches)
+
+
+def moment_without(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    kernel, dilation = conv.kernel_size, conv.dilation
+    return patch_second_moment(pad_input(x, conv), kernel, dilation, conv.groups)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative to the largest element."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@given(case=convolutions(), longest_sum=st.sampled_from([1, 20, 2**16]))
+def test_autocorrelations_equal_patches(case: tuple[nn.Conv2d, Tensor], longest_sum: int) -> None:
     conv, x = case
-    patches = extract_patches(x, conv).squeeze(1).flatten(4).flatten(1, 3)  # (N, C k1 k2, T)
-    expected = torch.einsum("npt,nqt->pq", patches, patches)
-    k1, k2 = conv.kernel_size
-    moment = patch_second_moment(pad_input(x, conv), (k1, k2))
-    torch.testing.assert_close(moment, expected, rtol=1e-10, atol=1e-10)
+    with mock.patch.object(autocorrelation, "LONGEST_SUM", longest_sum):
+        moment = moment_without(x, conv)
+    assert error(moment, moment_of_patches(x, conv)) < 1e-12
+    assert torch.equal(moment, moment.mT)
 
 
-@given(convolutions(), st.booleans())
+@pytest.mark.parametrize("part", ["_row_change", "_column_change"])
+def test_both_ends_of_the_window_count(part: str) -> None:
+    conv, x = nn.Conv2d(2, 2, 3), torch.randn(2, 2, 9, 9)
+    change = getattr(autocorrelation, part)
+
+    def nothing(*args: object) -> Tensor:
+        return torch.zeros_like(change(*args))
+
+    assert error(moment_without(x, conv), moment_of_patches(x, conv)) < 1e-5
+    with mock.patch.object(autocorrelation, part, nothing):
+        assert error(moment_without(x, conv), moment_of_patches(x, conv)) > 0.01
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 16, 16), (2, 64, 12, 12)], ids=["many", "few"])
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+@pytest.mark.parametrize("border", [1.0, 30.0, 1000.0])
+def test_float32_stays_semidefinite(shape: tuple[int, ...], mean: float, border: float) -> None:
+    """Although blocks follow from others by differences, with fewer positions than dimensions."""
+    conv = nn.Conv2d(shape[1], 1, 3)
+    x = torch.randn(shape) + mean
+    for dim in (2, 3):
+        x.narrow(dim, 0, 2).mul_(border)
+    moment = moment_without(x, conv)
+    assert error(moment.double(), moment_of_patches(x.double(), conv)) < 1e-5
+    eigenvalues = torch.linalg.eigvalsh(moment.double())
+    assert eigenvalues[0, 0] > -1e-5 * eigenvalues[0, -1]
+
+
+def test_long_sums_are_split() -> None:
+    """In float32, a sum of half a million products one after the other would be off by 1e-4."""
+    x = torch.randn(128, 3, 66, 66)
+    conv = nn.Conv2d(3, 1, 3)
+    assert error(moment_without(x, conv).double(), moment_of_patches(x.double(), conv)) < 3e-5
+
+
+def statistics(conv: Conv, x: Tensor, d: Tensor, least: float) -> layers.PairStatistics:
+    """With autocorrelations for patch matrices of at least so many elements."""
+    bias, dtype = conv.bias is not None, torch.float64
+    with mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", least):
+        return layers.pair_statistics(conv, x, d, bias=bias, approximation="expand", dtype=dtype)
+
+
+@given(
+    case=st.one_of(convolutions(1), convolutions(2), convolutions(2, max_stride=3)),
+    channels_last=st.booleans(),
+    least=st.sampled_from([0, math.inf]),
+)
 def test_a_layers_statistics_are_the_same_either_way(
-    case: tuple[nn.Conv2d, torch.Tensor], channels_last: bool
+    case: tuple[Conv, Tensor], channels_last: bool, least: float
 ) -> None:
-    """Invariant 6, through the function that chooses."""
+    """Invariant 6, through the function that chooses; the choice by shape is overruled."""
     conv, x = case
-    bias = conv.bias is not None
-    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    if channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
     d = torch.randn_like(conv(x).detach())
-    with mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", 0):
-        pair = layers.pair_statistics(
-            conv, x, d, bias=bias, approximation="expand", dtype=torch.float64
-        )
     a, g = conv_factors(x, d, conv, "expand")
-    torch.testing.assert_close(pair.a / pair.examples, a, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(pair.g * pair.terms**2 / pair.examples, g, rtol=1e-10, atol=1e-10)
+    pair = statistics(conv, x, d, least)
+    assert error(pair.a / pair.examples, a) < 1e-12
+    assert error(pair.g * pair.terms**2 / pair.examples, g) < 1e-12
 
 
-def test_the_choice_takes_both_ways() -> None:
-    """Otherwise the test above would compare one way with itself."""
-    chosen = layers._has_shared_window
-    x = torch.randn(1, 2, 8, 8)
-    assert not chosen(nn.Conv2d(2, 3, 3, padding=1), x)  # too small to gain
-    assert chosen(nn.Conv2d(32, 3, 3, padding=1), torch.randn(16, 32, 16, 16))
-    with mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", 0):
-        assert chosen(nn.Conv2d(2, 3, 3, padding=1), x)
-        assert chosen(nn.Conv2d(2, 3, 3, padding="same"), x)
-        assert not chosen(nn.Conv2d(2, 3, 1), x)
-        assert not chosen(nn.Conv2d(2, 3, 3, stride=2), x)
-        assert not chosen(nn.Conv2d(2, 3, 3, dilation=2), x)
-        assert not chosen(nn.Conv2d(2, 2, 3, groups=2), x)
-        assert not chosen(nn.Conv2d(2, 3, 5), x)
-        assert not chosen(nn.Conv1d(2, 3, 3), x[0])
+CHOICES = {
+    "plain": (nn.Conv2d(2, 3, 3, padding=1), True),
+    "same": (nn.Conv2d(2, 3, 3, padding="same"), True),
+    "no bias": (nn.Conv2d(2, 3, (2, 3), bias=False), True),
+    "column": (nn.Conv2d(2, 3, (3, 1)), True),
+    "circular": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), True),
+    "groups": (nn.Conv2d(2, 2, 3, groups=2), True),
+    "dilation": (nn.Conv2d(2, 3, 3, dilation=(1, 2), padding=2), True),
+    "one dimension": (nn.Conv1d(2, 3, 3), True),
+    "one dimension, dilated": (nn.Conv1d(2, 2, 2, dilation=3, groups=2, bias=False), True),
+    "stride": (nn.Conv2d(2, 3, 3, stride=2), False),
+    "stride of the columns": (nn.Conv2d(2, 3, 3, stride=(1, 2)), False),
+    "stride over pixels": (nn.Conv2d(2, 3, 1, stride=2), False),
+    "pixels": (nn.Conv2d(2, 3, 1), False),
+    "kernel half of the output": (nn.Conv2d(2, 3, 5, padding="valid"), False),
+    "three dimensions": (nn.Conv3d(2, 3, 3), False),
+}
 
 
-def test_an_output_smaller_than_the_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="the output 2 x 2 is smaller than the kernel 3 x 3"):
-        patch_second_moment(torch.randn(1, 1, 4, 4), (3, 3))
+@pytest.mark.parametrize("kind", CHOICES)
+def test_the_choice_takes_both_ways(kind: str) -> None:
+    """Otherwise patches would be compared with themselves."""
+    conv, chosen = CHOICES[kind]
+    conv = conv.double()
+    x = torch.randn(2, 2, *[12] * len(conv.kernel_size)).double()
+    d = torch.randn_like(conv(x).detach())
+    with mock.patch.object(layers, "extract_patches", wraps=extract_patches) as patches:
+        found = statistics(conv, x, d, 0)
+        assert patches.called is not chosen
+        patches.reset_mock()
+        expected = statistics(conv, x, d, math.inf)
+        assert patches.called
+    assert error(found.a, expected.a) < 1e-12
+    assert torch.equal(found.g, expected.g)
+    assert (found.examples, found.terms) == (expected.examples, expected.terms)
+
+
+def test_small_layers_take_patches() -> None:
+    conv = nn.Conv2d(32, 3, 3, padding=1)
+    assert layers._spares_patches(conv, torch.randn(16, 32, 16, 16))
+    assert not layers._spares_patches(conv, torch.randn(8, 32, 16, 16))  # 0.6 million elements
+    wide = nn.Conv2d(512, 3, 3, padding=1)
+    assert not layers._spares_patches(wide, torch.randn(8, 512, 8, 8))  # 512 terms
+
+
+@given(
+    groups=st.integers(1, 2),
+    dim=st.sampled_from([1, 127, 128, 129, 300]),
+    rows=st.sampled_from([3, 1024]),
+    homogeneous=st.booleans(),
+)
+def test_strips_of_a_gram_matrix_make_the_whole(
+    groups: int, dim: int, rows: int, homogeneous: bool
+) -> None:
+    x = torch.randn(groups, rows, dim, dtype=torch.float64)
+    extended = nn.functional.pad(x, (0, int(homogeneous)), value=1.0)
+    expected = torch.einsum("grp,grq->gpq", extended, extended)
+    assert error(layers._gram(x, homogeneous), expected) < 1e-12
+    transposed = x.mT.contiguous().mT
+    assert error(layers._gram(transposed, homogeneous), expected) < 1e-12

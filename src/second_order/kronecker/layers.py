@@ -92,14 +92,18 @@ def _gram(x: Tensor, homogeneous: bool) -> Tensor:
         Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``.
     """
     groups, rows, dim = x.shape
-    if not homogeneous:
-        return x.mT @ x
-    gram = x.new_empty(groups, dim + 1, dim + 1)
-    torch.matmul(x.mT, x, out=gram[:, :dim, :dim])
-    column = x.sum(1)
-    gram[:, :dim, dim] = column
-    gram[:, dim, :dim] = column
-    gram[:, dim, dim] = rows
+    gram = x.new_empty(groups, dim + int(homogeneous), dim + int(homogeneous))
+    # Strips of the upper triangle, the rest from symmetry. On one core, 128 rows are wide enough to
+    # be as fast as the whole product, and with a thousand terms to a sum the copies are cheap: 576
+    # and 1152 dimensions took 0.65 of the time. A GPU would see many small kernels instead.
+    strip = 128 if x.device.type == "cpu" and rows >= 1024 else dim
+    for start in range(0, dim, strip):
+        stop = min(start + strip, dim)
+        torch.matmul(x[..., start:stop].mT, x[..., start:], out=gram[:, start:stop, start:dim])
+        gram[:, start:stop, :start] = gram[:, :start, start:stop].mT
+    if homogeneous:
+        gram[:, dim, :dim] = gram[:, :dim, dim] = x.sum(1)
+        gram[:, dim, dim] = rows
     return gram
 
 
@@ -134,39 +138,46 @@ def _embedding_statistics(
     return PairStatistics(counts.unsqueeze(0), g, examples=examples, terms=examples)
 
 
-def _has_shared_window(conv: Convolution, x: Tensor) -> bool:
-    """Whether autocorrelations beat the patch matrix.
+def _spares_patches(conv: Convolution, x: Tensor) -> bool:
+    """Whether the second moment of the patches is taken without them.
 
-    Measured on one CPU core, kernel 3 x 3 and at least 2 million patch elements: 1.2 times faster
-    at 8 x 8 positions, 3.4 times at 32 x 32, and no patch matrix. Below a million their many small
-    products are the slower way. Not measured on CUDA, where patches stay.
+    Only at stride 1, on the CPU and in one or two dimensions. A larger stride shares next to
+    nothing between taps: 3 x 3 at stride 2 has 8 distinct pairs of taps out of 9 in each dimension,
+    a patch matrix of only 2.25 times the input, and took 1.1 times as long with a strided
+    convolution for each tap. On CUDA neither is measured; float32 convolutions would round to TF32.
+
+    Measured on one core, float32, times that of patches: 3 to 5 at 32 x 32 positions with 16 to 64
+    channels, 1.8 at 8 x 8, 1.7 to 3.7 with groups, 1.3 to 2.8 with a dilation of 2 or 4. Below a
+    million patch elements the many small operations are the slower way. Where A is large, copies
+    of it dominate below a thousand positions, and the ends of the window in an output that is
+    not more than twice as long as the kernel's reach: 0.6 to 1.1 at 4 x 4 positions.
     """
-    if not isinstance(conv, nn.Conv2d) or x.device.type != "cpu" or conv.kernel_size == (1, 1):
+    if x.device.type != "cpu" or isinstance(conv, nn.Conv3d) or any(s > 1 for s in conv.stride):
         return False
-    plain = conv.stride == (1, 1) and conv.dilation == (1, 1) and conv.groups == 1
     padded = [n + sum(p) for n, p in zip(x.shape[2:], padding_per_side(conv), strict=True)]
-    outputs = [n - k + 1 for n, k in zip(padded, conv.kernel_size, strict=True)]
-    elements = x.shape[0] * conv.weight[0].numel() * math.prod(outputs)
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+    outputs = [n - r for n, r in zip(padded, reach, strict=True)]
+    positions, taps = x.shape[0] * math.prod(outputs), math.prod(conv.kernel_size)
     return (
-        plain
-        and all(n >= 2 * k for n, k in zip(outputs, conv.kernel_size, strict=True))
-        and elements >= AUTOCORRELATION_ELEMENTS
+        taps > 1
+        and all(n > 2 * r for n, r in zip(outputs, reach, strict=True))
+        and positions * min(x.shape[1] * taps, 1024) >= AUTOCORRELATION_ELEMENTS
     )
 
 
 def _autocorrelation_gram(x: Tensor, conv: Convolution, homogeneous: bool) -> Tensor:
     """What :func:`_gram` gives for the patches of the padded input ``x``, without them."""
-    k1, k2 = conv.kernel_size
-    moment = patch_second_moment(x, (k1, k2)).unsqueeze(0)
-    if not homogeneous:
-        return moment
-    height, width = x.shape[2] - k1 + 1, x.shape[3] - k2 + 1
-    windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k1, k2, height, width)
-    dim = moment.shape[-1]
-    gram = moment.new_empty(1, dim + 1, dim + 1)
-    gram[:, :dim, :dim] = moment
-    gram[:, dim, :dim] = gram[:, :dim, dim] = windows.sum((-2, -1)).flatten()
-    gram[:, dim, dim] = x.shape[0] * height * width
+    if x.dim() == 3:  # of one dimension: an image of one row
+        x = x.unsqueeze(2)
+    (k1, k2), (d1, d2) = (1, *conv.kernel_size)[-2:], (1, *conv.dilation)[-2:]
+    dim = conv.weight[0].numel()
+    gram = x.new_empty(conv.groups, dim + int(homogeneous), dim + int(homogeneous))
+    patch_second_moment(x, (k1, k2), (d1, d2), conv.groups, out=gram[:, :dim, :dim])
+    if homogeneous:
+        height, width = x.shape[2] - (k1 - 1) * d1, x.shape[3] - (k2 - 1) * d2
+        windows = x.sum(0).unfold(1, height, d1).unfold(2, width, d2)  # (C, k₁, k₂, H, W)
+        gram[:, dim, :dim] = gram[:, :dim, dim] = windows.sum((-2, -1)).view(conv.groups, dim)
+        gram[:, dim, dim] = x.shape[0] * height * width
     return gram
 
 
@@ -180,22 +191,22 @@ def _conv_statistics(
     examples = x.shape[0]
     d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
     locations = d.shape[-1]
-    if approximation == "expand" and _has_shared_window(conv, x):
-        rows_d = d.permute(1, 0, 3, 2).reshape(1, examples * locations, -1)
-        a = _autocorrelation_gram(pad_input(x, conv), conv, bias)
-        return PairStatistics(a, _gram(rows_d, False).div_(locations), examples, examples)
-    patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
-    if approximation == "reduce":
-        spatial = tuple(range(3 + dims, 3 + 2 * dims))
-        rows_x = patches.mean(spatial).flatten(2).transpose(0, 1)
-        rows_d = d.sum(-1).transpose(0, 1)
-        return PairStatistics(_gram(rows_x, bias), _gram(rows_d, False), examples, examples)
-    # (groups, N, output, C / groups * kernel): the one copy that the product needs.
-    order = (1, 0, *range(3 + dims, 3 + 2 * dims), 2, *range(3, 3 + dims))
-    rows_x = patches.permute(order).reshape(conv.groups, examples * locations, -1)
-    rows_d = d.permute(1, 0, 3, 2).reshape(conv.groups, examples * locations, -1)
-    g = _gram(rows_d, False).div_(locations)
-    return PairStatistics(_gram(rows_x, bias), g, examples, examples)
+    if approximation == "expand":
+        # Copied along the locations, which lie next to each other in most inputs.
+        rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, examples * locations).mT
+        g = _gram(rows_d, False).div_(locations)
+        if _spares_patches(conv, x):
+            a = _autocorrelation_gram(pad_input(x, conv), conv, bias)
+        else:
+            patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
+            order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
+            columns = patches.permute(order).reshape(conv.groups, -1, examples * locations)
+            a = _gram(columns.mT, bias)
+        return PairStatistics(a, g, examples, examples)
+    patches = extract_patches(x, conv)
+    rows_x = patches.mean(tuple(range(3 + dims, 3 + 2 * dims))).flatten(2).transpose(0, 1)
+    rows_d = d.sum(-1).transpose(0, 1)
+    return PairStatistics(_gram(rows_x, bias), _gram(rows_d, False), examples, examples)
 
 
 _Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, bool, Approximation], PairStatistics]
