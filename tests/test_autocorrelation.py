@@ -64,7 +64,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@given(case=convolutions(), longest_sum=st.sampled_from([1, 20, 2**16]))
+@given(case=convolutions(), longest_sum=st.sampled_from([1, 20, 2**14]))
 def test_autocorrelations_equal_patches(case: tuple[nn.Conv2d, Tensor], longest_sum: int) -> None:
     conv, x = case
     with mock.patch.object(autocorrelation, "LONGEST_SUM", longest_sum):
@@ -96,7 +96,8 @@ def test_float32_stays_semidefinite(shape: tuple[int, ...], mean: float, border:
     for dim in (2, 3):
         x.narrow(dim, 0, 2).mul_(border)
     moment = moment_without(x, conv)
-    assert error(moment.double(), moment_of_patches(x.double(), conv)) < 1e-5
+    bound = 1e-5 if border == 1.0 else 1e-4
+    assert error(moment.double(), moment_of_patches(x.double(), conv)) < bound
     eigenvalues = torch.linalg.eigvalsh(moment.double())
     assert eigenvalues[0, 0] > -1e-5 * eigenvalues[0, -1]
 
@@ -105,7 +106,7 @@ def test_long_sums_are_split() -> None:
     """In float32, a sum of half a million products one after the other would be off by 1e-4."""
     x = torch.randn(128, 3, 66, 66)
     conv = nn.Conv2d(3, 1, 3)
-    assert error(moment_without(x, conv).double(), moment_of_patches(x.double(), conv)) < 3e-5
+    assert error(moment_without(x, conv).double(), moment_of_patches(x.double(), conv)) < 1e-5
 
 
 def statistics(conv: Conv, x: Tensor, d: Tensor, least: float) -> layers.PairStatistics:
