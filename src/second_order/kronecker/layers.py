@@ -142,15 +142,16 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     """Whether the second moment of the patches is taken without them.
 
     Only at stride 1, on the CPU and in one or two dimensions. A larger stride shares next to
-    nothing between taps: 3 x 3 at stride 2 has 8 distinct pairs of taps out of 9 in each dimension,
-    a patch matrix of only 2.25 times the input, and took 1.1 times as long with a strided
-    convolution for each tap. On CUDA neither is measured; float32 convolutions would round to TF32.
+    nothing between taps: 3 x 3 at stride 2 has 8 distinct pairs of taps out of 9 in each dimension
+    and a patch matrix of only 2.25 times the input. A strided convolution for each tap took 1.5
+    times as long as patches. On CUDA neither is measured, and float32 convolutions round to TF32.
 
-    Measured on one core, float32, times that of patches: 3 to 5 at 32 x 32 positions with 16 to 64
-    channels, 1.8 at 8 x 8, 1.7 to 3.7 with groups, 1.3 to 2.8 with a dilation of 2 or 4. Below a
-    million patch elements the many small operations are the slower way. Where A is large, copies
-    of it dominate below a thousand positions, and the ends of the window in an output that is
-    not more than twice as long as the kernel's reach: 0.6 to 1.1 at 4 x 4 positions.
+    Measured on one core, float32, 3 x 3, times faster than patches: 2.4 to 4.9 at 16 x 16 positions
+    and above with 16 to 128 channels, 1.7 at 8 x 8; 1.3 to 2.8 with a dilation of 2 or 4; 1.7 to
+    3.7 with groups, but 0.65 for groups of two channels at 8 x 8. Below a million patch elements
+    the many small operations are the slower way. Where A is large, copies of it dominate below a
+    thousand positions, and so do the ends of the window where it is not more than twice as long as
+    the kernel's reach: 0.6 to 1.1 at 4 x 4 positions.
     """
     if x.device.type != "cpu" or isinstance(conv, nn.Conv3d) or any(s > 1 for s in conv.stride):
         return False
