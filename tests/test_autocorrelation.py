@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from second_order.kronecker import autocorrelation, layers
 from second_order.kronecker.autocorrelation import patch_second_moment
+from second_order.kronecker.layers import PairStatistics
 from second_order.kronecker.patches import extract_patches, pad_input
+from second_order.kronecker.triangles import unpack_upper_triangular
 
 Conv = nn.Conv1d | nn.Conv2d
 
@@ -192,6 +194,32 @@ def test_strips_of_a_gram_matrix_make_the_whole(
     x = torch.randn(groups, rows, dim, dtype=torch.float64)
     extended = nn.functional.pad(x, (0, int(homogeneous)), value=1.0)
     expected = torch.einsum("grp,grq->gpq", extended, extended)
-    assert error(layers._gram(x, homogeneous), expected) < 1e-12
-    transposed = x.mT.contiguous().mT
-    assert error(layers._gram(transposed, homogeneous), expected) < 1e-12
+    for variant in (x, x.mT.contiguous().mT):
+        whole = layers._gram(variant, homogeneous, triangular=False)
+        assert error(whole, expected) < 1e-12
+        triangle = layers._gram(variant, homogeneous, triangular=True)
+        assert error(unpack_upper_triangular(triangle, dim + homogeneous), whole) < 1e-12
+
+
+@given(convolutions(), st.booleans())
+def test_triangles_of_statistics_are_those_of_the_whole(
+    case: tuple[nn.Conv2d, Tensor], spared: bool
+) -> None:
+    conv, x = case
+    d = torch.randn_like(conv(x).detach())
+
+    def statistics(triangular: bool) -> PairStatistics:
+        return layers.pair_statistics(
+            conv,
+            x,
+            d,
+            bias=conv.bias is not None,
+            approximation="expand",
+            dtype=torch.float64,
+            triangular=triangular,
+        )
+
+    with mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", 0 if spared else math.inf):
+        whole, triangles = statistics(False), statistics(True)
+    assert error(unpack_upper_triangular(triangles.a, whole.a.shape[-1]), whole.a) < 1e-12
+    assert error(unpack_upper_triangular(triangles.g, whole.g.shape[-1]), whole.g) < 1e-12

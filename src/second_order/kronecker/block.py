@@ -186,7 +186,8 @@ class KroneckerBlock:
         if "mean_eigenvalues" in saved:
             factors.means.copy_(saved["mean_eigenvalues"])
         elif len(matrices) == 2:
-            factors.means.copy_(torch.stack([mean_eigenvalue(m) for m in matrices.values()]))
+            means = [mean_eigenvalue(m, m.shape[-1]) for m in matrices.values()]
+            factors.means.copy_(torch.stack(means))
         for name, held in zip(("a", "g"), self.held, strict=True):
             matrix = matrices.get(name.upper())
             stored = factors.store(matrix) if held and matrix is not None else None
@@ -337,6 +338,7 @@ class StatisticsCollector:
             bias=block.trains_bias,
             approximation=self.approximation,
             dtype=self.factor_dtype,
+            triangular=block.staged.triangular,
         )
         terms = pair.terms if self.mean_reduction else 1
         block.staged.add(pair, self.gradient_scale(d) * terms, pass_id)

@@ -18,6 +18,7 @@ from second_order.kronecker.layers import FactorShape, PairStatistics
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
+    packed_trace,
     unpack_upper_triangular,
 )
 
@@ -85,12 +86,12 @@ class StagedStatistics:
             pass_id: The backward pass the pair came from.
         """
         scale = torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2
-        means = [mean_eigenvalue(pair.a), mean_eigenvalue(pair.g) * scale]
+        a, g = _stored(pair.a, self.triangular), _stored(pair.g, self.triangular).mul_(scale)
+        means = [mean_eigenvalue(a, self.shape.in_dim), mean_eigenvalue(g, self.shape.out_dim)]
         examples = torch.full_like(means[0][:1], pair.examples)
         head = torch.cat([examples, *means])
         finite = torch.isfinite(head.sum())
         head.masked_fill_(~finite, 0.0)
-        a, g = _stored(pair.a, self.triangular), _stored(pair.g, self.triangular).mul_(scale)
         # On the CPU nobody waits for an answer, and a mask costs more than the sums.
         if finite.device.type != "cpu" or not bool(finite):
             a.masked_fill_(~finite, 0.0)
@@ -209,10 +210,11 @@ class KroneckerFactors:
         return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
 
 
-def mean_eigenvalue(factor: Tensor) -> Tensor:
-    """Trace over size, ``(groups,)``, of ``(groups, n, n)`` or of a diagonal ``(groups, n)``."""
-    entries = factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
-    return entries.mean(-1)
+def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:
+    """Trace over size, ``(groups,)``, of matrices, triangles, or diagonals of the size ``dim``."""
+    if factor.dim() == 3:
+        return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return factor.mean(-1) if factor.shape[-1] == dim else packed_trace(factor, dim) / dim
 
 
 def _stored(matrix: Tensor, triangular: bool) -> Tensor:

@@ -13,20 +13,21 @@ Eschenhagen et al. 2023 (expand and reduce), Ba et al. 2017, appendix A (reduce 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autocorrelation import patch_second_moment
+from second_order.kronecker.autocorrelation import patch_second_moment_bands
 from second_order.kronecker.patches import (
     Convolution,
     extract_patches,
     pad_input,
     padding_per_side,
 )
+from second_order.kronecker.triangles import add_band, symmetric_zeros
 
 __all__ = [
     "Approximation",
@@ -67,10 +68,10 @@ class PairStatistics:
     """Sums over one captured pair.
 
     Attributes:
-        a: Shape ``(groups, in, in)``, or ``(groups, in)`` where A is diagonal; ``a / examples`` is
-            this pair's estimate of A.
-        g: Shape ``(groups, out, out)``; ``g * terms**2 / examples`` is the estimate of G when the
-            loss is a mean over its terms, ``g / examples`` when it is a sum.
+        a: Shape ``(groups, in, in)``, or that as triangles, or ``(groups, in)`` where A is
+            diagonal; ``a / examples`` is this pair's estimate of A.
+        g: Shape ``(groups, out, out)``, or that as triangles; ``g * terms**2 / examples`` is the
+            estimate of G when the loss is a mean over its terms, ``g / examples`` when it is a sum.
         examples: What the sums are divided by.
         terms: How many terms the captured gradient was averaged over.
     """
@@ -81,34 +82,66 @@ class PairStatistics:
     terms: int
 
 
-def _gram(x: Tensor, homogeneous: bool) -> Tensor:
+def _gram(x: Tensor, homogeneous: bool, triangular: bool) -> Tensor:
     """Sum of the outer products of the rows of ``x``, batched.
 
     Args:
         x: Shape ``(groups, rows, dim)``.
         homogeneous: Append a 1 to every row, without a copy of the rows.
+        triangular: Give triangles.
 
     Returns:
-        Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``.
+        Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``; or those as triangles.
     """
-    groups, rows, dim = x.shape
-    gram = x.new_empty(groups, dim + int(homogeneous), dim + int(homogeneous))
-    # Strips of the upper triangle, the rest from symmetry. On one core, 128 rows are wide enough to
-    # be as fast as the whole product, and with a thousand terms to a sum the copies are cheap: 576
-    # and 1152 dimensions took 0.65 of the time. A GPU would see many small kernels instead.
-    strip = 128 if x.device.type == "cpu" and rows >= 1024 else dim
-    for start in range(0, dim, strip):
-        stop = min(start + strip, dim)
-        torch.matmul(x[..., start:stop].mT, x[..., start:], out=gram[:, start:stop, start:dim])
-        gram[:, start:stop, :start] = gram[:, :start, start:stop].mT
-    if homogeneous:
-        gram[:, dim, :dim] = gram[:, :dim, dim] = x.sum(1)
-        gram[:, dim, dim] = rows
+    _, rows, dim = x.shape
+    column = x.sum(1) if homogeneous else None
+    # On one core, 128 rows of the upper triangle at a time are wide enough to be as fast as the
+    # whole product: 576 and 1152 dimensions took 0.65 of the time. A GPU would see many small
+    # kernels instead.
+    strip = 128 if x.device.type == "cpu" else dim
+    bands = (
+        (start, x[..., start : start + strip].mT @ x[..., start:]) for start in range(0, dim, strip)
+    )
+    return _symmetric(bands, x, dim, column, rows, triangular)
+
+
+def _symmetric(
+    bands: Iterable[tuple[int, Tensor]],
+    x: Tensor,
+    dim: int,
+    column: Tensor | None,
+    rows: int,
+    triangular: bool,
+) -> Tensor:
+    """The matrix of bands of its rows, and of what the homogeneous coordinate adds.
+
+    Args:
+        bands: As :func:`add_band` takes them, with their first rows.
+        x: A tensor of the dtype and the device that are wanted.
+        dim: Size without the homogeneous coordinate.
+        column: ``(groups, dim)``, the sum of the rows; None without that coordinate.
+        rows: Their number.
+        triangular: Give triangles.
+    """
+    total, gram = dim + (column is not None), None
+    for start, band in bands:
+        if gram is None:
+            gram = symmetric_zeros(x, band.shape[0], total, triangular)
+        end = [] if column is None else [column[:, start : start + band.shape[1], None]]
+        add_band(gram, total, start, torch.cat([band, *end], -1) if end else band)
+    assert gram is not None
+    if column is not None:
+        add_band(gram, total, dim, column.new_full((len(column), 1, 1), rows))
     return gram
 
 
 def _linear_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
+    module: nn.Module,
+    x: Tensor,
+    d: Tensor,
+    bias: bool,
+    approximation: Approximation,
+    triangular: bool,
 ) -> PairStatistics:
     if approximation == "reduce" and x.dim() > 2:
         x = x.flatten(1, -2).mean(1)
@@ -116,11 +149,17 @@ def _linear_statistics(
     x = x.reshape(1, -1, x.shape[-1])
     d = d.reshape(1, -1, d.shape[-1])
     rows = x.shape[1]
-    return PairStatistics(_gram(x, bias), _gram(d, False), examples=rows, terms=rows)
+    a, g = _gram(x, bias, triangular), _gram(d, False, triangular)
+    return PairStatistics(a, g, examples=rows, terms=rows)
 
 
 def _embedding_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
+    module: nn.Module,
+    x: Tensor,
+    d: Tensor,
+    bias: bool,
+    approximation: Approximation,
+    triangular: bool,
 ) -> PairStatistics:
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
@@ -134,7 +173,7 @@ def _embedding_statistics(
     d = d.reshape(1, -1, d.shape[-1])
     rows = d.shape[1]
     examples = x.shape[0] if approximation == "reduce" and x.dim() > 1 else rows
-    g = _gram(d, False).div_(rows / examples)
+    g = _gram(d, False, triangular).div_(rows / examples)
     return PairStatistics(counts.unsqueeze(0), g, examples=examples, terms=examples)
 
 
@@ -166,24 +205,29 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     )
 
 
-def _autocorrelation_gram(x: Tensor, conv: Convolution, homogeneous: bool) -> Tensor:
+def _autocorrelation_gram(
+    x: Tensor, conv: Convolution, homogeneous: bool, triangular: bool
+) -> Tensor:
     """What :func:`_gram` gives for the patches of the padded input ``x``, without them."""
     if x.dim() == 3:  # of one dimension: an image of one row
         x = x.unsqueeze(2)
     (k1, k2), (d1, d2) = (1, *conv.kernel_size)[-2:], (1, *conv.dilation)[-2:]
-    dim = conv.weight[0].numel()
-    gram = x.new_empty(conv.groups, dim + int(homogeneous), dim + int(homogeneous))
-    patch_second_moment(x, (k1, k2), (d1, d2), conv.groups, out=gram[:, :dim, :dim])
+    dim, column = conv.weight[0].numel(), None
+    height, width = x.shape[2] - (k1 - 1) * d1, x.shape[3] - (k2 - 1) * d2
     if homogeneous:
-        height, width = x.shape[2] - (k1 - 1) * d1, x.shape[3] - (k2 - 1) * d2
         windows = x.sum(0).unfold(1, height, d1).unfold(2, width, d2)  # (C, k₁, k₂, H, W)
-        gram[:, dim, :dim] = gram[:, :dim, dim] = windows.sum((-2, -1)).view(conv.groups, dim)
-        gram[:, dim, dim] = x.shape[0] * height * width
-    return gram
+        column = windows.sum((-2, -1)).view(conv.groups, dim)
+    bands = patch_second_moment_bands(x, (k1, k2), (d1, d2), conv.groups)
+    return _symmetric(bands, x, dim, column, x.shape[0] * height * width, triangular)
 
 
 def _conv_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, bias: bool, approximation: Approximation
+    module: nn.Module,
+    x: Tensor,
+    d: Tensor,
+    bias: bool,
+    approximation: Approximation,
+    triangular: bool,
 ) -> PairStatistics:
     conv = cast(Convolution, module)
     dims = len(conv.kernel_size)
@@ -195,22 +239,25 @@ def _conv_statistics(
     if approximation == "expand":
         # Copied along the locations, which lie next to each other in most inputs.
         rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, examples * locations).mT
-        g = _gram(rows_d, False).div_(locations)
+        g = _gram(rows_d, False, triangular).div_(locations)
         if _spares_patches(conv, x):
-            a = _autocorrelation_gram(pad_input(x, conv), conv, bias)
+            a = _autocorrelation_gram(pad_input(x, conv), conv, bias, triangular)
         else:
             patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
             order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
             columns = patches.permute(order).reshape(conv.groups, -1, examples * locations)
-            a = _gram(columns.mT, bias)
+            a = _gram(columns.mT, bias, triangular)
         return PairStatistics(a, g, examples, examples)
     patches = extract_patches(x, conv)
     rows_x = patches.mean(tuple(range(3 + dims, 3 + 2 * dims))).flatten(2).transpose(0, 1)
     rows_d = d.sum(-1).transpose(0, 1)
-    return PairStatistics(_gram(rows_x, bias), _gram(rows_d, False), examples, examples)
+    a, g = _gram(rows_x, bias, triangular), _gram(rows_d, False, triangular)
+    return PairStatistics(a, g, examples, examples)
 
 
-_Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, bool, Approximation], PairStatistics]
+_Statistics: TypeAlias = Callable[
+    [nn.Module, Tensor, Tensor, bool, Approximation, bool], PairStatistics
+]
 _REGISTRY: dict[type[nn.Module], _Statistics] = {
     nn.Linear: _linear_statistics,
     nn.Conv1d: _conv_statistics,
@@ -257,6 +304,7 @@ def pair_statistics(
     bias: bool,
     approximation: Approximation,
     dtype: torch.dtype,
+    triangular: bool = False,
 ) -> PairStatistics:
     """Statistics of one captured pair.
 
@@ -267,13 +315,14 @@ def pair_statistics(
         bias: Whether the homogeneous coordinate belongs to A.
         approximation: How dimensions that share the weight are treated (Eschenhagen et al. 2023).
         dtype: The sums are formed in this dtype, never in a narrower one than float32.
+        triangular: Give symmetric sums as triangles.
     """
     kind = _registered_type(module)
     assert kind is not None
     dtype = torch.promote_types(dtype, torch.float32)
     if x.is_floating_point():
         x = x.to(dtype)
-    return _REGISTRY[kind](module, x, d.to(dtype), bias, approximation)
+    return _REGISTRY[kind](module, x, d.to(dtype), bias, approximation, triangular)
 
 
 def gradient_to_matrix(

@@ -139,7 +139,7 @@ def factored_damping(*means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
 
 def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, without the rest of the batch or message that it is a view of."""
-    part = part.to(dtype)
+    part = part.to(dtype).contiguous()
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
@@ -168,7 +168,7 @@ class Solver(Protocol):
         Args:
             problems: The damped factors.
             dtype: Decompositions are kept and sent in it.
-                triangular: Large symmetric ones are kept and sent as triangles.
+            triangular: Large symmetric ones are kept and sent as triangles.
         """
 
     def kept_shapes(

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "add_band",
     "pack_upper_triangular",
     "packed_length",
     "packed_times",
+    "packed_trace",
+    "symmetric_zeros",
     "times_packed",
     "unpack_upper_triangular",
 ]
@@ -43,6 +46,48 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
     second[..., :m].copy_(matrix[..., h:, h:].tril())
     second[..., :h, 1:].add_(matrix[..., :h, :h].triu())
     return packed
+
+
+def symmetric_zeros(like: Tensor, groups: int, dim: int, triangular: bool) -> Tensor:
+    """What :func:`add_band` fills: ``(groups, n, n)``, or triangles ``(groups, n (n + 1) / 2)``."""
+    return like.new_zeros(groups, *((packed_length(dim),) if triangular else (dim, dim)))
+
+
+def add_band(target: Tensor, dim: int, start: int, band: Tensor) -> None:
+    """Put some rows of a symmetric matrix in their place; the matrix itself need not exist.
+
+    Args:
+        target: From :func:`symmetric_zeros`; each row is to be put once.
+        dim: n.
+        start: The first of the rows.
+        band: Shape ``(groups, rows, n - start)``: the rows from the first one's diagonal on.
+    """
+    h, rows = dim // 2, band.shape[-2]
+    stop = start + rows
+    if target.dim() == 3:
+        target[:, start:stop, start:] = band
+        target[:, stop:, start:stop] = band[..., rows:].mT
+    elif start < h < stop:
+        add_band(target, dim, start, band[..., : h - start, :])
+        add_band(target, dim, h, band[..., h - start :, h - start :])
+    else:
+        first, upper, lower = _blocks(target, dim)
+        corner, rest = band[..., :rows], band[..., rows:]
+        if start < h:
+            upper[..., start:stop, start:stop].add_(corner.triu())
+            upper[..., start:stop, stop:] = rest[..., : h - stop]
+            first[..., start:stop, :] = rest[..., h - stop :]
+        else:
+            here = slice(start - h, stop - h)
+            lower[..., here, here].add_(corner.triu().mT)
+            lower[..., stop - h :, here] = rest.mT
+
+
+def packed_trace(packed: Tensor, dim: int) -> Tensor:
+    """Traces, shape ``(...)``, of packed matrices of shape ``(..., dim (dim + 1) / 2)``."""
+    _, upper, lower = _blocks(packed, dim)
+    traces: Tensor = upper.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
