@@ -134,6 +134,8 @@ def identity_curvature(
         for letter in {"A", "G"} & curvature.keys():
             eye = torch.eye(curvature[letter].shape[-1], dtype=curvature[letter].dtype)
             curvature[letter] = eye.expand_as(curvature[letter]).clone()
+        if "A" in curvature:
+            curvature["mean_eigenvalues"] = torch.ones_like(curvature["mean_eigenvalues"])
     optimizer = make(System, model, **options)
     optimizer.load_state_dict(saved)
     return optimizer

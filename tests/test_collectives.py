@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import warnings
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,14 +16,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import counted, replaced
+from ranks import counted
 
 from second_order import RankMismatchError
 from second_order.distributed import collectives
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import World
+from second_order.distributed.collectives import Delivery, World
+from second_order.distributed.parcels import deliver_parts
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     import pool
 
 
@@ -105,40 +109,222 @@ def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch
     """2048 + 1 is 2048 in either dtype: what is added in float32 rounds once, at the end."""
     world = World()
     total = torch.tensor([2048.0 if rank == 0 else 1.0, rank], dtype=dtype)
+    for_all, for_third = total.clone(), total.clone()
+    world.start_sum_to([for_all, for_third], [None, 2]).wait()
+    mine = torch.full((1,), rank + 0.5, dtype=dtype)
+    items = [Delivery(source, range(4), 1, mine if source == rank else None) for source in (0, 3)]
+    first, last = world.deliver(items, dtype, mine.device)
     world.start_sum([total]).wait()
-    (first, *_) = world.gather(torch.full((rank + 1,), rank + 0.5, dtype=dtype), [1, 2, 3, 4])
     sent = torch.full((3,), 1.5 - rank, dtype=dtype)
     world.broadcast_from_first([sent])
-    return [total, first, sent]
+    assert first is not None
+    assert last is not None
+    return [total, for_all, for_third, first, last, sent]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_travels_on_gloo(world: pool.World, dtype: torch.dtype) -> None:
-    for total, first, sent in world.run(half_precision, 4, dtype):
+    for rank, received in enumerate(world.run(half_precision, 4, dtype)):
+        total, for_all, for_third, first, last, sent = received
+        assert {each.dtype for each in received} == {dtype}
         assert torch.equal(total, torch.tensor([2051.0, 6.0]).to(dtype))
+        assert torch.equal(for_all, total)
+        assert torch.equal(for_third, total) == (rank == 2)
         assert torch.equal(first, torch.tensor([0.5]).to(dtype))
+        assert torch.equal(last, torch.tensor([3.5]).to(dtype))
         assert torch.equal(sent, torch.full((3,), 1.5).to(dtype))
 
 
-# Gathers and broadcasts.
+# Sums for their owners.
 
 
-def gathered(rank: int, world_size: int, sizes: list[int]) -> tuple[list[torch.Tensor], int]:
-    mine = torch.arange(sizes[rank], dtype=torch.float64) + 100 * rank
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    with counted(name) as counts:
-        parts = World().gather(mine, sizes)
-    return parts, counts[name]
+def summed_to(
+    rank: int, world_size: int, owners: list[int | None], bucket_bytes: int
+) -> tuple[list[torch.Tensor], Counter[str], bool]:
+    tensors = assorted(rank)
+    untouched = [tensor.clone() for tensor in tensors]
+    with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted() as counts:
+        pending = World().start_sum_to(tensors, owners)
+        early = all(torch.equal(a, b) for a, b in zip(tensors, untouched, strict=True))
+        pending.wait()
+        pending.wait()  # nothing is left to do
+    return tensors, counts, early
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("owners", ["all", "one", "in turn", "mixed"])
 @pytest.mark.parametrize(
-    "sizes", [[3], [3, 5], [5, 3], [2, 0, 1], [0, 4, 1, 2], [0, 0], [4, 4, 4, 4]]
+    ("bucket_bytes", "messages"),
+    [(1 << 20, 4), (100, 5), (1, 9)],
+    ids=["one a dtype", "split", "one a tensor"],
 )
-def test_gather_of_unequal_sizes(world: pool.World, sizes: list[int]) -> None:
-    for parts, messages in world.run(gathered, len(sizes), sizes):
-        for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            assert torch.equal(part, torch.arange(size, dtype=torch.float64) + 100 * rank)
-        assert messages == (1 if len(sizes) > 1 and any(sizes) else 0)
+def test_sums_reach_their_owners_and_nobody_else(
+    world: pool.World, world_size: int, owners: str, bucket_bytes: int, messages: int
+) -> None:
+    """Whatever shape, dtype and bucket; what is not one's own stays as it was."""
+    addends = [assorted(rank) for rank in range(world_size)]
+    count = len(addends[0])
+    last = world_size - 1
+    wanted: list[int | None] = {
+        "all": [None] * count,
+        "one": [last] * count,
+        "in turn": [i % world_size for i in range(count)],
+        "mixed": [(None, last, 0, last)[i % 4] for i in range(count)],
+    }[owners]
+    expected = [torch.stack(column).sum(0) for column in zip(*addends, strict=True)]
+    results = world.run(summed_to, world_size, wanted, bucket_bytes)
+    for rank, (tensors, sent, early) in enumerate(results):
+        for i, tensor in enumerate(tensors):
+            mine = wanted[i] in (rank, None)
+            assert tensor.dtype == expected[i].dtype
+            assert torch.equal(tensor, expected[i] if mine else addends[rank][i])
+        assert early, "tensors changed before wait()"
+        assert sent == ({"all_to_all_single": messages} if world_size > 1 else {})
+
+
+ROUNDING = [1.0, 2.0**53, -(2.0**53), 1.0]
+
+
+def summed_in_some_order(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    for_all = torch.tensor([ROUNDING[rank], *torch.randn(999, generator=seeded(rank)).tolist()])
+    for_all = for_all.double()
+    for_last = for_all.clone()
+    World().start_sum_to([for_all, for_last], [None, world_size - 1]).wait()
+    return for_all, for_last
+
+
+def seeded(rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(rank)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_owners_add_in_the_order_of_ranks(world: pool.World, world_size: int) -> None:
+    """So that all owners agree bit for bit: (1 + 2⁵³) - 2⁵³ is 0, and 1 in another order."""
+    expected = torch.zeros(1000, dtype=torch.float64)
+    for rank in range(world_size):
+        drawn = torch.randn(999, generator=seeded(rank)).tolist()
+        expected += torch.tensor([ROUNDING[rank], *drawn]).double()
+    results = world.run(summed_in_some_order, world_size)
+    assert all(torch.equal(for_all, expected) for for_all, _ in results)
+    assert torch.equal(results[-1][1], expected)
+
+
+def sums_to_in_flight(rank: int, world_size: int) -> list[float]:
+    world = World()
+    tensors = [torch.tensor(10.0**i * (rank + 1)) for i in range(3)]
+    first, second = world.start_sum_to(tensors[:1], [1]), world.start_sum(tensors[1:2])
+    third = world.start_sum_to(tensors[2:], [None])
+    for pending in (third, first, second):
+        pending.wait()
+    world.start_sum_to([], []).wait()
+    return [tensor.item() for tensor in tensors]
+
+
+def test_sums_of_both_kinds_can_be_under_way(world: pool.World) -> None:
+    assert world.run(sums_to_in_flight, 2) == [[1.0, 30.0, 300.0], [3.0, 30.0, 300.0]]
+
+
+# Deliveries and broadcasts.
+
+Route = tuple[int, list[int], int]  # source, destinations, size
+
+
+def contents(route: Route, index: int, dtype: torch.dtype) -> torch.Tensor:
+    """What travels, different for each item; exact in every dtype."""
+    return (torch.arange(route[2]) % 50 + index).to(dtype)
+
+
+def delivered(
+    rank: int, world_size: int, cases: list[tuple[list[Route], torch.dtype]]
+) -> list[tuple[list[torch.Tensor | None], Counter[str], bool]]:
+    results = []
+    for routes, dtype in cases:
+        mine = [contents(r, i, dtype) if r[0] == rank else None for i, r in enumerate(routes)]
+        items = [Delivery(*route, content) for route, content in zip(routes, mine, strict=True)]
+        with counted() as counts:
+            received = World().deliver(items, dtype, torch.device("cpu"))
+        kept = all(a is b for a, b in zip(received, mine, strict=True) if b is not None)
+        results.append((received, counts, kept))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_deliveries_arrive_where_they_are_wanted(world: pool.World, world_size: int) -> None:
+    """Fifty lists of any length, empty messages among them: in one collective, or in none."""
+    draw = random.Random(world_size)
+    ranks = range(world_size)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    cases: list[tuple[list[Route], torch.dtype]] = [
+        (
+            [
+                (
+                    draw.randrange(world_size),
+                    draw.sample(ranks, draw.randint(0, world_size)),
+                    draw.choice([0, 1, 7, 40]),
+                )
+                for _ in range(draw.randint(0, 6))
+            ],
+            draw.choice(dtypes),
+        )
+        for _ in range(50)
+    ]
+    for rank, results in enumerate(world.run(delivered, world_size, cases)):
+        for (routes, dtype), (received, sent, kept) in zip(cases, results, strict=True):
+            assert kept, "what a rank has is given back as it is"
+            travels = any(set(to) - {source} for source, to, _ in routes)
+            assert sent == ({"all_to_all_single": 1} if travels else {})
+            for index, (route, found) in enumerate(zip(routes, received, strict=True)):
+                if rank == route[0] or rank in route[1]:
+                    assert found is not None
+                    assert found.dtype == dtype
+                    assert torch.equal(found, contents(route, index, dtype))
+                else:
+                    assert found is None
+
+
+SHAPES = {"a": ((2, 3), (), (4,)), "b": ((0, 3),), "c": ((5,), (1, 1, 2)), "lost": ((2, 2), (3,))}
+
+
+def parts_of(key: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    start = 10.0 * list(SHAPES).index(key)
+    return tuple(
+        (torch.arange(float(torch.Size(shape).numel())) + start + i).view(shape).to(dtype)
+        for i, shape in enumerate(SHAPES[key])
+    )
+
+
+def parcels_delivered(
+    rank: int, world_size: int, routes: dict[str, tuple[int, list[int]]], dtype: torch.dtype
+) -> tuple[dict[str, tuple[torch.Tensor, ...]], Counter[str]]:
+    """Sources have their parts in another dtype, and "lost" is nowhere."""
+    has = [key for key, (source, _) in routes.items() if source == rank and key != "lost"]
+    mine = {key: parts_of(key, torch.float32) for key in has}
+    with counted() as counts:
+        found = deliver_parts(World(), SHAPES, routes, mine, dtype, torch.device("cpu"))
+    assert all(found[key] is mine[key] for key in mine)
+    return found, counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parts_arrive_in_their_shapes(
+    world: pool.World, world_size: int, dtype: torch.dtype
+) -> None:
+    """What is missing on its source arrives as zeros; strangers to an item get nothing of it."""
+    last, everybody = world_size - 1, list(range(world_size))
+    routes = {"a": (0, everybody), "b": (last, [0]), "c": (last, [last]), "lost": (last, [0])}
+    for rank, (found, sent) in enumerate(world.run(parcels_delivered, world_size, routes, dtype)):
+        expected = {key for key, (source, to) in routes.items() if rank in (source, *to)}
+        if rank == last:
+            expected.discard("lost")
+        assert found.keys() == expected
+        assert sent == ({"all_to_all_single": 1} if world_size > 1 else {})
+        for key, parts in found.items():
+            here = routes[key][0] == rank
+            for part, right in zip(parts, parts_of(key, dtype), strict=True):
+                assert part.shape == right.shape
+                assert part.dtype == (torch.float32 if here else dtype)
+                assert torch.equal(part.to(dtype), right * (key != "lost"))
 
 
 def broadcast(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch.Tensor], int]:
@@ -155,35 +341,25 @@ def test_the_first_rank_is_copied(world: pool.World, bucket_bytes: int, messages
         assert sent == messages
 
 
-def with_either_name(rank: int, world_size: int, absent: bool) -> tuple[list[float], int]:
-    """torch 2.11 has only all_gather_into_tensor, which torch 2.13 deprecates."""
-    replacements: dict[str, Any] = {}
-    calls = []
-    if absent:
-        implementation = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-        def old_name(*args: Any, **kwargs: Any) -> Any:
-            calls.append(args)
-            return implementation(*args, **kwargs)
-
-        replacements = {"all_gather_into_tensor": old_name}
-        if hasattr(dist, "all_gather_single"):
-            replacements["all_gather_single"] = None
-    with replaced(dist, replacements), warnings.catch_warnings():
+def every_method(rank: int, world_size: int) -> list[float]:
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         world = World()
-        parts = world.gather(torch.tensor([1.0 + rank]), [1, 1])
-        total = torch.ones(1)
+        total, wanted = torch.ones(1), torch.ones(1)
         world.start_sum([total]).wait()
+        world.start_sum_to([wanted], [None]).wait()
         world.broadcast_from_first([total])
+        content = total * 5 if rank == 0 else None
+        (arrived,) = world.deliver([Delivery(0, [1], 1, content)], total.dtype, total.device)
         world.require_equal(["same"], "things")
         world.subgroup([rank])
-    return torch.cat(parts).tolist(), len(calls)
+    assert arrived is not None
+    return torch.cat([total, wanted, arrived]).tolist()
 
 
-@pytest.mark.parametrize("absent", [False, True])
-def test_no_name_that_is_used_is_deprecated(world: pool.World, absent: bool) -> None:
-    assert world.run(with_either_name, 2, absent) == [([1.0, 2.0], int(absent))] * 2
+def test_no_name_that_is_used_is_deprecated(world: pool.World) -> None:
+    """torch 2.13 deprecates a few of torch.distributed's."""
+    assert world.run(every_method, 2) == [[2.0, 2.0, 10.0]] * 2
 
 
 # Groups.
@@ -253,7 +429,8 @@ def test_one_process_sends_nothing() -> None:
     world.start_sum([tensor]).wait()
     world.broadcast_from_first([tensor])
     world.require_equal(["anything"], "things")
-    (same,) = world.gather(tensor, [3])
+    world.start_sum_to([tensor], [0]).wait()
+    (same,) = world.deliver([Delivery(0, [0], 3, tensor)], tensor.dtype, tensor.device)
     assert same is tensor
     assert torch.equal(tensor, torch.arange(3.0))
     assert world.subgroup([0]) is world

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -27,7 +27,11 @@ from torch.nn import functional
 
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
-from second_order.kronecker.factors import KroneckerFactors, StagedStatistics
+from second_order.kronecker.factors import (
+    KroneckerFactors,
+    StagedStatistics,
+    StatisticsSums,
+)
 from second_order.kronecker.fisher import sampled_loss
 from second_order.kronecker.layers import factor_shape, pair_statistics
 from second_order.kronecker.patches import extract_patches
@@ -55,6 +59,11 @@ def close(actual: Any, expected: Any, rtol: float = 1e-10) -> None:
 def error(actual: Tensor, expected: Tensor) -> float:
     """Relative, in the Frobenius norm."""
     return float((actual - expected).norm() / expected.norm())
+
+
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """By group."""
+    return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
 def block(kronecker: KroneckerFactors) -> Tensor:
@@ -95,7 +104,10 @@ def exact(
         model(x).sum().backward()  # the user's own, which the sampled gradients wait for
     optimizer.step()
     averages = {block.name: block.ensure_factors() for block in optimizer._blocks}
-    return {name: replace(found, g=found.g * len(todo)) for name, found in averages.items()}
+    for found in averages.values():
+        found.g *= len(todo)
+        found.means[1] *= len(todo)
+    return averages
 
 
 def network(
@@ -530,13 +542,15 @@ COUNTS = st.lists(st.integers(1, 5), min_size=2, max_size=4)
 each_module = pytest.mark.parametrize("kind", MODULES)
 
 
-def staging(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> StagedStatistics:
+def staging(
+    module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], triangular: bool = True
+) -> StagedStatistics:
     """Statistics of (inputs, gradients of each example's loss), every pair a pass of its own.
 
     As a backward would have it, the loss being a mean, a gradient is divided by its pair's terms.
     """
     bias = getattr(module, "bias", None) is not None
-    staged = StagedStatistics(factor_shape(module, bias), CPU, F64)
+    staged = StagedStatistics(factor_shape(module, bias), CPU, F64, triangular)
     for index, (x, gradients) in enumerate(pairs):
         terms = x.shape[:-1].numel() if isinstance(module, nn.Linear) else len(x)
         pair = pair_statistics(
@@ -547,10 +561,16 @@ def staging(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> Staged
 
 
 def mean_of(staged: Sequence[StagedStatistics]) -> Factors:
-    """As ranks do it: sums added, then divided."""
+    """As ranks do it: sums added, then divided. Mean eigenvalues are those of the factors."""
     sums = [each.sums() for each in staged]
-    a, g, examples = (sum(column) for column in zip(*sums, strict=True))
-    return a / examples, g / examples
+    a, g, head = (sum(getattr(each, part) for each in sums) for part in ("a", "g", "head"))
+    shape = staged[0].shape
+    average = KroneckerFactors(shape, CPU, F64, staged[0].triangular)
+    average.update(StatisticsSums(a.clone(), g.clone(), head.clone()), 0.0)
+    A, G = average.matrices(F64)
+    close(average.means, [mean_eigenvalue(A), mean_eigenvalue(G)])
+    assert float(average.weight) == 1.0
+    return A, G
 
 
 def stage(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> Factors:
@@ -674,10 +694,16 @@ DECAYS = st.floats(0.0, 0.999)
 def running(kronecker: KroneckerFactors, values: Sequence[Factors], decays: Sequence[float]) -> Any:
     """The averages after every update, by statistics of varying numbers of examples."""
     for index, ((A, G), decay) in enumerate(zip(values, decays, strict=True)):
-        examples = torch.tensor(float(index % 3 + 1))
-        stored = kronecker.store(A) * examples, kronecker.store(G) * examples
-        kronecker.update(*stored, examples, decay)
-        yield [each.clone() for each in kronecker.matrices(F64)]
+        kronecker.update(summed(kronecker, A, G, examples=index % 3 + 1), decay)
+        close(kronecker.means, [mean_eigenvalue(each) for each in kronecker.matrices(F64)])
+        yield list(kronecker.matrices(F64))
+
+
+def summed(kronecker: KroneckerFactors, A: Tensor, G: Tensor, examples: int) -> StatisticsSums:
+    """The sums over so many examples whose means are A and G."""
+    one = torch.ones(1, dtype=F64)
+    head = torch.cat([one, mean_eigenvalue(A), mean_eigenvalue(G)]) * examples
+    return StatisticsSums(kronecker.store(A) * examples, kronecker.store(G) * examples, head)
 
 
 def symmetric(*size: int) -> Tensor:
@@ -692,7 +718,7 @@ def test_13_running_average_is_the_debiased_ema(
     torch.manual_seed(seed)
     shape = factor_shape(nn.Conv2d(2, 6, 1, groups=2), True)
     values = [(symmetric(2, 2, 2), symmetric(2, 3, 3)) for _ in range(count)]
-    kronecker = KroneckerFactors.zeros(shape, CPU, F64, triangular)
+    kronecker = KroneckerFactors(shape, CPU, F64, triangular)
     averages = list(running(kronecker, values, [decay] * count))
     close(averages[0], values[0])
     for which in range(2):
@@ -700,7 +726,7 @@ def test_13_running_average_is_the_debiased_ema(
         for t, value in enumerate(values):
             ema = decay * ema + (1 - decay) * value[which]
             close([averages[t][which]], [ema / (1 - decay ** (t + 1))], rtol=1e-9)
-    constant = KroneckerFactors.zeros(shape, CPU, F64, triangular)
+    constant = KroneckerFactors(shape, CPU, F64, triangular)
     for average in running(constant, values[:1] * count, [decay] * count):
         close(average, values[0])
 
@@ -730,12 +756,16 @@ def test_13_not_an_average_that_starts_from_zero() -> None:
 
 def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
     shape = factor_shape(nn.Linear(2, 3), True)
-    kronecker = KroneckerFactors.zeros(shape, CPU, F64, True)
+    kronecker = KroneckerFactors(shape, CPU, F64, True)
     values = [(symmetric(1, 3, 3), symmetric(1, 3, 3)) for _ in range(3)]
     *_, before = running(kronecker, values, [0.9] * 3)
-    weight = kronecker.weight.clone()
-    kronecker.update(kronecker.a * 7, kronecker.g * 7, torch.tensor(0.0), 0.9)
+    weight, means = kronecker.weight.clone(), kronecker.means.clone()
+    assert kronecker.a is not None
+    assert kronecker.g is not None
+    absent = torch.tensor([0.0, 7.0, 7.0], dtype=F64)
+    kronecker.update(StatisticsSums(kronecker.a * 7, kronecker.g * 7, absent), 0.9)
     assert torch.equal(kronecker.weight, weight)
+    assert torch.equal(kronecker.means, means)
     for a, b in zip(kronecker.matrices(F64), before, strict=True):
         assert torch.equal(a, b)
 

@@ -260,6 +260,7 @@ def with_factors_scaled(solver: str, on_a: float, on_g: float, relative: bool) -
         if "A" in entry["curvature"]:
             entry["curvature"]["A"] *= on_a
             entry["curvature"]["G"] *= on_g
+            entry["curvature"]["mean_eigenvalues"] *= torch.tensor([[on_a], [on_g]], dtype=F64)
     optimizer = make(KAISA, model, **options)
     optimizer.load_state_dict(saved)
     take(model, optimizer, second)

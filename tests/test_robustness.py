@@ -206,7 +206,7 @@ def test_a_checkpoint_gives_a_failing_layer_all_its_tries_again(
     good = optimizer.state_dict()
     with monkeypatch.context() as patch:
         nothing = lambda matrix: ((), torch.zeros(len(matrix), dtype=torch.bool))  # noqa: E731
-        patch.setattr(solvers, "_eigh", nothing)
+        patch.setattr(solvers, "eigh", nothing)
         take(model, optimizer, BATCHES[1])
         with pytest.raises(DecompositionError):
             take(model, optimizer, BATCHES[2])

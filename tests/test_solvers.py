@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +14,16 @@ from hypothesis import strategies as st
 from reference import clip_factor, damped_dense_solve, damped_factored_solve, kron
 from torch import Tensor
 
-from second_order.kronecker import solvers
+from second_order.kronecker import decompositions, solvers, triangles
 from second_order.kronecker.clip import kl_clip_coefficient
-from second_order.kronecker.solvers import SOLVERS, decompose_batched, factored_damping
+from second_order.kronecker.decompositions import (
+    Problem,
+    orthogonal_iteration,
+)
+from second_order.kronecker.solvers import SOLVERS, factored_damping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 DENSE = {"eigen": damped_dense_solve, "inverse": damped_factored_solve}
 each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
@@ -25,6 +31,8 @@ each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
 DAMPINGS = st.floats(1e-4, 10.0)
 GROUPS = st.integers(1, 3)
 DIMS = st.integers(1, 7)
+SEEDS = st.integers(0, 2**16)
+F32, F64 = torch.float32, torch.float64
 
 
 def factor(groups: int, dim: int, rank: int | None = None) -> Tensor:
@@ -33,16 +41,40 @@ def factor(groups: int, dim: int, rank: int | None = None) -> Tensor:
     return x.mT @ x / max(1, x.shape[1])
 
 
-def solve(name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any) -> Tensor:
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """Of matrices, or of diagonals ``(groups, n)``; shape ``(groups,)``."""
+    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).mean(-1)
+
+
+def problem(matrix: Tensor, added: Tensor | None = None, guess: Tensor | None = None) -> Problem:
+    """Of a matrix, or of a diagonal ``(groups, n)``."""
+    groups, dim = matrix.shape[:2]
+    return Problem(
+        groups, dim, matrix.dtype, matrix.device, matrix.clone, added, guess, matrix.dim() == 2
+    )
+
+
+def damped(name: str, A: Tensor, G: Tensor, damping: Any) -> list[Problem]:
+    means = torch.stack([mean_eigenvalue(A), mean_eigenvalue(G)])
+    added = SOLVERS[name].dampings(means, damping)
+    return [problem(matrix, on) for matrix, on in zip((A, G), added, strict=True)]
+
+
+def solve(
+    name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any, triangular: bool = False
+) -> Tensor:
     solver = SOLVERS[name]
-    a, g = decompose_batched(solver, solver.damp(A, G, damping))
+    a, g = solver.decompose(damped(name, A, G, damping), A.dtype, triangular)
     assert a is not None
     assert g is not None
-    return solver.combine(a, g, damping, A.dtype).precondition(gradient)
+    return solver.combine(a, g, damping).precondition(gradient)
 
 
-def decompose(name: str, *matrices: Tensor) -> list[Any]:
-    return decompose_batched(SOLVERS[name], matrices)
+def decompose(
+    name: str, *matrices: Tensor, dtype: torch.dtype | None = None, triangular: bool = False
+) -> list[Any]:
+    kept = dtype or next((matrix.dtype for matrix in matrices), torch.float32)
+    return SOLVERS[name].decompose([problem(m) for m in matrices], kept, triangular)
 
 
 def restored(name: str, decomposition: tuple[Tensor, ...]) -> Tensor:
@@ -155,7 +187,8 @@ def test_huge_damping_gives_the_gradients_direction(name: str) -> None:
 @given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
 def test_pi_splits_the_damping(d_in: int, d_out: int, damping: float) -> None:
     """The product over the factors is γ, so that Π πᵢ = 1."""
-    on_a, on_g = factored_damping(factor(2, d_in), factor(2, d_out), damping=damping)
+    means = mean_eigenvalue(factor(2, d_in)), mean_eigenvalue(factor(2, d_out))
+    on_a, on_g = factored_damping(*means, damping=damping)
     torch.testing.assert_close(on_a * on_g, torch.full((2,), damping, dtype=torch.float64))
 
 
@@ -165,7 +198,7 @@ def test_factored_damping_is_never_less_than_the_damping(
 ) -> None:
     """⊗F̃ᵢ − ⊗Fᵢ − γI is positive semi-definite."""
     A, G = factor(1, d_in), factor(1, d_out)
-    damped_a, damped_g = SOLVERS["inverse"].damp(A, G, damping)
+    damped_a, damped_g = (each.damped() for each in damped("inverse", A, G, damping))
     excess = kron(damped_g[0], damped_a[0]) - kron(G[0], A[0])
     excess -= damping * torch.eye(len(excess), dtype=torch.float64)
     smallest = torch.linalg.eigvalsh(excess).min()
@@ -186,7 +219,7 @@ def test_the_inverse_solve_does_not_see_how_a_scale_is_split(
 def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: float) -> None:
     """The trace norm of what F̃_A ⊗ F̃_G adds to A ⊗ G + γI: no other split has less of it."""
     A, G = factor(1, d_in), factor(1, d_out)
-    on_a, on_g = factored_damping(A, G, damping=damping)
+    on_a, on_g = factored_damping(mean_eigenvalue(A), mean_eigenvalue(G), damping=damping)
 
     def bound(a: Tensor, g: Tensor) -> float:
         return float(a * d_in * G[0].trace() + g * d_out * A[0].trace())
@@ -200,17 +233,17 @@ def test_three_factors_are_damped_and_solved_like_two(
 ) -> None:
     """Π πᵢ = 1, the excess is positive semi-definite, three inverses make the dense solve."""
     factors = [factor(1, dim) for dim in dims]
-    added = factored_damping(*factors, damping=damping)
+    added = factored_damping(*map(mean_eigenvalue, factors), damping=damping)
     assert float(torch.stack(added).prod()) == pytest.approx(damping)
-    damped = [
+    matrices = [
         f + on * torch.eye(f.shape[-1], dtype=f.dtype) for f, on in zip(factors, added, strict=True)
     ]
-    first, second, third = (d[0] for d in damped)
+    first, second, third = (matrix[0] for matrix in matrices)
     dense = kron(kron(first, second), third)
     undamped = kron(kron(factors[0][0], factors[1][0]), factors[2][0])
     excess = dense - undamped - damping * torch.eye(len(dense), dtype=dense.dtype)
     assert torch.linalg.eigvalsh(excess).min() >= -1e-10 * float(dense.abs().max())
-    inverses = [part[0] for (part,) in decompose("inverse", *damped)]
+    inverses = [part[0] for (part,) in decompose("inverse", *matrices)]
     gradient = torch.randn(*dims, dtype=torch.float64)
     solved = torch.einsum("abc,ia,jb,kc->ijk", gradient, *inverses)
     assert_solved(solved.flatten(), torch.linalg.solve(dense, gradient.flatten()))
@@ -220,7 +253,7 @@ def test_three_factors_are_damped_and_solved_like_two(
 def test_a_zero_trace_gives_pi_one(zero: str) -> None:
     A, G = factor(2, 3), factor(2, 4)
     (A if zero == "A" else G)[1] = 0
-    on_a, on_g = factored_damping(A, G, damping=0.09)
+    on_a, on_g = factored_damping(mean_eigenvalue(A), mean_eigenvalue(G), damping=0.09)
     assert on_a[1].item() == on_g[1].item() == pytest.approx(0.3)
     assert on_a[0].item() != pytest.approx(0.3)
 
@@ -232,24 +265,70 @@ def test_a_zero_trace_gives_pi_one(zero: str) -> None:
 @given(
     shapes=st.lists(
         st.tuples(GROUPS, DIMS, st.sampled_from([torch.float32, torch.float64])), max_size=8
-    )
+    ),
+    kept=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    triangular=st.booleans(),
+    batch_bytes=st.sampled_from([1, 500, 2**20]),
 )
 def test_batched_by_shape_equals_one_at_a_time(
-    name: str, shapes: list[tuple[int, int, torch.dtype]]
+    name: str,
+    shapes: list[tuple[int, int, torch.dtype]],
+    kept: torch.dtype,
+    triangular: bool,
+    batch_bytes: int,
 ) -> None:
     matrices = [
         (factor(groups, dim) + 0.1 * torch.eye(dim, dtype=torch.float64)).to(dtype)
         for groups, dim, dtype in shapes
     ]
-    together = decompose(name, *matrices)
-    assert len(together) == len(matrices)
-    for matrix, batched in zip(matrices, together, strict=True):
-        (alone,) = decompose(name, matrix)
-        expected = SOLVERS[name].payload_shapes(matrix.shape[0], matrix.shape[-1])
-        assert tuple(tuple(part.shape) for part in batched) == expected
-        for part, single in zip(batched, alone, strict=True):
-            assert part.dtype == matrix.dtype
-            torch.testing.assert_close(part, single)
+    with (
+        patch.object(solvers, "TRIANGULAR_FROM", 4),
+        patch.object(decompositions, "BATCH_BYTES", batch_bytes),
+    ):
+        together = decompose(name, *matrices, dtype=kept, triangular=triangular)
+        alone = [decompose(name, each, dtype=kept, triangular=triangular)[0] for each in matrices]
+        shapes_kept = [
+            SOLVERS[name].kept_shapes(*matrix.shape[:2], False, triangular) for matrix in matrices
+        ]
+    for i, (batched, single) in enumerate(zip(together, alone, strict=True)):
+        assert tuple(tuple(part.shape) for part in batched) == shapes_kept[i]
+        coarser = max(kept, matrices[i].dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        for part, other in zip(batched, single, strict=True):
+            assert part.dtype == kept
+            torch.testing.assert_close(part.to(coarser), other.to(coarser))
+
+
+@each_solver
+@pytest.mark.parametrize("triangular", [False, True])
+def test_what_is_kept_holds_no_more_memory_than_it_needs_and_lies_row_after_row(
+    name: str, triangular: bool
+) -> None:
+    """A rank that has computed it and one that has received it multiply in the same order."""
+    with patch.object(solvers, "TRIANGULAR_FROM", 6):
+        results = decompose(name, *(factor(2, dim) for dim in (5, 7, 5)), triangular=triangular)
+    for part in (part for result in results for part in result):
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.nbytes
+
+
+@each_solver
+def test_factors_are_built_batch_by_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many matrices at a time as `BATCH_BYTES` allows, or one that is larger."""
+    events: list[str] = []
+    injected(monkeypatch, name, lambda matrix, _: events.append(f"{len(matrix)} decomposed"))
+    monkeypatch.setattr(decompositions, "BATCH_BYTES", 2 * 3 * 3 * 8 + 5)
+
+    def built(matrix: Tensor) -> Tensor:
+        events.append("built")
+        return matrix
+
+    each = [
+        Problem(1, dim, torch.float64, torch.device("cpu"), partial(built, factor(1, dim)))
+        for dim in (3, 3, 3, 9)
+    ]
+    SOLVERS[name].decompose(each, torch.float64, False)
+    two, one = ["built", "built", "2 decomposed"], ["built", "1 decomposed"]
+    assert events == [*two, *one, *one]
 
 
 @each_solver
@@ -411,7 +490,7 @@ class ElsewhereTorch:
 
 @each_fault
 def test_the_cpu_is_the_third_rung(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers, "torch", ElsewhereTorch())
+    monkeypatch.setattr(decompositions, "torch", ElsewhereTorch())
     matrix = sample(name)
     attempts = injected(monkeypatch, name, lambda m, r: fault(m, r) if len(attempts) < 3 else None)
     (result,) = decompose(name, matrix)
@@ -512,6 +591,178 @@ def test_an_indefinite_factor_fails_the_inverse() -> None:
     failed, fine = decompose("inverse", indefinite, torch.eye(2)[None])
     assert failed is None
     assert torch.equal(fine[0], torch.eye(2)[None])
+
+
+# Eigenvectors from those of an earlier matrix.
+
+
+def with_spectrum(values: Sequence[float], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix ``(1, n, n)``, and its eigenvectors in the order of the (rising) values."""
+    generator = torch.Generator().manual_seed(seed)
+    n = len(values)
+    Q = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator)).Q
+    return (Q @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ Q.T)[None], Q[None]
+
+
+def perturbed(matrix: Tensor, size: float) -> Tensor:
+    """By a symmetric matrix of a relative size, in the Frobenius norm."""
+    noise = torch.randn_like(matrix)
+    noise = noise + noise.mT
+    return matrix + noise * (size * matrix.norm() / noise.norm())
+
+
+SPECTRA = {
+    "wide": [1e-9, 1e-6, 1e-4, 1e-2, 0.3, 3.0, 40.0],
+    "flat": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "low rank": [0.0, 0.0, 0.0, 0.0, 1.0, 10.0],
+    "equal": [2.0] * 5,
+    "zero": [0.0] * 3,
+    "one": [3.0],
+}
+
+
+@given(spectrum=st.sampled_from(sorted(SPECTRA)), power=st.integers(-15, 15), seed=SEEDS)
+def test_eigenvectors_of_a_nearby_matrix_are_refined(spectrum: str, power: int, seed: int) -> None:
+    """What stays off the diagonal bounds the error of all: Q Λ Qᵀ, and the eigenvalues."""
+    torch.manual_seed(seed)
+    matrix, guess = with_spectrum(SPECTRA[spectrum], seed)
+    matrix = perturbed(matrix, 1e-3) * 10.0**power
+    (vectors, values), sound = orthogonal_iteration(matrix, guess)
+    assert bool(sound)
+    n, size = matrix.shape[-1], float(matrix.norm())
+    assert_solved(vectors.mT @ vectors, torch.eye(n, dtype=torch.float64)[None], rtol=1e-12)
+    assert (restored("eigen", (vectors, values)) - matrix).norm() <= 1.1e-2 * size
+    exact = torch.linalg.eigvalsh(matrix).clamp_min(0)
+    assert (values.sort().values - exact).norm() <= 1e-2 * size
+    assert (values >= 0).all()
+
+
+def test_the_exact_eigenvectors_stay_as_they_are() -> None:
+    matrix, guess = with_spectrum(SPECTRA["wide"])
+    (vectors, values), sound = orthogonal_iteration(matrix, guess)
+    assert bool(sound)
+    assert_solved(values, torch.tensor([SPECTRA["wide"]], dtype=torch.float64), rtol=1e-12)
+    assert_solved((vectors * guess).sum(-2).abs(), torch.ones(1, 7, dtype=torch.float64))
+
+
+def test_a_step_shrinks_the_error_of_a_subspace_by_the_ratio_of_its_eigenvalues() -> None:
+    """The projector on the two large directions, a hundred times above the rest."""
+    matrix, guess = with_spectrum([0.01, 0.02, 0.03, 0.04, 4.0, 5.0])
+    matrix = perturbed(matrix, 3e-3)
+
+    def projector(vectors: Tensor) -> Tensor:
+        return vectors[..., -2:] @ vectors[..., -2:].mT
+
+    exact = projector(torch.linalg.eigh(matrix).eigenvectors)
+    (vectors, _), sound = orthogonal_iteration(matrix, guess)
+    assert bool(sound)
+    before = (projector(guess) - exact).norm()
+    assert before > 1e-4
+    assert (projector(vectors) - exact).norm() < 0.02 * before
+
+
+@pytest.mark.parametrize("bad", ["unrelated", "not a number", "infinite", "zero"])
+def test_a_guess_that_is_no_guide_is_not_taken(bad: str) -> None:
+    matrix, guess = with_spectrum(SPECTRA["wide"])
+    if bad == "unrelated":
+        guess = with_spectrum(SPECTRA["wide"], seed=1)[1]
+    elif bad == "zero":
+        guess = torch.zeros_like(guess)
+    else:
+        guess[0, 1, 2] = math.nan if bad == "not a number" else math.inf
+    _, sound = orthogonal_iteration(matrix, guess)
+    assert not bool(sound)
+
+
+def refined(*pairs: tuple[Tensor, Tensor | None]) -> list[Any]:
+    problems = [problem(matrix, guess=guess) for matrix, guess in pairs]
+    return SOLVERS["eigen"].decompose(problems, torch.float64, False)
+
+
+def test_no_eigendecomposition_where_a_guess_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch of four: one has a bad guess, and one has none."""
+    matrices = [with_spectrum(SPECTRA["flat"], seed)[0] for seed in range(4)]
+    guesses = [with_spectrum(SPECTRA["flat"], seed)[1] for seed in (0, 1, 5)]
+    seen: list[Tensor] = []
+    injected(monkeypatch, "eigen", lambda matrix, _: seen.append(matrix))
+    results = refined(*zip(matrices, [*guesses, None], strict=True))
+    assert [len(batch) for batch in seen] == [1, 1]
+    for batch, index in zip(seen, (2, 3), strict=True):
+        assert_solved(batch / batch.norm(), matrices[index] / matrices[index].norm())
+    for matrix, result in zip(matrices, results, strict=True):
+        assert_solved(restored("eigen", result), matrix)
+
+
+@pytest.mark.parametrize("fault", ["raises", "out of memory", "not a number"])
+def test_a_refinement_that_fails_leaves_the_eigendecomposition(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = torch.linalg.qr
+
+    def faulty(matrix: Tensor) -> Any:
+        if fault == "raises":
+            raise torch.linalg.LinAlgError("linalg.qr: failed")
+        if fault == "out of memory":
+            raise torch.OutOfMemoryError("no memory is left")
+        result = native(matrix)
+        return type(result)((result.Q * math.nan, result.R))
+
+    matrix, guess = with_spectrum(SPECTRA["wide"])
+    attempts = injected(monkeypatch, "eigen", lambda *_: None)
+    monkeypatch.setattr(torch.linalg, "qr", faulty)
+    (result,) = refined((matrix, guess))
+    assert attempts == [(torch.float64, 1)]
+    assert_solved(restored("eigen", result), matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_eigenvectors_kept_in_few_digits_are_a_guess_as_well(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, guess = with_spectrum(SPECTRA["flat"])
+    attempts = injected(monkeypatch, "eigen", lambda *_: None)
+    ((vectors, values),) = refined((matrix, guess.to(dtype)))
+    assert attempts == []
+    assert_solved(vectors.mT @ vectors, torch.eye(6, dtype=torch.float64)[None], rtol=1e-12)
+    error = (restored("eigen", (vectors, values)) - matrix).norm()
+    assert error <= torch.finfo(dtype).eps * matrix.norm()
+
+
+def test_a_guess_for_a_matrix_that_is_not_finite_is_given_up() -> None:
+    matrix, guess = with_spectrum(SPECTRA["flat"])
+    bad = matrix.clone()
+    bad[0, 0, 0] = math.nan
+    failed, fine = refined((bad, guess), (matrix, guess))
+    assert failed is None
+    assert_solved(restored("eigen", fine), matrix)
+
+
+# Triangles.
+
+
+@given(groups=GROUPS, d_in=DIMS, d_out=DIMS, damping=DAMPINGS, dtype=st.sampled_from([F32, F64]))
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_an_inverse_as_triangles_is_that_inverse(
+    diagonal: bool, groups: int, d_in: int, d_out: int, damping: float, dtype: torch.dtype
+) -> None:
+    """Multiplied as a whole or by halves; the smallest ones are triangles and diagonals in one."""
+    A = (torch.rand(groups, d_in).double() if diagonal else factor(groups, d_in)).to(dtype)
+    G, gradient = factor(groups, d_out).to(dtype), torch.randn(groups, d_out, d_in, dtype=dtype)
+    expected = solve("inverse", A, G, gradient, damping)
+    for halved_from in (1, 100):
+        with (
+            patch.object(solvers, "TRIANGULAR_FROM", 1),
+            patch.object(triangles, "HALVED_FROM", halved_from),
+        ):
+            found = solve("inverse", A, G, gradient, damping, triangular=True)
+        assert_solved(found, expected, rtol=1e-12 if dtype == F64 else 1e-4)
+
+
+def test_only_large_inverses_are_triangles() -> None:
+    """Unpacking the others at every step would take longer than multiplying does."""
+    with patch.object(solvers, "TRIANGULAR_FROM", 5):
+        small, large = decompose("inverse", factor(1, 4), factor(1, 5), triangular=True)
+    assert [part.shape for part in (*small, *large)] == [(1, 4, 4), (1, 15)]
 
 
 # The clip.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from second_order.kronecker import triangles
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
-    packed_trace,
+    packed_times,
+    times_packed,
     unpack_upper_triangular,
 )
 
@@ -54,11 +58,49 @@ def test_the_triangle_holds_each_element_once(batch: tuple[int, ...], n: int) ->
     assert torch.equal(pack_upper_triangular(matrix).sort(-1).values, expected)
 
 
-@given(BATCHES, st.integers(1, 17), DTYPES)
-def test_the_trace_needs_no_unpacking(batch: tuple[int, ...], n: int, dtype: torch.dtype) -> None:
-    matrix = symmetric(batch, n, dtype)
-    expected = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
-    assert torch.equal(packed_trace(pack_upper_triangular(matrix), n), expected)
+@given(
+    groups=st.integers(0, 3),
+    m=st.integers(1, 6),
+    n=st.integers(1, 17),
+    halved_from=st.sampled_from([1, 8, 100]),
+    mirror_block=st.sampled_from([1, 3, 100]),
+)
+def test_a_packed_matrix_multiplies_from_either_side(
+    groups: int, m: int, n: int, halved_from: int, mirror_block: int
+) -> None:
+    """Whole or by halves; exact, as the elements are small integers."""
+    matrix = symmetric((groups,), n, torch.float64)
+    packed = pack_upper_triangular(matrix)
+    before = packed.clone()
+    left = symmetric((groups,), max(m, n), torch.float64)[:, :m, :n]
+    with (
+        patch.object(triangles, "HALVED_FROM", halved_from),
+        patch.object(triangles, "MIRROR_BLOCK", mirror_block),
+    ):
+        assert torch.equal(times_packed(left, packed), left @ matrix)
+        assert torch.equal(packed_times(packed, left.mT), matrix @ left.mT)
+        assert torch.equal(unpack_upper_triangular(packed, n), matrix)
+    assert torch.equal(packed, before)
+
+
+@pytest.mark.parametrize("n", [7, 8])
+def test_by_halves_no_more_than_a_quarter_is_unpacked_at_a_time(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    mirrored = triangles._mirrored
+
+    def watched(square: torch.Tensor, **options: bool) -> torch.Tensor:
+        sizes.append(square.shape[-1])
+        return mirrored(square, **options)
+
+    packed, other = pack_upper_triangular(symmetric((1,), n, torch.float32)), torch.ones(1, n, n)
+    monkeypatch.setattr(triangles, "_mirrored", watched)
+    monkeypatch.setattr(triangles, "HALVED_FROM", n)
+    monkeypatch.setattr(triangles, "unpack_upper_triangular", None)
+    times_packed(other, packed)
+    packed_times(packed, other)
+    assert sorted(sizes) == sorted([n // 2, n - n // 2] * 2)
 
 
 @given(BATCHES, st.integers(1, 17))
