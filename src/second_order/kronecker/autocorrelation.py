@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from second_order.kronecker.triangles import add_band, symmetric_zeros
+from second_order.kronecker.triangles import empty_symmetric, write_band
 
 __all__ = ["patch_second_moment", "patch_second_moment_bands"]
 
@@ -49,9 +49,9 @@ def patch_second_moment(
         other, as in ``weight.flatten(1)``.
     """
     dim = x.shape[1] // groups * kernel[0] * kernel[1]
-    moment = symmetric_zeros(x, groups, dim, triangular=False)
+    moment = empty_symmetric(x, groups, dim, triangular=False)
     for start, band in patch_second_moment_bands(x, kernel, dilation, groups):
-        add_band(moment, dim, start, band)
+        write_band(moment, dim, start, band)
     return moment
 
 
@@ -61,7 +61,7 @@ def patch_second_moment_bands(
     """:func:`patch_second_moment` by rows, each from the diagonal of its band's first one on.
 
     Yields:
-        The first row, and a band as :func:`~second_order.kronecker.triangles.add_band` takes it.
+        The first row, and a band as :func:`~second_order.kronecker.triangles.write_band` takes it.
     """
     c, taps = x.shape[1] // groups, kernel[0] * kernel[1]
     x = x.contiguous(memory_format=torch.channels_last)  # a quarter faster for narrow layers

@@ -27,7 +27,7 @@ from second_order.kronecker.patches import (
     pad_input,
     padding_per_side,
 )
-from second_order.kronecker.triangles import add_band, symmetric_zeros
+from second_order.kronecker.triangles import empty_symmetric, write_band, write_last_row
 
 __all__ = [
     "Approximation",
@@ -116,7 +116,7 @@ def _symmetric(
     """The matrix of bands of its rows, and of what the homogeneous coordinate adds.
 
     Args:
-        bands: As :func:`add_band` takes them, with their first rows.
+        bands: As :func:`write_band` takes them, with their first rows.
         x: A tensor of the dtype and the device that are wanted.
         dim: Size without the homogeneous coordinate.
         column: ``(groups, dim)``, the sum of the rows; None without that coordinate.
@@ -126,12 +126,11 @@ def _symmetric(
     total, gram = dim + (column is not None), None
     for start, band in bands:
         if gram is None:
-            gram = symmetric_zeros(x, band.shape[0], total, triangular)
-        end = [] if column is None else [column[:, start : start + band.shape[1], None]]
-        add_band(gram, total, start, torch.cat([band, *end], -1) if end else band)
+            gram = empty_symmetric(x, band.shape[0], total, triangular)
+        write_band(gram, total, start, band)
     assert gram is not None
     if column is not None:
-        add_band(gram, total, dim, column.new_full((len(column), 1, 1), rows))
+        write_last_row(gram, total, nn.functional.pad(column, (0, 1), value=rows))
     return gram
 
 

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "add_band",
+    "empty_symmetric",
     "pack_upper_triangular",
     "packed_length",
     "packed_times",
     "packed_trace",
-    "symmetric_zeros",
     "times_packed",
     "unpack_upper_triangular",
+    "write_band",
+    "write_last_row",
 ]
 
 MIRROR_BLOCK = 256
@@ -48,39 +49,59 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
     return packed
 
 
-def symmetric_zeros(like: Tensor, groups: int, dim: int, triangular: bool) -> Tensor:
-    """What :func:`add_band` fills: ``(groups, n, n)``, or triangles ``(groups, n (n + 1) / 2)``."""
-    return like.new_zeros(groups, *((packed_length(dim),) if triangular else (dim, dim)))
+def empty_symmetric(like: Tensor, groups: int, dim: int, triangular: bool) -> Tensor:
+    """What :func:`write_band` fills: ``(groups, n, n)``, or ``(groups, n (n + 1) / 2)``."""
+    return like.new_empty(groups, *((packed_length(dim),) if triangular else (dim, dim)))
 
 
-def add_band(target: Tensor, dim: int, start: int, band: Tensor) -> None:
+def write_band(target: Tensor, dim: int, start: int, band: Tensor) -> None:
     """Put some rows of a symmetric matrix in their place; the matrix itself need not exist.
 
     Args:
-        target: From :func:`symmetric_zeros`; each row is to be put once.
+        target: From :func:`empty_symmetric`.
         dim: n.
         start: The first of the rows.
-        band: Shape ``(groups, rows, n - start)``: the rows from the first one's diagonal on.
+        band: Shape ``(groups, rows, columns)``, the columns from ``start`` on, to n or less.
     """
-    h, rows = dim // 2, band.shape[-2]
-    stop = start + rows
+    h, (rows, columns) = dim // 2, band.shape[-2:]
+    stop, end = start + rows, start + columns
     if target.dim() == 3:
-        target[:, start:stop, start:] = band
-        target[:, stop:, start:stop] = band[..., rows:].mT
+        target[:, start:stop, start:end] = band
+        target[:, stop:end, start:stop] = band[..., rows:].mT
     elif start < h < stop:
-        add_band(target, dim, start, band[..., : h - start, :])
-        add_band(target, dim, h, band[..., h - start :, h - start :])
+        write_band(target, dim, start, band[..., : h - start, :])
+        write_band(target, dim, h, band[..., h - start :, h - start :])
     else:
         first, upper, lower = _blocks(target, dim)
         corner, rest = band[..., :rows], band[..., rows:]
         if start < h:
-            upper[..., start:stop, start:stop].add_(corner.triu())
-            upper[..., start:stop, stop:] = rest[..., : h - stop]
-            first[..., start:stop, :] = rest[..., h - stop :]
+            _write_triangle(upper[..., start:stop, start:stop], corner, lower=False)
+            upper[..., start:stop, stop : min(h, end)] = rest[..., : max(0, h - stop)]
+            first[..., start:stop, : max(0, end - h)] = rest[..., h - stop :]
         else:
             here = slice(start - h, stop - h)
-            lower[..., here, here].add_(corner.triu().mT)
-            lower[..., stop - h :, here] = rest.mT
+            _write_triangle(lower[..., here, here], corner.mT, lower=True)
+            lower[..., stop - h : end - h, here] = rest.mT
+
+
+def write_last_row(target: Tensor, dim: int, row: Tensor) -> None:
+    """Put the last row and column, ``(groups, n)``, of what :func:`write_band` fills."""
+    if target.dim() == 3:
+        target[:, -1] = target[:, :, -1] = row
+        return
+    first, _, lower = _blocks(target, dim)
+    first[..., -1] = row[..., : dim // 2]
+    lower[..., -1, :] = row[..., dim // 2 :]
+
+
+def _write_triangle(target: Tensor, square: Tensor, *, lower: bool) -> None:
+    """Write one triangle of a square and leave the other as it is, whatever it is."""
+    target.copy_(torch.where(_triangle(square, lower=lower), square, target))
+
+
+def _triangle(square: Tensor, *, lower: bool) -> Tensor:
+    ones = torch.ones(square.shape[-2:], dtype=torch.bool, device=square.device)
+    return ones.tril_() if lower else ones.triu_()
 
 
 def packed_trace(packed: Tensor, dim: int) -> Tensor:
@@ -172,9 +193,7 @@ def _mirrored(square: Tensor, *, lower: bool) -> Tensor:
     for i in range(0, size, MIRROR_BLOCK):
         j = min(i + MIRROR_BLOCK, size)
         block = square[..., i:j, i:j]
-        ours = torch.ones(j - i, j - i, dtype=torch.bool, device=square.device)
-        ours = ours.tril_() if lower else ours.triu_()
-        matrix[..., i:j, i:j] = torch.where(ours, block, block.mT)
+        matrix[..., i:j, i:j] = torch.where(_triangle(block, lower=lower), block, block.mT)
         if lower:
             matrix[..., i:j, j:] = square[..., j:, i:j].mT
         else:
