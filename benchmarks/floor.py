@@ -216,9 +216,15 @@ def measure_floor(workload: Workload, repeats: int = 7) -> dict[str, float]:
     return {"sgd": statistics.median(sgd), **times}
 
 
-def floor_ratios(times: dict[str, float], solver: str) -> tuple[float, float]:
-    """SGD's step with all stages every step, and with every 10th and 100th, over SGD's alone."""
-    sgd, taken = times["sgd"], times["statistics"]
+def floor_ratios(times: dict[str, float], solver: str, sgd: float) -> tuple[float, float]:
+    """SGD's step with all stages every step, and with every 10th and 100th, over SGD's alone.
+
+    Args:
+        times: From :func:`measure_floor`.
+        solver: "eigen" or "inverse".
+        sgd: SGD's step as it was measured in turn with the steps that the floor is compared with.
+    """
+    taken = times["statistics"]
     solve = times["eigh" if solver == "eigen" else "cholesky"]
     product = times[f"precondition_{solver}"]
     every_step = sgd + taken + solve + product

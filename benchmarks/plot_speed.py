@@ -86,7 +86,8 @@ def draw_ratios(axes: Axes, record: dict[str, Any], key: str, which: int) -> Non
         )
         drawn.add(row["variant"])
         if row["processes"] == 1:
-            floor = floor_ratios(record["floors"][row["workload"]], row["solver"])[which]
+            times, sgd = record["floors"][row["workload"]], row["milliseconds"]["sgd"]
+            floor = floor_ratios(times, row["solver"], sgd)[which]
             ends = (x - width / 2, x + width / 2)
             mark = None if FLOOR in drawn else FLOOR
             axes.plot(ends, (floor, floor), color="#ffffff", linewidth=4, solid_capstyle="butt")

@@ -215,7 +215,8 @@ def table(record: dict[str, Any]) -> Table:
             result.add_section()
         floors = ("", "")
         if row["processes"] == 1:
-            ratios = floor_ratios(record["floors"][row["workload"]], row["solver"])
+            times, sgd = record["floors"][row["workload"]], row["milliseconds"]["sgd"]
+            ratios = floor_ratios(times, row["solver"], sgd)
             floors = (f" ({ratios[0]:.2f})", f" ({ratios[1]:.2f})")
         many = row["processes"] > 1
         result.add_row(
