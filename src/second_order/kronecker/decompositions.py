@@ -39,7 +39,9 @@ RESIDUAL_TOLERANCE = 1e-3
 # refreshed eigenvectors to be taken.
 REFINEMENT_TOLERANCE = 1e-2
 
-BATCH_BYTES = 32 * 2**20  # of the matrices that are decomposed together, unless one is larger
+# Of the matrices that are decomposed together, unless one is larger. LAPACK takes one after the
+# other, so that on a CPU a batch only saves calls, and costs a copy.
+CPU_BATCH_BYTES, BATCH_BYTES = 2**20, 64 * 2**20
 
 
 @contextmanager
@@ -235,13 +237,14 @@ def decompose_batched(
 
 
 def _batches(problems: Sequence[Problem]) -> list[list[int]]:
-    """Runs of problems of one kind, of at most ``BATCH_BYTES`` (or one problem) each."""
+    """Runs of problems of one kind, within the bytes of a batch or of one problem each."""
     batches: list[list[int]] = []
     current: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
     for i, problem in enumerate(problems):
         key = problem.kind
-        if key not in current or filled[key] + problem.nbytes > BATCH_BYTES:
+        most = CPU_BATCH_BYTES if problem.device.type == "cpu" else BATCH_BYTES
+        if key not in current or filled[key] + problem.nbytes > most:
             current[key], filled[key] = [], 0
             batches.append(current[key])
         current[key].append(i)
