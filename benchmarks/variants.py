@@ -60,7 +60,8 @@ class Variant:
         )
 
 
-_COMM_OPT, _MEM_OPT = {"grad_worker_fraction": 1.0}, {"grad_worker_fraction": 0.0}
+_COMM_OPT = {"grad_worker_fraction": 1.0}
+_MEM_OPT = {"grad_worker_fraction": 0.0, "factor_exchange": "reduce"}
 
 _ALL = (
     Variant("eigen", "eigen", "one process", 1, KAISA, {}),
