@@ -165,7 +165,7 @@ class KroneckerBlock:
 
     def saved_factors(self) -> dict[str, Tensor]:
         """The running averages as a checkpoint has them, shared; what is kept elsewhere is not."""
-        factors = self.ensure_factors()
+        factors = self._blank_factors() if self.factors is None else self.factors
         parts = {"average_weight": factors.weight, "mean_eigenvalues": factors.means}
         kept = {"A": factors.a, "G": factors.g}
         return parts | {name: factor for name, factor in kept.items() if factor is not None}
@@ -223,6 +223,7 @@ class KroneckerBlock:
     def forget(self) -> None:
         """Start the running averages anew: the layer runs on its base gradient until then."""
         self.factors = None
+        self.asked = False
         self.drop_inverse()
 
     def drop_inverse(self) -> None:

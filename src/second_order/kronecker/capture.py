@@ -183,8 +183,10 @@ class Capture:
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch exactly these layers; what was watched before is let go."""
-        self.detach()
         layers = list(layers)
+        if layers and set(layers) == set(self._observed):
+            return
+        self.detach()
         for module in layers:
             _watch(self, module)
         self._observed = weakref.WeakSet(layers)

@@ -10,25 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["kl_clip_coefficient"]
+__all__ = ["kl_change", "kl_clip_coefficient"]
 
 
-def kl_clip_coefficient(
+def kl_change(
     preconditioned: Sequence[Tensor],
     gradients: Sequence[Tensor],
     learning_rates: Sequence[float | Tensor],
-    kl_clip: float,
 ) -> Tensor:
-    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), the sum over all preconditioned layers.
+    """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
-    lr² Σ P·∇ estimates the KL divergence between the model before and after the step; ν bounds it
-    by κ. A layer whose product is not finite does not count, so that it spoils no other.
+    lr² Σ P·∇ estimates the KL divergence between the model before and after the step. A layer whose
+    product is not finite does not count, so that it spoils no other.
 
     Args:
-        preconditioned: P of each layer, any shapes.
+        preconditioned: P of each layer, any shapes; at least one.
         gradients: ∇ of each layer, shapes as in ``preconditioned``.
         learning_rates: Of each layer's parameter group, at this step.
-        kl_clip: κ.
 
     Returns:
         A scalar on the layers' device; nothing waits for it.
@@ -38,5 +36,14 @@ def kl_clip_coefficient(
         for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True)
     ]
     products = torch.stack([term.to(terms[0].device, terms[0].dtype) for term in terms])
-    total = torch.where(torch.isfinite(products), products, 0.0).sum()
-    return torch.sqrt(kl_clip / total).clamp(max=1.0)
+    return torch.where(torch.isfinite(products), products, 0.0).sum()
+
+
+def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
+    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ.
+
+    Args:
+        change: From :func:`kl_change`.
+        kl_clip: κ.
+    """
+    return torch.sqrt(kl_clip / change).clamp(max=1.0)

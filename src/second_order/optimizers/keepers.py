@@ -52,7 +52,10 @@ def move_factors(
         block.keep((held[0], held[1]))
         for which in "AG":
             if (block, which) in received and block.factors is not None:
-                setattr(block.factors, which.lower(), received[block, which])
+                factor, weight, means = received[block, which]
+                setattr(block.factors, which.lower(), factor)
+                block.factors.weight.copy_(weight)
+                block.factors.means.copy_(means)
 
 
 def gather_factors(
@@ -77,35 +80,53 @@ def gather_factors(
         for which, source in zip("AG", ranks, strict=True)
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}
-    for (block, which), factor in _deliver_factors(world, routes).items():
+    for (block, which), (factor, weight, means) in _deliver_factors(world, routes).items():
+        parts = found.setdefault(block, {"average_weight": weight, "mean_eigenvalues": means})
         if factor is not None:
-            found.setdefault(block, {})[which] = factor
+            parts[which] = factor
     return found
 
 
+_Item: TypeAlias = tuple[KroneckerBlock, str]
+
+
 def _deliver_factors(
-    world: World, routes: Mapping[tuple[KroneckerBlock, str], tuple[int, Sequence[int]]]
-) -> dict[tuple[KroneckerBlock, str], Tensor | None]:
-    """What has arrived here, by layer and factor; None for what its keeper has lost."""
-    kinds = {(block.factor_dtype, block.weight.device) for block, _ in routes}
-    received: dict[tuple[KroneckerBlock, str], Tensor | None] = {}
-    for dtype, device in sorted(kinds, key=str):
+    world: World, routes: Mapping[_Item, tuple[int, Sequence[int]]]
+) -> dict[_Item, tuple[Tensor | None, Tensor, Tensor]]:
+    """What has arrived here, by layer and factor: it, or None if it is lost, its weight and means.
+
+    Weights and means travel in float32 at least, and so not with the factors.
+    """
+    places = sorted({(b.factor_dtype, b.weight.device) for b, _ in routes}, key=str)
+    received: dict[_Item, tuple[Tensor | None, Tensor, Tensor]] = {}
+    for dtype, device in places:
         chosen = {
-            key: route
-            for key, route in routes.items()
-            if (key[0].factor_dtype, key[0].weight.device) == (dtype, device)
+            (block, which): route
+            for (block, which), route in routes.items()
+            if (block.factor_dtype, block.weight.device) == (dtype, device)
         }
-        shapes: dict[tuple[KroneckerBlock, str], Shapes] = {}
-        mine: dict[tuple[KroneckerBlock, str], Parts] = {}
+        wide = torch.promote_types(dtype, torch.float32)
+        head_shapes: dict[_Item, Shapes] = {}
+        shapes: dict[_Item, Shapes] = {}
+        my_heads: dict[_Item, Parts] = {}
+        mine: dict[_Item, Parts] = {}
         for (block, which), (source, _) in chosen.items():
-            shapes[block, which] = ((), block.stored_shape(which))
-            stored = block.stored(which) if source == world.rank else None
-            if stored is not None:  # a factor that is lost arrives as zeros, its mark among them
-                mine[block, which] = torch.ones((), dtype=dtype, device=device), stored
-        everything = deliver_parts(world, shapes, chosen, mine, dtype, device)
-        for key, (mark, factor) in everything.items():
-            if key not in mine:
-                received[key] = factor.clone() if bool(mark) else None
+            head_shapes[block, which] = (), (), (2, block.shape.groups)
+            shapes[block, which] = (block.stored_shape(which),)
+            if source != world.rank:
+                continue
+            factors, stored = block.ensure_factors(), block.stored(which)
+            kept = torch.tensor(float(stored is not None), dtype=wide, device=device)
+            my_heads[block, which] = kept, factors.weight, factors.means
+            if stored is not None:  # otherwise zeros are sent
+                mine[block, which] = (stored,)
+        heads = deliver_parts(world, head_shapes, chosen, my_heads, wide, device)
+        arrived = deliver_parts(world, shapes, chosen, mine, dtype, device)
+        for key, (source, destinations) in chosen.items():
+            if source != world.rank and world.rank in destinations:
+                kept, weight, means = heads[key]
+                factor = arrived[key][0].clone() if bool(kept) else None
+                received[key] = factor, weight.clone(), means.clone()
     return received
 
 

@@ -26,7 +26,7 @@ from second_order.kronecker.block import (
     unmatched_patterns,
 )
 from second_order.kronecker.capture import Capture
-from second_order.kronecker.clip import kl_clip_coefficient
+from second_order.kronecker.clip import kl_change, kl_clip_coefficient
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.solvers import SOLVERS
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
@@ -159,9 +159,14 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         )
         sampler = LabelSampler(options.likelihood, self._world.rank) if sampled else None
         self._capture = Capture(collector, sampler)
-        self._capture.attach(self._model, collector.blocks)
         self._sampler = sampler
+        self._watch()
         self._gate_capture()
+
+    def _watch(self) -> None:
+        """Hook the layers whose statistics this process takes."""
+        modules = [m for b in self._blocks if self._takes_statistics(b) for m in b.modules]
+        self._capture.attach(self._model, modules)
 
     def _gate_capture(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -197,6 +202,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         keepers = {block: self._keeper(i) for i, block in enumerate(self._active)}
         move_factors(self._world, self._active, self._keepers, keepers)
         self._keepers |= keepers
+        self._watch()
 
     def _replan(self) -> None:
         if not self._closed:
@@ -259,7 +265,9 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             DecompositionError: On every rank, if a layer's factors could not be decomposed
                 ``max_consecutive_failures`` refreshes in a row.
         """
-        self._elsewhere = None
+        collected, self._elsewhere = self._elsewhere, None
+        if collected:  # it goes from `state` as well
+            self._share_state()
         loss = super().step(closure)
         self._gate_capture()
         return loss
@@ -269,14 +277,16 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         decay = value_at(self._options.factor_decay, self._steps)
         check_decay(decay)
         dtype = self._options.factor_dtype
-        sums = [block.staged.sums().to(dtype) for block in self._active]
+        taken = [block for block in self._active if self._takes_statistics(block)]
+        sums = [block.staged.sums().to(dtype) for block in taken]
         for block in self._active:
             block.staged.clear()
+            block.ensure_factors()
+            block.asked = True
         with record_function("second_order.exchange"):
             self._exchange_statistics(sums)
-        for block in reversed(self._active):  # the last one's go first
+        for block in reversed(taken):  # the last one's go first
             block.ensure_factors().update(sums.pop(), decay)
-            block.asked = True
 
     def _precondition_gradients(self) -> None:
         """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""
@@ -315,15 +325,26 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
     def _clip(
         self, results: list[Tensor], gradients: list[Tensor], indices: list[int]
     ) -> Tensor | None:
-        kl_clip = value_at(self._options.kl_clip, self._steps)
+        kl_clip = self._kl_bound()
         if kl_clip is None:
             return None
-        check_clip(kl_clip)
+        change = kl_change(results, gradients, self._clip_rates(indices))
+        return kl_clip_coefficient(change, kl_clip)
+
+    def _kl_bound(self) -> float | None:
+        """κ at this step."""
+        kl_clip: float | None = value_at(self._options.kl_clip, self._steps)
+        if kl_clip is not None:
+            check_clip(kl_clip)
+        return kl_clip
+
+    def _clip_rates(self, indices: Iterable[int]) -> list[float | Tensor]:
+        """The learning rate by which each layer's step counts in the clip."""
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups = [self.param_groups[self._group_index[id(self._active[i].weight)]] for i in indices]
-        return kl_clip_coefficient(results, gradients, [g[which] for g in groups], kl_clip)
+        return [group[which] for group in groups]
 
     def _follow_learning_rates(self) -> None:
         """Keep the largest learning rate of each group, that of the schedule to come included."""
@@ -376,7 +397,8 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
     def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
         active, elsewhere = set(self._active), self._elsewhere or {}
         return {
-            block.weight: block.saved_factors() | elsewhere.get(block, {})
+            block.weight: (block.saved_factors() if self._takes_statistics(block) else {})
+            | elsewhere.get(block, {})
             for block in self._blocks
             if block in active or block.factors is not None
         }

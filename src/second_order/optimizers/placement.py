@@ -27,6 +27,14 @@ class Placement:
         """Whether this rank decomposes A and G of an active layer."""
         raise NotImplementedError
 
+    def _ready(self, seen: list[int]) -> list[int]:
+        """The layers that are to be solved, the same on every rank.
+
+        Args:
+            seen: Those that this rank knows to have statistics.
+        """
+        return seen
+
     def _preconditions(self, index: int) -> bool:
         """Whether this rank preconditions an active layer's gradient."""
         raise NotImplementedError
@@ -39,10 +47,17 @@ class Placement:
         """The ranks that keep A and G of an active layer; None if every rank keeps both."""
         raise NotImplementedError
 
+    def _takes_statistics(self, block: KroneckerBlock) -> bool:
+        """Whether this rank's batches go into a layer's factors."""
+        return True
+
     def _exchange_statistics(self, sums: list[StatisticsSums]) -> None:
-        """Add the layers' statistics over the ranks that contribute, in place.
+        """Add statistics over the ranks that contribute, in place.
 
         Heads for all ranks, factors for those that keep them.
+
+        Args:
+            sums: Of the active layers whose statistics this rank takes.
         """
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from second_order.optimizers.placement import Placement
 __all__ = ["Refresh"]
 
 PART_BYTES = 64 * 2**20
-FAILED, LOST = 1.0, 2.0**20  # summed over the ranks, and told apart in the sum
+FAILED, UNSEEN, LOST = 1.0, 2.0**10, 2.0**20  # summed over the ranks, and told apart in the sum
 
 
 class Refresh(Placement):
@@ -52,8 +52,9 @@ class Refresh(Placement):
 
     def _refresh_inverses(self, average: Callable[[], None]) -> None:
         """Decompose this rank's share, agree on what failed, and exchange."""
-        ready = self._layers_with_factors()
-        damping = self._damping(ready)
+        seen = self._layers_with_factors()
+        damping = self._damping(seen)
+        ready = self._ready(seen)
         hopeless = [
             name for part in self._in_parts(ready) for name in self._refresh(part, damping, average)
         ]
@@ -88,7 +89,7 @@ class Refresh(Placement):
     ) -> list[str]:
         """Refresh some layers; the names of those that have failed too often."""
         mine, reason = self._decompose_mine(ready, damping)
-        failed = self._failures(ready, mine)
+        failed = self._failures(ready, damping, mine)
         with record_function("second_order.exchange"):
             agreement = self._world.start_sum([failed])
             # Nothing may be under way in the world while a part of it communicates: NCCL's
@@ -104,6 +105,8 @@ class Refresh(Placement):
             if bad >= LOST:
                 self._warn_loss(block)
                 block.forget()
+            elif bad >= UNSEEN:
+                block.drop_inverse()
             elif bad:
                 block.failures += 1
                 self._warn_failure(block, reason)
@@ -119,15 +122,20 @@ class Refresh(Placement):
         return hopeless
 
     def _failures(
-        self, ready: Sequence[int], mine: Mapping[tuple[int, str], Decomposition]
+        self,
+        ready: Sequence[int],
+        damping: Mapping[int, Damping],
+        mine: Mapping[tuple[int, str], Decomposition],
     ) -> Tensor:
         """For each active layer whether this rank could not do its part."""
         failed = torch.zeros(len(self._active), device=self._device())
         for i in ready:
-            due = {w for w, ours in zip("AG", self._solves(i), strict=True) if ours}
+            solves = self._solves(i)
             if self._active[i].lost:
                 failed[i] = LOST
-            elif any((i, which) not in mine for which in due):
+            elif any(solves) and i not in damping:
+                failed[i] = UNSEEN
+            elif any(o and (i, w) not in mine for w, o in zip("AG", solves, strict=True)):
                 failed[i] = FAILED
         return failed
 
@@ -141,7 +149,7 @@ class Refresh(Placement):
                 (i, which): self._problem(i, which, damping[i])
                 for i in ready
                 for which, ours in zip("AG", self._solves(i), strict=True)
-                if ours and not self._active[i].lost
+                if ours and i in damping and not self._active[i].lost
             }
             results = self._solver.decompose(
                 list(problems.values()), options.inv_dtype, options.symmetry_aware
