@@ -11,12 +11,15 @@ __all__ = [
     "Grid",
     "LayerAssignment",
     "LayerDims",
+    "OwnerAssignment",
     "assign_layers",
+    "assign_owners",
     "gradient_worker_count",
     "solve_cost",
 ]
 
 AssignmentCost: TypeAlias = Literal["compute", "memory"]
+OwnerAssignment: TypeAlias = Literal["balanced", "round_robin"]
 
 
 @dataclass(frozen=True)
@@ -151,3 +154,20 @@ def assign_layers(
             g_solver = give(row, g_costs[i])
             assignments[i] = LayerAssignment(row, give(row, a_costs[i]), g_solver)
     return [assignments[i] for i in range(len(layers))]
+
+
+def assign_owners(
+    layers: Sequence[LayerDims], world_size: int, assignment: OwnerAssignment
+) -> list[int]:
+    """One rank a layer.
+
+    Args:
+        layers: In an order that all ranks share.
+        world_size: Number of ranks.
+        assignment: "round_robin" gives layer i to rank i mod P (Zhang et al. 2023); "balanced" the
+            next largest to the rank with the least memory taken.
+    """
+    if assignment == "round_robin":
+        return [i % world_size for i in range(len(layers))]
+    assigned = assign_layers(layers, Grid(world_size, 1), cost="memory")
+    return [each.row for each in assigned]

@@ -59,7 +59,8 @@ class Delivery:
 
     def travels(self, source: int, destination: int) -> bool:
         """Whether it goes from one given rank to another."""
-        return self.source == source != destination and destination in self.destinations
+        wanted = self.source == source != destination and destination in self.destinations
+        return wanted and self.size > 0
 
 
 class World:
@@ -178,6 +179,33 @@ class World:
             rows = received.view(self.size, sizes[self.rank])
             pending.add(work, partial(_sum_in_order, rows, flat), wanted[self.rank])
         return pending
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Give every rank the value that each tensor has on its owner, in place, in buckets.
+
+        Args:
+            tensors: Of any shapes; the same shapes and dtypes in the same order on every rank.
+            owners: The rank whose value counts.
+        """
+        if self.size == 1:
+            return
+        owner_of = {id(tensor): owner for tensor, owner in zip(tensors, owners, strict=True)}
+        ranks = range(self.size)
+        for bucket in _buckets(tensors):
+            parts = [[t for t in bucket if owner_of[id(t)] == rank] for rank in ranks]
+            items = [
+                Delivery(
+                    rank,
+                    ranks,
+                    sum(t.numel() for t in part),
+                    _flatten(part) if rank == self.rank and part else None,
+                )
+                for rank, part in enumerate(parts)
+            ]
+            received = self.deliver(items, bucket[0].dtype, bucket[0].device)
+            for rank, (flat, part) in enumerate(zip(received, parts, strict=True)):
+                if flat is not None and rank != self.rank:
+                    _scatter(flat, part)
 
     def deliver(
         self, items: Sequence[Delivery], dtype: torch.dtype, device: torch.device

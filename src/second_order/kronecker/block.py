@@ -108,6 +108,15 @@ class KroneckerBlock:
         return self.weight.requires_grad
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """The weight, and the bias if it trains with it."""
+        return (
+            [self.weight, self.bias]
+            if self.trains_bias and self.bias is not None
+            else [self.weight]
+        )
+
+    @property
     def trains_bias(self) -> bool:
         """Whether A has the homogeneous coordinate now."""
         return self.bias is not None and self.bias.requires_grad

@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -66,7 +66,7 @@ class _BaseState(MutableMapping[Tensor, dict[str, Any]]):
 class _PendingAverage:
     """Gradients on their way to their mean over the processes."""
 
-    def __init__(self, params: list[Tensor], world: World) -> None:
+    def __init__(self, params: list[Tensor], world: World, owners: list[int] | None) -> None:
         self._done = False
         self._params = params
         self._missing = [p for p in params if p.grad is None]
@@ -83,7 +83,12 @@ class _PendingAverage:
         self._present = torch.ones(len(params), device=device)
         if self._missing:
             self._present = torch.tensor([float(p.grad is not None) for p in params], device=device)
-        self._work: PendingReduction = world.start_sum([*self._gradients, self._present])
+        tensors = [*self._gradients, self._present]
+        self._work: PendingReduction = (
+            world.start_sum(tensors)
+            if owners is None
+            else world.start_sum_to(tensors, [*owners, None])
+        )
 
     def wait(self) -> None:
         if self._done:
@@ -287,8 +292,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _start_averaging(self) -> Callable[[], None]:
         if not self._averages:
             return lambda: None
-        params = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
-        return _PendingAverage(params, self._world).wait
+        params = self._averaged_params()
+        return _PendingAverage(params, self._world, self._gradient_owners(params)).wait
+
+    def _averaged_params(self) -> list[Tensor]:
+        return [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+
+    def _gradient_owners(self, params: Sequence[Tensor]) -> list[int] | None:
+        """The rank that alone gets each mean gradient; None if all ranks get all of them."""
+        return None
 
     def _base_step(self) -> None:
         """Step the base without the hooks that this optimizer's own step already runs."""

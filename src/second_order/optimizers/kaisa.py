@@ -20,7 +20,6 @@ from second_order.distributed.assignment import (
     AssignmentCost,
     Grid,
     LayerAssignment,
-    LayerDims,
     assign_layers,
     gradient_worker_count,
 )
@@ -40,8 +39,9 @@ from second_order.optimizers.options import (
     check_choice,
     check_flag,
     check_number,
-    check_patterns,
+    own_keywords,
 )
+from second_order.optimizers.placement import layer_dims
 
 __all__ = ["KAISA"]
 
@@ -154,6 +154,7 @@ class KAISA(KFACOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
+        options = KFACOptions.of(locals())
         check_number(
             "grad_worker_fraction",
             grad_worker_fraction,
@@ -163,27 +164,6 @@ class KAISA(KFACOptimizer):
         )
         check_choice("assignment", assignment, ("compute", "memory"))
         check_choice("factor_exchange", factor_exchange, ("all_reduce", "reduce"))
-        options = KFACOptions(
-            damping=damping,
-            relative_damping=check_flag("relative_damping", relative_damping),
-            factor_decay=factor_decay,
-            kl_clip=kl_clip,
-            solver=solver,
-            factor_update_steps=factor_update_steps,
-            inv_update_steps=inv_update_steps,
-            refresh_warmup_steps=refresh_warmup_steps,
-            fisher=fisher,
-            likelihood=likelihood,
-            kfac_approx=kfac_approx,
-            eigen_refresh=eigen_refresh,
-            symmetry_aware=check_flag("symmetry_aware", symmetry_aware),
-            skip_layers=check_patterns(skip_layers),
-            accumulation_steps=accumulation_steps,
-            loss_reduction=loss_reduction,
-            factor_dtype=factor_dtype,
-            inv_dtype=inv_dtype,
-            max_consecutive_failures=max_consecutive_failures,
-        )
         self._fraction = float(grad_worker_fraction)
         self._cost: AssignmentCost = assignment
         self._factor_exchange = factor_exchange
@@ -193,7 +173,7 @@ class KAISA(KFACOptimizer):
             model=model,
             base=base,
             base_kwargs={"lr": lr, **base_kwargs},
-            own_keywords=_OWN_KEYWORDS,
+            own_keywords=own_keywords(KAISA),
             options=options,
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
@@ -214,10 +194,7 @@ class KAISA(KFACOptimizer):
         self._my_row = self._grid.row_of(world.rank)
         self._row_world = world.subgroup(self._grid.row(self._my_row))
         self._column_world = world.subgroup(self._grid.column(self._grid.column_of(world.rank)))
-        dims = [
-            LayerDims(b.shape.groups, b.shape.in_dim, b.shape.out_dim, b.shape.diagonal_a)
-            for b in blocks
-        ]
+        dims = layer_dims(blocks)
         self._assignments: list[LayerAssignment] = assign_layers(
             dims, self._grid, cost=self._cost, colocate_factors=self._colocate
         )
@@ -297,13 +274,6 @@ class KAISA(KFACOptimizer):
             received = deliver_parts(column, shapes, routes, ours, dtype, self._device())
             results.update({i: parts[0] for i, parts in received.items()})
         return results
-
-
-_OWN_KEYWORDS = tuple(
-    name
-    for name in KAISA.__init__.__annotations__
-    if name not in ("params_or_model", "base_kwargs", "return")
-)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

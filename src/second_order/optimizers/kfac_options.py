@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -14,8 +16,10 @@ from second_order.optimizers.options import (
     Schedule,
     check_choice,
     check_count,
+    check_flag,
     check_interval,
     check_number,
+    check_patterns,
 )
 
 __all__ = ["KFACOptions", "check_clip", "check_damping", "check_decay"]
@@ -46,6 +50,19 @@ class KFACOptions:
     factor_dtype: torch.dtype
     inv_dtype: torch.dtype
     max_consecutive_failures: int
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
+        """Those of an optimizer's keywords that belong here.
+
+        Raises:
+            TypeError: For a value of the wrong type.
+            ValueError: For a value outside its bounds, with the bound and the remedy.
+        """
+        ours = {field.name: keywords[field.name] for field in fields(cls)}
+        for name in ("relative_damping", "symmetry_aware"):
+            check_flag(name, ours[name])
+        return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
 
     def __post_init__(self) -> None:
         if not callable(self.damping):

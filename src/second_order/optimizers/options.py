@@ -21,6 +21,7 @@ __all__ = [
     "check_number",
     "check_patterns",
     "larger",
+    "own_keywords",
     "split_base_keywords",
     "value_at",
 ]
@@ -40,6 +41,13 @@ def check_base(base: Any, own_class: type) -> None:
         raise TypeError(f"base={base.__name__} is a second-order optimizer; use a first-order one")
     if issubclass(base, torch.optim.LBFGS):
         raise TypeError("base=LBFGS evaluates its closure many times a step; use SGD or Adam")
+
+
+def own_keywords(optimizer: type) -> list[str]:
+    """The keywords of an optimizer that are not its base's."""
+    named = inspect.signature(optimizer).parameters.values()
+    kinds = (inspect.Parameter.KEYWORD_ONLY,)
+    return [parameter.name for parameter in named if parameter.kind in kinds]
 
 
 def split_base_keywords(base: type, ours: Iterable[str], keywords: Mapping[str, Any]) -> None:

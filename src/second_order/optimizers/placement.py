@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from second_order.distributed.assignment import LayerDims
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition
 from second_order.kronecker.factors import StatisticsSums
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "layer_dims"]
+
+
+def layer_dims(blocks: Sequence[KroneckerBlock]) -> list[LayerDims]:
+    """What assignment needs to know of layers."""
+    shapes = [block.shape for block in blocks]
+    return [LayerDims(s.groups, s.in_dim, s.out_dim, s.diagonal_a) for s in shapes]
 
 
 class Placement:

@@ -180,26 +180,27 @@ class Refresh(Placement):
         )
 
     def _layers_with_factors(self) -> list[int]:
-        """Active layers that have seen a statistic; the others are named once."""
-        if not self._active:
+        """Active layers known here to have seen a statistic; those without are named once."""
+        taken = {i: b for i, b in enumerate(self._active) if self._takes_statistics(b)}
+        if not taken:
             return []
         device = self._device()
-        weights = torch.stack([b.ensure_factors().weight.to(device) for b in self._active])
-        present = (weights > 0).tolist()
-        for block, seen in zip(self._active, present, strict=True):
-            block.silent = block.asked and not seen
-        if not any(present) and all(block.silent for block in self._active):
+        weights = torch.stack([b.ensure_factors().weight.to(device) for b in taken.values()])
+        present = dict(zip(taken, (weights > 0).tolist(), strict=True))
+        for i, block in taken.items():
+            block.silent = block.asked and not present[i]
+        if not any(present.values()) and all(block.silent for block in taken.values()):
             if self._first_time("no statistics"):
                 self._warn(self._no_statistics_message())
             return []
-        absent = [b.name for b in self._active if b.silent and self._first_time(f"no:{b.name}")]
+        absent = [b.name for b in taken.values() if b.silent and self._first_time(f"no:{b.name}")]
         if absent:
             self._warn(
                 f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
                 f"call these modules, or their outputs do not reach the loss; the base optimizer "
                 f"trains them until it does"
             )
-        return [i for i, seen in enumerate(present) if seen]
+        return [i for i, seen in present.items() if seen]
 
     def _no_statistics_message(self) -> str:
         cause = "make the optimizer before torch.compile's first run: hooks added later never fire"

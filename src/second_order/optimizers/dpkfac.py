@@ -1,0 +1,252 @@
+"""DPKFAC: K-FAC that sends no factor (Zhang et al., 2023).
+
+at construction:            each layer gets an owner
+every step:                 gradients summed over the processes, a layer's at its owner alone
+every factor_update_steps:  the owner's running averages of A, G, from its own batches
+every inv_update_steps:     the owner's damped inverse
+every step:                 the owner preconditions its layers' mean gradients; all get them, with
+                            the owner's part of the clip's sum; all clip, and step the base
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from second_order.distributed.assignment import OwnerAssignment, assign_owners
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.clip import kl_change, kl_clip_coefficient
+from second_order.kronecker.decompositions import Decomposition
+from second_order.kronecker.factors import StatisticsSums
+from second_order.kronecker.fisher import Likelihood
+from second_order.kronecker.layers import Approximation
+from second_order.kronecker.solvers import SolverName
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.kfac import KFACOptimizer
+from second_order.optimizers.kfac_options import KFACOptions
+from second_order.optimizers.options import Interval, Schedule, check_choice, own_keywords
+from second_order.optimizers.placement import layer_dims
+
+__all__ = ["DPKFAC"]
+
+
+class DPKFAC(KFACOptimizer):
+    """K-FAC whose layers' owners build the factors from their own batches.
+
+    ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
+    ``optimizer = DPKFAC(model, lr=0.1, momentum=0.9)``; the rest of the script stays as it is.
+
+    Each layer belongs to one process, which alone keeps its factors and its inverse. Its factors
+    see that process's share of the data only: an average over more steps instead of over more
+    processes. With one process it is :class:`KAISA`.
+
+    Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
+
+    Args:
+        params_or_model: As for :class:`KAISA`, like everything that is not described here.
+        model: The model, where the first argument is not one.
+        lr: The base's learning rate, a float or a tensor; schedulers reach it as always.
+        base: Class of the optimizer that takes the preconditioned gradients.
+        assignment: Who owns which layer: "balanced" gives the next largest layer to the process
+            with the least memory taken, "round_robin" layer i to process i mod P, as the paper.
+        gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
+            preconditioned: the volume of an all-reduce in all. "all_reduce" averages all gradients
+            everywhere first, half as much again; it is what happens under
+            DistributedDataParallel, which has averaged them already.
+        damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
+        relative_damping: γ of a layer is ``damping`` times the layer's mean curvature.
+        factor_decay: Weight of the past in the running averages, in [0, 1); number or callable.
+        kl_clip: κ, the bound on the change that one step makes to the model's predictions; number,
+            callable or None.
+        solver: "eigen" or "inverse".
+        factor_update_steps: Statistics are taken every so many steps; number or callable.
+        inv_update_steps: Inverses are refreshed every so many steps; number or callable.
+        refresh_warmup_steps: During the first steps, so many, both are refreshed at every step.
+        fisher: "empirical" or "sampled".
+        likelihood: For the sampled Fisher, what the outputs mean.
+        kfac_approx: "expand" or "reduce".
+        eigen_refresh: "full" or "warm".
+        symmetry_aware: Keep the upper triangles of symmetric matrices.
+        skip_layers: Patterns of module names or class names that the base trains alone.
+        accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
+        loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
+        grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
+        factor_dtype: Factors are kept in it: float32, float64 or bfloat16.
+        inv_dtype: Inverses are kept and applied in it; decompositions use float32 or more.
+        max_consecutive_failures: So many refreshes in a row without a sound decomposition of a
+            layer raise :class:`~second_order.DecompositionError` on every process.
+        gradient_averaging: "auto" averages gradients over the processes unless
+            DistributedDataParallel does; True or False: always or never.
+        process_group: The processes to work with; None for the default group, if there is one.
+        **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
+
+    Raises:
+        TypeError: For an unknown keyword (naming the closest known one) or a missing model.
+        ValueError: For a value outside its bounds, with the bound and the remedy.
+        RankMismatchError: If the processes built different models or options.
+    """
+
+    def __init__(
+        self,
+        params_or_model: ParamsOrModel,
+        *,
+        model: nn.Module | None = None,
+        lr: float | Tensor,
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        assignment: OwnerAssignment = "balanced",
+        gradient_exchange: str = "owner",
+        damping: Schedule = 2.0,
+        relative_damping: bool = True,
+        factor_decay: Schedule = 0.95,
+        kl_clip: Schedule | None = 1e-4,
+        solver: SolverName = "eigen",
+        factor_update_steps: Interval = 10,
+        inv_update_steps: Interval = 100,
+        refresh_warmup_steps: int = 20,
+        fisher: str = "empirical",
+        likelihood: Likelihood = "categorical",
+        kfac_approx: Approximation = "expand",
+        eigen_refresh: str = "full",
+        symmetry_aware: bool = True,
+        skip_layers: Sequence[str] = (),
+        accumulation_steps: int = 1,
+        loss_reduction: str = "mean",
+        grad_scaler: Any = None,
+        factor_dtype: torch.dtype = torch.float32,
+        inv_dtype: torch.dtype = torch.float32,
+        max_consecutive_failures: int = 3,
+        gradient_averaging: str | bool = "auto",
+        process_group: Any = None,
+        **base_kwargs: Any,
+    ) -> None:
+        options = KFACOptions.of(locals())
+        check_choice("assignment", assignment, ("balanced", "round_robin"))
+        check_choice("gradient_exchange", gradient_exchange, ("owner", "all_reduce"))
+        self._assignment: OwnerAssignment = assignment
+        self._gradient_exchange = gradient_exchange
+        self._owners: dict[KroneckerBlock, int] = {}
+        super().__init__(
+            params_or_model,
+            model=model,
+            base=base,
+            base_kwargs={"lr": lr, **base_kwargs},
+            own_keywords=own_keywords(DPKFAC),
+            options=options,
+            gradient_averaging=gradient_averaging,
+            grad_scaler=grad_scaler,
+            process_group=process_group,
+        )
+
+    def _described_options(self) -> str:
+        exchange = f"{self._assignment} {self._gradient_exchange}"
+        return f"{super()._described_options()} {exchange}"
+
+    # -------------------------------------------------------------------------------- placement
+
+    def _place(self, blocks: Sequence[KroneckerBlock]) -> None:
+        dims = layer_dims(blocks)
+        owners = assign_owners(dims, self._world.size, self._assignment)
+        self._owners |= dict(zip(blocks, owners, strict=True))
+
+    def _owns(self, index: int) -> bool:
+        return self._owners[self._active[index]] == self._world.rank
+
+    def _solves(self, index: int) -> tuple[bool, bool]:
+        return self._owns(index), self._owns(index)
+
+    def _ready(self, seen: list[int]) -> list[int]:
+        return list(range(len(self._active)))  # only an owner knows whether its layer is
+
+    def _preconditions(self, index: int) -> bool:
+        return self._owns(index)
+
+    def _computed_by(self, index: int) -> str:
+        return f"owner {self._owners[self._active[index]]}"
+
+    def _keeper(self, index: int) -> tuple[int, int] | None:
+        owner = self._owners[self._active[index]]
+        return owner, owner
+
+    def _takes_statistics(self, block: KroneckerBlock) -> bool:
+        return self._owners.get(block) == self._world.rank
+
+    # --------------------------------------------------------------------------------- exchange
+
+    def _exchange_statistics(self, sums: list[StatisticsSums]) -> None:
+        """Nothing is sent: an owner's batches are all that its layers see."""
+
+    def _exchange_decompositions(
+        self, mine: dict[tuple[int, str], Decomposition], ready: Sequence[int]
+    ) -> dict[tuple[int, str], Decomposition]:
+        return mine
+
+    def _gradient_owners(self, params: Sequence[Tensor]) -> list[int] | None:
+        """Whose each gradient is; parameters of no layer go where the least is to be sent."""
+        if self._gradient_exchange == "all_reduce":
+            return None
+        owner_of = {
+            id(p): self._owners[block]
+            for block in self._active
+            for p in (block.weight, block.bias)
+            if p is not None
+        }
+        load = [0] * self._world.size
+        for p in params:
+            if id(p) in owner_of:
+                load[owner_of[id(p)]] += p.numel()
+        for p in sorted(params, key=Tensor.numel, reverse=True):
+            if id(p) not in owner_of:
+                rank = min(range(len(load)), key=load.__getitem__)
+                owner_of[id(p)] = rank
+                load[rank] += p.numel()
+        return [owner_of[id(p)] for p in params]
+
+    def _precondition_gradients(self) -> None:
+        """P of this rank's layers, then everybody's, clipped, into ``p.grad``."""
+        mine = [(i, block) for i, block in enumerate(self._active) if block.inverse is not None]
+        found = [(i, block.gradient(block.work_dtype)) for i, block in mine]
+        gradients = {i: gradient for i, gradient in found if gradient is not None}
+        results = {i: self._apply_inverse(self._active[i], g) for i, g in gradients.items()}
+        bound, device = self._kl_bound(), self._device()
+        wide = torch.promote_types(self._options.inv_dtype, torch.float32)
+        changes = list(torch.zeros(self._world.size, dtype=wide, device=device).unbind())
+        with record_function("second_order.clip"):
+            if results and bound is not None:
+                pairs = list(results.values()), list(gradients.values())
+                changes[self._world.rank].copy_(kl_change(*pairs, self._clip_rates(results)))
+            for i, result in results.items():
+                self._active[i].write_gradient(result, 1.0)
+        with record_function("second_order.exchange"):
+            self._share_gradients(changes if bound is not None else [])
+        if bound is not None:
+            with record_function("second_order.clip"):
+                coefficient = kl_clip_coefficient(torch.stack(changes).sum(), bound)
+                for gradient in self._solved_gradients():
+                    gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
+
+    def _share_gradients(self, changes: list[Tensor]) -> None:
+        """Owners' gradients to all ranks, and with them each rank's part of the clip's sum."""
+        if self._world.size == 1:
+            return
+        params = self._averaged_params()
+        owners = self._gradient_owners(params) if self._averages else None
+        if owners is not None:
+            pairs = zip(params, owners, strict=True)
+            sent = [(p.grad, rank) for p, rank in pairs if p.grad is not None]
+        else:  # gradients are means already, wherever nobody has preconditioned them
+            sent = [
+                (torch.zeros_like(p) if p.grad is None else p.grad, self._owners[block])
+                for block in self._active
+                if block.solved
+                for p in block.params
+            ]
+        sent += zip(changes, range(len(changes)), strict=True)
+        self._world.share(*zip(*sent, strict=True))
+
+    def _solved_gradients(self) -> list[Tensor]:
+        params = [p for block in self._active if block.solved for p in block.params]
+        return [p.grad for p in params if p.grad is not None]
