@@ -35,9 +35,9 @@ Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
 # near 1e-6; a wrong one is near 1.
 RESIDUAL_TOLERANCE = 1e-3
 
-# What remains off the diagonal after an orthogonal iteration, relative to the whole matrix, for the
-# refreshed eigenvectors to be taken.
-REFINEMENT_TOLERANCE = 1e-2
+# What may remain off the diagonal after an orthogonal iteration: a bound on the relative error of
+# the inverse with the mean eigenvalue added, which is the scale of a layer's damping.
+REFINEMENT_TOLERANCE = 0.2
 
 # Of the matrices that are decomposed together, unless one is larger. LAPACK takes one after the
 # other, so that on a CPU a batch only saves calls, and costs a copy.
@@ -120,8 +120,8 @@ def orthogonal_iteration(matrix: Tensor, guess: Tensor) -> tuple[Decomposition, 
     """One step of orthogonal iteration from the eigenvectors of a nearby matrix.
 
     Y = X Q, its QR decomposition gives the new Q, the diagonal of Qᵀ X Q the eigenvalues (Golub &
-    Van Loan, 8.2.4). Columns come in the order of falling eigenvalues, so that a strong direction
-    is never corrected by a weak one.
+    Van Loan 2013, section 8.2.4). Columns come in the order of falling eigenvalues, so that a
+    strong direction is never corrected by a weak one.
 
     Args:
         matrix: X, ``(batch, n, n)``.
@@ -135,12 +135,12 @@ def orthogonal_iteration(matrix: Tensor, guess: Tensor) -> tuple[Decomposition, 
     scaled = matrix / size
     vectors = torch.linalg.qr(scaled @ guess.flip(-1)).Q.flip(-1)
     rotated = vectors.mT @ (scaled @ vectors)
-    values = diagonal(rotated).clone()
+    values = diagonal(rotated).clamp_min(0)
     diagonal(rotated).zero_()
-    off_diagonal = _norm(rotated) / _norm(scaled).clamp_min(torch.finfo(matrix.dtype).tiny)
-    close = off_diagonal < REFINEMENT_TOLERANCE
-    sound = close & _is_orthogonal(vectors)
-    return (vectors, values.clamp_min(0) * size.squeeze(-1)), sound
+    weights = (values + 1).rsqrt_()  # the mean eigenvalue is 1
+    left = _norm(rotated.mul_(weights.unsqueeze(-1)).mul_(weights.unsqueeze(-2)))
+    sound = (left < REFINEMENT_TOLERANCE) & _is_orthogonal(vectors)
+    return (vectors, values * size.squeeze(-1)), sound
 
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
