@@ -238,8 +238,11 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             if not block.staged.empty:
                 block.staged.clear()
 
+    def _start_averaging(self) -> Callable[[], None]:
+        self._follow_requires_grad()  # first: gradients go to those that are to precondition them
+        return super()._start_averaging()
+
     def _transform_gradients(self, average: Callable[[], None]) -> None:
-        self._follow_requires_grad()
         self._follow_learning_rates()
         if self._due("factor_update_steps"):
             with record_function("second_order.statistics"):
