@@ -11,10 +11,10 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress bench test lint types pytest docs format clean
+.PHONY: help venv demo progress progress-distributed bench scaling test lint types pytest docs format clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
 
 venv: $(STAMP) ## make or renew .venv, when setup.cfg or constraints.txt changed
 
@@ -31,9 +31,16 @@ demo: venv ## train on digits with SGD and every optimizer, two processes: a tab
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress.py $(ARGS)
 
+progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two processes: a few minutes
+	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
+		benchmarks/progress_distributed.py $(ARGS)
+
 bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: twenty minutes
 	$(BIN)/python benchmarks/speed.py --json benchmarks/results/speed.json $(ARGS)
 	$(BIN)/python benchmarks/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
+
+scaling: venv ## what 64 processes would send and keep, beside the paper's formulas: a minute
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
 
