@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-from second_order import KAISA
+from second_order import DPKFAC, KAISA
 from second_order.report import Summary
 
 __all__ = ["VARIANTS", "Interval", "Measured", "Variant"]
@@ -62,6 +62,7 @@ class Variant:
 
 _COMM_OPT = {"grad_worker_fraction": 1.0}
 _MEM_OPT = {"grad_worker_fraction": 0.0, "factor_exchange": "reduce"}
+_BALANCED = {"assignment": "balanced"}
 
 _ALL = (
     Variant("eigen", "eigen", "one process", 1, KAISA, {}),
@@ -70,5 +71,7 @@ _ALL = (
     Variant("comm-opt-inverse", "inverse", "COMM-OPT", 2, KAISA, _COMM_OPT),
     Variant("mem-opt-eigen", "eigen", "MEM-OPT", 2, KAISA, _MEM_OPT),
     Variant("mem-opt-inverse", "inverse", "MEM-OPT", 2, KAISA, _MEM_OPT),
+    Variant("dpkfac-eigen", "eigen", "DPKFAC", 2, DPKFAC, _BALANCED),
+    Variant("dpkfac-inverse", "inverse", "DPKFAC", 2, DPKFAC, _BALANCED),
 )
 VARIANTS = {variant.name: variant for variant in _ALL}

@@ -186,6 +186,15 @@ def test_bytes_sent_by_category(world: World, variant: str) -> None:
     assert result["milliseconds"]["ddp"] > 0
 
 
+def test_dpkfac_sends_gradients_alone(world: World) -> None:
+    for result in world.run(measured_by_ranks, 2, "dpkfac-inverse"):
+        for kind in measure.KINDS:
+            sent = result["sent"][kind]
+            assert sent["factors"] == sent["other"] == 0
+            assert sent["inverses"] < 100  # which layers failed
+            assert sent["gradients"] > 0
+
+
 def test_peak_memory_is_of_this_process() -> None:
     result = measure.measure_memory(TINY, None)
     assert result["peak_bytes"] >= result["bytes_after_import"] > 50e6
