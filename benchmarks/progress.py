@@ -117,13 +117,18 @@ def train(
     batch_size: int,
     examples: int,
     targets: tuple[str, ...],
+    rank: int = 0,
+    processes: int = 1,
 ) -> Run:
-    """Train until the last target or the last step, whichever comes first."""
+    """Train until the last target or the last step, whichever comes first.
+
+    With several processes each takes its part of every batch; what is reached is the same on all.
+    """
     torch.manual_seed(seed)
     model = make()
     optimizer = setting.build(model)
     run = Run(setting.optimizer, setting.label, seed)
-    parts = digits.batches(examples, batch_size, seed=seed)
+    parts = digits.batches(examples, batch_size, seed=seed, rank=rank, world_size=processes)
     for step, indices in zip(range(1, setting.steps + 1), parts, strict=False):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -142,7 +147,9 @@ def train(
     return run
 
 
-def run_classifier(name: str, setting: Setting, seed: int) -> Run:
+def run_classifier(
+    name: str, setting: Setting, seed: int, rank: int = 0, processes: int = 1
+) -> Run:
     data = digits.load_split()
 
     def loss_of(model: nn.Module, indices: Tensor) -> Tensor:
@@ -156,8 +163,18 @@ def run_classifier(name: str, setting: Setting, seed: int) -> Run:
         return loss, [t for t, ok in zip(CLASSIFIER_TARGETS, met, strict=True) if ok]
 
     examples = len(data.train_images)
-    make = CLASSIFIERS[name]
-    return train(setting, seed, make, loss_of, reached, 64, examples, CLASSIFIER_TARGETS)
+    return train(
+        setting,
+        seed,
+        CLASSIFIERS[name],
+        loss_of,
+        reached,
+        64,
+        examples,
+        CLASSIFIER_TARGETS,
+        rank,
+        processes,
+    )
 
 
 def run_autoencoder(setting: Setting, seed: int) -> Run:

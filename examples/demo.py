@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from digits import Digits, batches, conv_net, load_split, mlp
-from second_order import KAISA
+from second_order import DPKFAC, KAISA
 
 GLOBAL_BATCH = 64
 STEPS_BETWEEN_EVALUATIONS = 5
@@ -62,10 +62,15 @@ def kaisa_mem_opt(model: nn.Module, lr: float) -> tuple[nn.Module, Optimizer]:
     return model, KAISA(model, lr=lr, momentum=0.9, grad_worker_fraction=fraction)
 
 
+def dpkfac(model: nn.Module, lr: float) -> tuple[nn.Module, Optimizer]:
+    return model, DPKFAC(model, lr=lr, momentum=0.9)
+
+
 ENTRIES = [
     Entry("SGD", (0.01, 0.03, 0.1, 0.3), sgd),
     Entry("KAISA COMM-OPT", (0.03, 0.1, 0.3), kaisa_comm_opt),
     Entry("KAISA MEM-OPT", (0.03, 0.1, 0.3), kaisa_mem_opt),
+    Entry("DPKFAC", (0.03, 0.1, 0.3), dpkfac),
 ]
 
 

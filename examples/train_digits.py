@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from digits import batches, conv_net, load_split
-from second_order import KAISA
+from second_order import DPKFAC, KAISA
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on the digits.")
-    parser.add_argument("--optimizer", choices=["sgd", "kaisa"], default="kaisa")
+    parser.add_argument("--optimizer", choices=["sgd", "kaisa", "dpkfac"], default="kaisa")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
@@ -38,6 +38,8 @@ def main() -> None:
     optimizer: torch.optim.Optimizer
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    elif args.optimizer == "dpkfac":
+        optimizer = DPKFAC(model, lr=args.lr, momentum=0.9)
     else:
         optimizer = KAISA(model, lr=args.lr, momentum=0.9)
 
