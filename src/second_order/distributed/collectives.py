@@ -40,6 +40,16 @@ class PendingReduction:
             work.wait()
             _scatter(total(), targets)
 
+    def future(self) -> torch.futures.Future[Any]:
+        """Done when the sums are in place, instead of :meth:`wait`."""
+        buckets, self._buckets = self._buckets, []
+
+        def finish(_: Any) -> None:  # on a thread of the backend, which cannot wait for itself
+            for _, total, targets in buckets:
+                _scatter(total(), targets)
+
+        return torch.futures.collect_all([work.get_future() for work, _, _ in buckets]).then(finish)
+
 
 @dataclass(frozen=True)
 class Delivery:

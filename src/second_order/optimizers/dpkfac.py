@@ -10,11 +10,13 @@ every step:                 the owner preconditions its layers' mean gradients; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from second_order.distributed.assignment import OwnerAssignment, assign_owners
@@ -56,7 +58,8 @@ class DPKFAC(KFACOptimizer):
         gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
             preconditioned: the volume of an all-reduce in all. "all_reduce" averages all gradients
             everywhere first, half as much again; it is what happens under
-            DistributedDataParallel, which has averaged them already.
+            DistributedDataParallel, which has averaged them already (but see
+            :meth:`register_owner_hook`).
         damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature.
         factor_decay: Weight of the past in the running averages, in [0, 1); number or callable.
@@ -128,6 +131,7 @@ class DPKFAC(KFACOptimizer):
         check_choice("gradient_exchange", gradient_exchange, ("owner", "all_reduce"))
         self._assignment: OwnerAssignment = assignment
         self._gradient_exchange = gradient_exchange
+        self._hooked = False
         self._owners: dict[KroneckerBlock, int] = {}
         super().__init__(
             params_or_model,
@@ -140,6 +144,52 @@ class DPKFAC(KFACOptimizer):
             grad_scaler=grad_scaler,
             process_group=process_group,
         )
+
+    def register_owner_hook(self, ddp: DistributedDataParallel) -> None:
+        """Let DistributedDataParallel send each gradient to its owner alone, during backward.
+
+        Instead of an average on every process, from which owners take what is theirs: the volume of
+        ``gradient_exchange="owner"``, and hidden behind the backward pass. Until :meth:`step`, a
+        gradient is the mean on its owner and this process's own elsewhere, so that
+        ``clip_grad_norm_`` before it sees other gradients on each process.
+
+        Args:
+            ddp: The wrapper of this optimizer's model, before its first backward.
+
+        Raises:
+            TypeError: If it is none.
+            ValueError: If it wraps another model, with a GradScaler, whose verdict on overflows
+                would differ between processes, or with ``gradient_exchange="all_reduce"``.
+        """
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(f"{type(ddp).__name__} is not a DistributedDataParallel model")
+        if ddp.module is not self._model:
+            raise ValueError("the DistributedDataParallel model wraps another model than this")
+        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
+            raise ValueError(
+                "with the owner hook a GradScaler would find an overflow on one process and not on "
+                "another, and one would skip step() alone; train in bfloat16, or without the hook"
+            )
+        if self._gradient_exchange != "owner":
+            raise ValueError(
+                f"gradient_exchange={self._gradient_exchange!r} averages gradients everywhere, as "
+                f"the model does without a hook; use gradient_exchange='owner' with it"
+            )
+        ddp.register_comm_hook(None, _owner_hook(weakref.ref(self)))
+        self._hooked = True
+
+    def _start_owner_sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """What the hook does with a bucket of gradients: means on their owners, in place."""
+        owner_of = dict(zip(map(id, self._averaged_params()), self._all_owners(), strict=True))
+        gradients = bucket.gradients()
+        torch._foreach_div_(gradients, float(self._world.size))
+        owners = [owner_of[id(p)] for p in bucket.parameters()]
+        summed = self._world.start_sum_to(gradients, owners)
+        if self._world.size == 1:
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+        return summed.future().then(lambda _: bucket.buffer())
 
     def _described_options(self) -> str:
         exchange = f"{self._assignment} {self._gradient_exchange}"
@@ -172,7 +222,17 @@ class DPKFAC(KFACOptimizer):
         return owner, owner
 
     def _takes_statistics(self, block: KroneckerBlock) -> bool:
-        return self._owners.get(block) == self._world.rank
+        # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
+        return self._owners.get(block, self._world.rank) == self._world.rank
+
+    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        super()._adopt_curvature(saved)
+        # A process may have got its own layers' factors alone, but moves and collects with others.
+        for block in self._keepers:
+            if block.factors is None:
+                factors = block.ensure_factors()
+                if self._steps > 0 and self._takes_statistics(block):
+                    factors.a = factors.g = None  # lost, which the next refresh finds and tells
 
     # --------------------------------------------------------------------------------- exchange
 
@@ -185,15 +245,12 @@ class DPKFAC(KFACOptimizer):
         return mine
 
     def _gradient_owners(self, params: Sequence[Tensor]) -> list[int] | None:
+        return None if self._gradient_exchange == "all_reduce" else self._all_owners()
+
+    def _all_owners(self) -> list[int]:
         """Whose each gradient is; parameters of no layer go where the least is to be sent."""
-        if self._gradient_exchange == "all_reduce":
-            return None
-        owner_of = {
-            id(p): self._owners[block]
-            for block in self._active
-            for p in (block.weight, block.bias)
-            if p is not None
-        }
+        params = self._averaged_params()
+        owner_of = {id(p): self._owners[b] for b in self._active for p in b.params}
         load = [0] * self._world.size
         for p in params:
             if id(p) in owner_of:
@@ -233,8 +290,9 @@ class DPKFAC(KFACOptimizer):
         if self._world.size == 1:
             return
         params = self._averaged_params()
-        owners = self._gradient_owners(params) if self._averages else None
-        if owners is not None:
+        spread = self._averages and self._gradient_exchange == "owner"
+        if spread or self._hooked:
+            owners = self._all_owners()
             pairs = zip(params, owners, strict=True)
             sent = [(p.grad, rank) for p, rank in pairs if p.grad is not None]
         else:  # gradients are means already, wherever nobody has preconditioned them
@@ -250,3 +308,13 @@ class DPKFAC(KFACOptimizer):
     def _solved_gradients(self) -> list[Tensor]:
         params = [p for block in self._active if block.solved for p in block.params]
         return [p.grad for p in params if p.grad is not None]
+
+
+def _owner_hook(optimizer: weakref.ref[DPKFAC]) -> Callable[[Any, Any], Any]:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants true classes, or nothing
+        alive = optimizer()
+        if alive is None:
+            raise RuntimeError("the DPKFAC optimizer of this model's owner hook is gone")
+        return alive._start_owner_sum(bucket)
+
+    return hook
