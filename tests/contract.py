@@ -15,7 +15,7 @@ import torch
 from reference import cross_entropy
 from torch import Tensor, nn
 
-from second_order import KAISA
+from second_order import DPKFAC, KAISA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from second_order import SecondOrderOptimizer
 
-SYSTEMS: list[type[SecondOrderOptimizer]] = [KAISA]
+SYSTEMS: list[type[SecondOrderOptimizer]] = [KAISA, DPKFAC]
 EXACT = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 PLAIN: dict[str, Any] = {
     "lr": 0.05,
