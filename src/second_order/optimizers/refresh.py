@@ -188,7 +188,7 @@ class Refresh(Placement):
         weights = torch.stack([b.ensure_factors().weight.to(device) for b in taken.values()])
         present = dict(zip(taken, (weights > 0).tolist(), strict=True))
         for i, block in taken.items():
-            block.silent = block.asked and not present[i]
+            block.silent = block.asked and not present[i] and not block.lost
         if not any(present.values()) and all(block.silent for block in taken.values()):
             if self._first_time("no statistics"):
                 self._warn(self._no_statistics_message())
