@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import SecondOrderWarning
+from second_order import DPKFAC, KAISA, SecondOrderWarning
 from second_order.distributed.assignment import gradient_worker_count
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def mlp() -> nn.Module:
         ("kl_clp", SGD, "kl_clip"),
         ("factor_update_freq", SGD, "factor_update_steps"),
         ("grad_worker_frac", SGD, "grad_worker_fraction"),
+        ("gradient_exchnge", SGD, "gradient_exchange"),
         ("momentun", SGD, "momentum"),
         ("weight_deacy", SGD, "weight_decay"),
         ("beta", Adam, "betas"),
@@ -53,6 +54,8 @@ def test_unknown_keyword_names_the_closest_known_one(
     System: Any, wrong: str, base: Any, close: str
 ) -> None:
     """Among those of the system and of the base."""
+    if not (takes(System, close) or takes(base, close)):
+        pytest.skip("not an option of this system")
     with pytest.raises(TypeError, match=f"unknown keyword '{wrong}'.*did you mean '{close}'"):
         System(mlp(), lr=0.1, base=base, **{wrong: 0.5})
 
@@ -173,11 +176,17 @@ CHOICES: list[tuple[str, Any, str]] = [
     ("fisher", "emprical", "'empirical', 'sampled'; did you mean 'empirical'"),
     ("likelihood", "gausian", "likelihood='gausian' is not one of .*did you mean 'gaussian'"),
     ("kfac_approx", "reduced", "'expand', 'reduce'; did you mean 'reduce'"),
-    ("assignment", "memroy", "'compute', 'memory'; did you mean 'memory'"),
     ("loss_reduction", "none", "loss_reduction='none' is not one of 'mean', 'sum'"),
     ("gradient_averaging", "always", "gradient_averaging='always' is not one of 'auto', True"),
     ("factor_dtype", torch.float16, r"factor_dtype=torch\.float16 .*65504\); use torch\.float32"),
     ("inv_dtype", torch.int64, r"inv_dtype=torch\.int64 is not one of float32, float64"),
+]
+OWN_CHOICES: list[tuple[Any, str, Any, str]] = [
+    (KAISA, "assignment", "memroy", "'compute', 'memory'; did you mean 'memory'"),
+    (KAISA, "assignment", "balanced", "assignment='balanced' is not one of 'compute', 'memory'"),
+    (DPKFAC, "assignment", "roundrobin", "'balanced', 'round_robin'; did you mean 'round_robin'"),
+    (DPKFAC, "assignment", None, "assignment=None is not one of 'balanced', 'round_robin'"),
+    (DPKFAC, "gradient_exchange", "owners", "'owner', 'all_reduce'; did you mean 'owner'"),
 ]
 TYPES: list[tuple[str, Any, str]] = [
     ("damping", "auto", r"damping='auto' is not a number; "),
@@ -221,6 +230,14 @@ def test_wrong_value_raises_with_value_bound_and_remedy(
 ) -> None:
     if not takes(System, option):
         pytest.skip("not an option of this system")
+    with pytest.raises(ValueError, match=message):
+        System(mlp(), lr=0.1, **{option: value})
+
+
+@pytest.mark.parametrize(("System", "option", "value", "message"), OWN_CHOICES, ids=case_id)
+def test_wrong_choice_raises_with_those_of_the_system(
+    System: Any, option: str, value: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         System(mlp(), lr=0.1, **{option: value})
 
