@@ -303,7 +303,8 @@ class DPKFAC(KFACOptimizer):
                 for p in block.params
             ]
         sent += zip(changes, range(len(changes)), strict=True)
-        self._world.share(*zip(*sent, strict=True))
+        if sent:
+            self._world.share(*zip(*sent, strict=True))
 
     def _solved_gradients(self) -> list[Tensor]:
         params = [p for block in self._active if block.solved for p in block.params]
