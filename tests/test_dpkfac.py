@@ -191,6 +191,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "some layers": {"skip_layers": ["2"]},
     "one layer": {"skip_layers": ["2", "4"]},
     "no layer": {"skip_layers": ["*"]},
+    "no layer and no clip": {"skip_layers": ["*"], "kl_clip": None},
 }
 
 
@@ -202,7 +203,8 @@ def test_every_option_goes_as_with_kaisa(world: World) -> None:
     for name, trajectory in zip(names, found, strict=True):
         assert_same_trajectory(trajectory, expected[name], hint=name)
     lasting = {name: trajectory[-1] for name, trajectory in expected.items()}
-    for a, b in itertools.combinations(set(lasting) - {"tensor lr", "squares"}, 2):
+    alike = {"tensor lr", "squares", "no layer and no clip"}
+    for a, b in itertools.combinations(set(lasting) - alike, 2):
         assert not torch.allclose(lasting[a], lasting[b], rtol=1e-9), f"{a} is {b}"
 
 
@@ -561,6 +563,78 @@ def test_gradients_that_others_average_give_the_same_trajectory(
     assert_same_trajectory(agreed(world.run(train_by_hand, world_size, True)), expected)
     found = world.run(train_by_hand, world_size, False)[0]
     assert not torch.allclose(found[-1], expected[-1], rtol=1e-4)
+
+
+# DistributedDataParallel with the owner hook.
+
+
+def train_hooked(
+    rank: int, world_size: int, how: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], Counter[str]]:
+    """Parameters, the gradients as backward has left them, and collectives of the last step."""
+    model = MLP.model()
+    wrapped = DistributedDataParallel(model, **how)
+    optimizer = dpkfac(wrapped, **options)
+    optimizer.register_owner_hook(wrapped)
+    trajectory, gradients = [], []
+    for batch in BATCHES:
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        with counted() as counts:
+            cross_entropy(wrapped(x), y).backward()
+            parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat(parts))
+            optimizer.step()
+        trajectory.append(vector(model))
+    return trajectory, gradients, +counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_owner_hook_sends_gradients_as_step_would(world: World, world_size: int) -> None:
+    """During backward, in as many buckets as there are; and not a second time."""
+    plain = {**BASES["SGD"], "inv_update_steps": 2}
+    for options in (plain, {**plain, "assignment": "round_robin", "kl_clip": None}):
+        expected = by_choice(world.run(train_apart, world_size, MLP, BATCHES, [options]))[0]
+        for how in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}):
+            results = world.run(train_hooked, world_size, how, options)
+            found = agreed([trajectory for trajectory, _, _ in results])
+            assert_same_trajectory(found, expected, hint=how)
+            if world_size > 1:
+                assert not torch.equal(results[0][1][0], results[1][1][0]), "sums are everywhere"
+            for _, _, counts in results:
+                many = "bucket_cap_mb" in how
+                assert (counts["all_to_all_single"] > 2) == (many and world_size > 1)
+                if not many:
+                    assert counts.total() == (3 if world_size > 1 else 0), "with a refresh"
+
+
+def hook_refusals(rank: int, world_size: int) -> list[str]:
+    model, scaler = MLP.model(), torch.amp.GradScaler("cpu")
+    wrapped, other = DistributedDataParallel(model), DistributedDataParallel(MLP.model())
+    tries: list[tuple[dict[str, Any], Any]] = [
+        ({}, model),
+        ({}, other),
+        ({"grad_scaler": scaler}, wrapped),
+        (ALL_REDUCE, wrapped),
+    ]
+    messages = []
+    for options, given_model in tries:
+        with pytest.raises((TypeError, ValueError)) as error:
+            dpkfac(wrapped, **options).register_owner_hook(given_model)
+        messages.append(f"{error.type.__name__}: {error.value}")
+    return messages
+
+
+def test_the_owner_hook_is_refused_where_it_would_do_harm(world: World) -> None:
+    starts = [
+        "TypeError: Sequential is not a DistributedDataParallel model",
+        "ValueError: the DistributedDataParallel model wraps another model",
+        "ValueError: with the owner hook a GradScaler",
+        "ValueError: gradient_exchange='all_reduce' averages gradients everywhere",
+    ]
+    for messages in world.run(hook_refusals, 2):
+        for message, start in zip(messages, starts, strict=True):
+            assert message.startswith(start)
 
 
 # What is sent.
