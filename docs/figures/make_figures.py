@@ -1,6 +1,6 @@
 """Draw the figures of the documentation: all of them, or those that are named.
 
-    python docs/figures/make_figures.py [step] [valley] [placements] [costs]
+    python docs/figures/make_figures.py [step] [valley] [placements] [costs] [owners]
 
 Nothing is drawn by hand that can be computed: the paths in the valley are real runs, the placements
 and their costs come from :mod:`second_order.distributed.assignment`.
@@ -29,6 +29,7 @@ from second_order.distributed.assignment import (
     LayerAssignment,
     LayerDims,
     assign_layers,
+    assign_owners,
     gradient_worker_count,
 )
 
@@ -445,11 +446,104 @@ def costs() -> Figure:
     return figure
 
 
+# ----------------------------------------------------------------------------------- the owners
+
+DIGITS_MLP = [LayerDims(1, 65, 128), LayerDims(1, 129, 64), LayerDims(1, 65, 10)]
+SUBSCRIPTS = "₁₂₃"
+LAYER_COLOURS = [(BLUE, "#cfe3f1"), (RED, "#f9dfcf"), (GREEN, "#cdeae0")]  # edge, face
+
+
+def owners() -> Figure:
+    """DPKFAC's two exchanges: gradients to their owners, and preconditioned ones to everybody."""
+    figure = Figure(figsize=(8.2, 3.9))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 8.2), ylim=(0, 3.9))
+    axes.axis("off")
+    ranks = len(DIGITS_MLP)
+    owner_of = assign_owners(DIGITS_MLP, ranks, "balanced")
+    layer_of = {rank: layer for layer, rank in enumerate(owner_of)}
+    heights = [2.72, 1.78, 0.84]
+    side, gap = (0.34, 0.34), 0.42
+    before, summed, curvature, solved, after = 1.02, 3.1, 4.06, 5.02, 7.3
+
+    for y in heights:
+        axes.add_patch(
+            FancyBboxPatch(
+                (0.08, y - 0.38),
+                8.04,
+                0.76,
+                boxstyle="round,pad=0,rounding_size=0.06",
+                facecolor="#f7f7f7",
+                edgecolor="#dddddd",
+                linewidth=0.8,
+            )
+        )
+    for rank, y in enumerate(heights):
+        axes.text(0.2, y, f"rank {rank}", ha="left", va="center", weight="bold")
+        own = layer_of[rank]
+        for layer, (edge, face) in enumerate(LAYER_COLOURS):
+            x = before + layer * gap
+            box(axes, (x, y), side, f"∇{SUBSCRIPTS[layer]}", face="#ffffff", edge=edge)
+            box(
+                axes,
+                (after + layer * gap - gap, y),
+                side,
+                f"P{SUBSCRIPTS[layer]}",
+                face=face,
+                edge=edge,
+            )
+        edge, face = LAYER_COLOURS[own]
+        box(axes, (summed, y), side, f"∇{SUBSCRIPTS[own]}", face=face, edge=edge)
+        box(
+            axes,
+            (curvature, y),
+            (0.92, 0.6),
+            f"A{SUBSCRIPTS[own]}, G{SUBSCRIPTS[own]}\nof its own\nbatches",
+            face="#ffffff",
+            edge=edge,
+        )
+        box(axes, (solved, y), side, f"P{SUBSCRIPTS[own]}", face=face, edge=edge)
+        arrow(axes, (summed + 0.19, y), (curvature - 0.48, y), colour=edge)
+        arrow(axes, (curvature + 0.48, y), (solved - 0.19, y), colour=edge)
+
+    for layer, rank in enumerate(owner_of):
+        edge, _ = LAYER_COLOURS[layer]
+        for y in heights:
+            start = before + 2 * gap + 0.2
+            arrow(axes, (start, y + 0.09 * (1 - layer)), (summed - 0.2, heights[rank]), colour=edge)
+            arrow(
+                axes,
+                (solved + 0.2, heights[rank]),
+                (after - gap - 0.2, y + 0.09 * (1 - layer)),
+                colour=edge,
+            )
+
+    titles = [
+        (before + gap, "gradients of\nits own batch"),
+        (2.53, "sums to owners\n(P − 1) N elements"),
+        (curvature, "the owner preconditions\nthe mean gradient"),
+        (5.98, "to everybody\n(P − 1) N elements"),
+        (after, "all clip,\nand step the base"),
+    ]
+    for x, title in titles:
+        axes.text(x, 3.5, title, ha="center", va="center", linespacing=1.3)
+    axes.text(
+        4.1,
+        0.2,
+        "Kronecker factors A, G and their inverses stay where they are made.",
+        ha="center",
+        va="center",
+        color=GREY,
+    )
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "step": step,
     "valley": valley,
     "placements": placements,
     "costs": costs,
+    "owners": owners,
 }
 
 
