@@ -231,11 +231,14 @@ class World:
             For each item its content, on its source and its destinations; None elsewhere. What has
             arrived is a view of the whole message.
         """
-        contents = [item.content for item in items]
         ranks, here = range(self.size), self.rank
+        empty = torch.empty(0, dtype=dtype, device=device)
+        contents = [item.content for item in items]
+        for i, item in enumerate(items):
+            if contents[i] is None and item.size == 0 and here in item.destinations:
+                contents[i] = empty
         if not any(item.travels(item.source, rank) for item in items for rank in ranks):
             return contents
-        empty = torch.empty(0, dtype=dtype, device=device)
         outgoing = [[item for item in items if item.travels(here, rank)] for rank in ranks]
         incoming = [i for rank in ranks for i, item in enumerate(items) if item.travels(rank, here)]
         sent = [item.content.reshape(-1) for part in outgoing for item in part]  # type: ignore[union-attr]

@@ -36,7 +36,7 @@ Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
 RESIDUAL_TOLERANCE = 1e-3
 
 # What may remain off the diagonal after an orthogonal iteration: a bound on the relative error of
-# the inverse with the mean eigenvalue added, which is the scale of a layer's damping.
+# the damped inverse.
 REFINEMENT_TOLERANCE = 0.2
 
 # Of the matrices that are decomposed together, unless one is larger. LAPACK takes one after the
@@ -71,6 +71,7 @@ class Problem:
         build: Makes ``(groups, n, n)``, or ``(groups, n)`` for a diagonal; the caller's to change.
         added: What is added to the diagonals, ``(groups,)``, or None.
         guess: Eigenvectors of an earlier version, ``(groups, n, n)``, or None.
+        scale: What the inverse will have on the diagonals in the end, ``(groups,)``; with a guess.
         is_diagonal: Whether ``build`` makes a diagonal.
     """
 
@@ -81,6 +82,7 @@ class Problem:
     build: Callable[[], Tensor]
     added: Tensor | None = None
     guess: Tensor | None = None
+    scale: Tensor | None = None
     is_diagonal: bool = False
 
     @property
@@ -116,7 +118,9 @@ def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     )
 
 
-def orthogonal_iteration(matrix: Tensor, guess: Tensor) -> tuple[Decomposition, Tensor]:
+def orthogonal_iteration(
+    matrix: Tensor, guess: Tensor, scale: Tensor
+) -> tuple[Decomposition, Tensor]:
     """One step of orthogonal iteration from the eigenvectors of a nearby matrix.
 
     Y = X Q, its QR decomposition gives the new Q, the diagonal of Qᵀ X Q the eigenvalues (Golub &
@@ -126,6 +130,7 @@ def orthogonal_iteration(matrix: Tensor, guess: Tensor) -> tuple[Decomposition, 
     Args:
         matrix: X, ``(batch, n, n)``.
         guess: Q, ``(batch, n, n)``, columns in the order of rising eigenvalues, as ``eigh`` has it.
+        scale: Damping on the scale of which errors count, ``(batch,)``.
 
     Returns:
         Eigenvectors and eigenvalues as from :func:`eigh`, nearly in rising order, and for which
@@ -137,7 +142,7 @@ def orthogonal_iteration(matrix: Tensor, guess: Tensor) -> tuple[Decomposition, 
     rotated = vectors.mT @ (scaled @ vectors)
     values = diagonal(rotated).clamp_min(0)
     diagonal(rotated).zero_()
-    weights = (values + 1).rsqrt_()  # the mean eigenvalue is 1
+    weights = (values + scale.unsqueeze(-1) / size.squeeze(-1)).rsqrt_()
     left = _norm(rotated.mul_(weights.unsqueeze(-1)).mul_(weights.unsqueeze(-2)))
     sound = (left < REFINEMENT_TOLERANCE) & _is_orthogonal(vectors)
     return (vectors, values * size.squeeze(-1)), sound
@@ -224,9 +229,9 @@ def decompose_batched(
             continue
         stacked = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         del matrices
-        guesses = [g for i in indices if (g := problems[i].guess) is not None]
+        refine = _refinement([problems[i] for i in indices])
         with ieee_matmul(stacked.device):
-            payload, sound = _climb(decompose, stacked, torch.cat(guesses) if guesses else None)
+            payload, sound = _climb(decompose, stacked, refine)
         start = 0
         for i in indices:
             stop = start + problems[i].groups
@@ -252,8 +257,22 @@ def _batches(problems: Sequence[Problem]) -> list[list[int]]:
     return batches
 
 
+def _refinement(problems: Sequence[Problem]) -> Decompose | None:
+    """Orthogonal iteration from the guesses of a batch; None if it has none."""
+    guesses = [p.guess for p in problems if p.guess is not None]
+    scales = [p.scale for p in problems if p.scale is not None]
+    if len(guesses) < len(problems) or len(scales) < len(problems):
+        return None
+    guess, scale = torch.cat(guesses), torch.cat(scales)
+
+    def refine(matrix: Tensor) -> tuple[Decomposition, Tensor]:
+        return orthogonal_iteration(matrix, guess.to(matrix), scale.to(matrix))
+
+    return refine
+
+
 def _climb(
-    decompose: Decompose, batch: Tensor, guess: Tensor | None
+    decompose: Decompose, batch: Tensor, refine: Decompose | None
 ) -> tuple[Decomposition, list[bool]]:
     """Decompose ``(batch, n, n)`` by the ladder; the result is in the batch's dtype and place."""
     batch, usable = _with_finite_members(batch)
@@ -261,8 +280,8 @@ def _climb(
     places = [(batch.device, working), (batch.device, torch.float64)]
     places.append((torch.device("cpu"), torch.float64))
     rungs = [partial(_attempt, decompose, place) for place in dict.fromkeys(places)]
-    if guess is not None:
-        rungs.insert(0, partial(_attempt_refinement, guess, (batch.device, working)))
+    if refine is not None:
+        rungs.insert(0, partial(_attempt_refinement, refine, (batch.device, working)))
     payload: Decomposition = ()
     todo = list(range(len(usable)))
     for rung in rungs:
@@ -321,11 +340,11 @@ def _attempt(
 
 
 def _attempt_refinement(
-    guess: Tensor, place: _Place, members: Tensor
+    refine: Decompose, place: _Place, members: Tensor
 ) -> tuple[Decomposition, list[bool]]:
     """The rung below the ladder: eigenvectors from those of an earlier refresh."""
     try:
-        parts, sound = orthogonal_iteration(members.to(*place), guess.to(*place))
+        parts, sound = refine(members.to(*place))
         return parts, sound.tolist()
     except RuntimeError:
         return (), [False] * len(members)

@@ -175,7 +175,9 @@ class KroneckerFactors:
         self.means.lerp_((means / examples).to(self.means.dtype), step.to(self.means.dtype))
         for average, total in ((self.a, sums.a), (self.g, sums.g)):
             if average is not None:
-                mean = total.div_(examples.to(total.dtype))
+                # The number is not rounded to what the factors are kept in.
+                narrow = total.dtype != examples.dtype
+                mean = total.to(examples.dtype) / examples if narrow else total.div_(examples)
                 average.lerp_(mean.to(average.dtype), step.to(average.dtype))
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:

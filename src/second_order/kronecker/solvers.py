@@ -146,9 +146,6 @@ def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
 class Solver(Protocol):
     """How factors become something that preconditions."""
 
-    refinable: bool
-    """Whether a decomposition's first part can start the next one."""
-
     def dampings(self, means: Tensor, damping: Damping) -> tuple[Tensor | None, Tensor | None]:
         """What goes on the diagonals of A and of G before they are decomposed.
 
@@ -183,8 +180,6 @@ class Solver(Protocol):
 class EigenSolver:
     """Eigendecomposition of the factors; damping enters when the two meet."""
 
-    refinable = True
-
     def dampings(self, means: Tensor, damping: Damping) -> tuple[Tensor | None, Tensor | None]:
         """Nothing yet."""
         return None, None
@@ -218,8 +213,6 @@ class EigenSolver:
 
 class InverseSolver:
     """Cholesky inverses of the two damped factors."""
-
-    refinable = False
 
     def dampings(self, means: Tensor, damping: Damping) -> tuple[Tensor | None, Tensor | None]:
         """π √γ and √γ/π."""

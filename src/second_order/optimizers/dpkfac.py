@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +132,7 @@ class DPKFAC(KFACOptimizer):
         self._assignment: OwnerAssignment = assignment
         self._gradient_exchange = gradient_exchange
         self._hooked = False
+        self._summed_to: dict[Tensor, int] = {}
         self._owners: dict[KroneckerBlock, int] = {}
         super().__init__(
             params_or_model,
@@ -181,9 +182,10 @@ class DPKFAC(KFACOptimizer):
     def _start_owner_sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """What the hook does with a bucket of gradients: means on their owners, in place."""
         owner_of = dict(zip(map(id, self._averaged_params()), self._all_owners(), strict=True))
-        gradients = bucket.gradients()
+        gradients, params = bucket.gradients(), bucket.parameters()
         torch._foreach_div_(gradients, float(self._world.size))
-        owners = [owner_of[id(p)] for p in bucket.parameters()]
+        owners = [owner_of.get(id(p), 0) for p in params]  # 0: frozen since DDP was made
+        self._summed_to |= zip(params, owners, strict=True)
         summed = self._world.start_sum_to(gradients, owners)
         if self._world.size == 1:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -200,7 +202,8 @@ class DPKFAC(KFACOptimizer):
     def _place(self, blocks: Sequence[KroneckerBlock]) -> None:
         dims = layer_dims(blocks)
         owners = assign_owners(dims, self._world.size, self._assignment)
-        self._owners |= dict(zip(blocks, owners, strict=True))
+        kept = {block: self._owners[block] for block in self._blocks if block in self._owners}
+        self._owners = kept | dict(zip(blocks, owners, strict=True))
 
     def _owns(self, index: int) -> bool:
         return self._owners[self._active[index]] == self._world.rank
@@ -244,6 +247,21 @@ class DPKFAC(KFACOptimizer):
     ) -> dict[tuple[int, str], Decomposition]:
         return mine
 
+    def _start_averaging(self) -> Callable[[], None]:
+        average = super()._start_averaging()
+        if self._hooked:
+            self._follow_moved_owners()
+        return average
+
+    def _follow_moved_owners(self) -> None:
+        """Give all ranks the means that the hook took to ranks that own them no more."""
+        owners = dict(zip(self._averaged_params(), self._all_owners(), strict=True))
+        summed, self._summed_to = self._summed_to, {}
+        moved = [p for p, rank in summed.items() if owners.get(p, rank) != rank]
+        moved = [p for p in moved if p.grad is not None]
+        if moved:
+            self._world.share([cast(Tensor, p.grad) for p in moved], [summed[p] for p in moved])
+
     def _gradient_owners(self, params: Sequence[Tensor]) -> list[int] | None:
         return None if self._gradient_exchange == "all_reduce" else self._all_owners()
 
@@ -275,6 +293,7 @@ class DPKFAC(KFACOptimizer):
             if results and bound is not None:
                 pairs = list(results.values()), list(gradients.values())
                 changes[self._world.rank].copy_(kl_change(*pairs, self._clip_rates(results)))
+            # Not yet clipped: the sum over all layers comes with the exchange.
             for i, result in results.items():
                 self._active[i].write_gradient(result, 1.0)
         with record_function("second_order.exchange"):

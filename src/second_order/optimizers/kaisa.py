@@ -212,8 +212,6 @@ class KAISA(KFACOptimizer):
         workers = self._grid.row(assignment.row)
         return f"solve {_ranks(tuple(solvers))}, precondition {_ranks(workers)}"
 
-    # --------------------------------------------------------------------------------- exchange
-
     def _keeper(self, index: int) -> tuple[int, int] | None:
         if self._factor_exchange == "all_reduce":
             return None

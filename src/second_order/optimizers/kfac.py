@@ -158,6 +158,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             blocks={module: block for block in self._blocks for module in block.modules},
         )
         sampler = LabelSampler(options.likelihood, self._world.rank) if sampled else None
+        self._collector = collector
         self._capture = Capture(collector, sampler)
         self._sampler = sampler
         self._watch()
@@ -185,9 +186,12 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._active = [block for block in self._blocks if block.trainable]
         if self._steps > 0 and any(block.factors is None for block in self._active):
             self._newcomers_at = self._steps + 1  # the first passes that are sure to be captured
+        moved = self._somebody_moved()
+        if moved:
+            self._keepers = {}  # somebody keeps the factors of another place
         self._place(self._active)
         self._place_factors()
-        if self._world.unpickled and not self._world.moved:
+        if self._world.unpickled and not moved:
             self._world.unpickled = False  # its groups are new, its inverses are where they were
             return
         self._world.unpickled = self._world.moved = False
@@ -197,12 +201,21 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
 
     def _place_factors(self) -> None:
         """Factors go to those that keep them now."""
-        if self._world.moved:
-            self._keepers = {}  # this process keeps the factors of another place
         keepers = {block: self._keeper(i) for i, block in enumerate(self._active)}
         move_factors(self._world, self._active, self._keepers, keepers)
-        self._keepers |= keepers
+        known = self._keepers | keepers
+        self._keepers = {block: known[block] for block in self._blocks if block in known}
         self._watch()
+        if self._steps > 0:
+            self._share_state()  # which lets go of what is kept elsewhere now
+
+    def _somebody_moved(self) -> bool:
+        """Whether any process came out of a pickle at another place than it went in."""
+        if not self._world.unpickled:
+            return False
+        moved = torch.tensor([float(self._world.moved)], device=self._device())
+        self._world.start_sum([moved]).wait()
+        return bool(moved)
 
     def _replan(self) -> None:
         if not self._closed:
@@ -214,7 +227,9 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._capture.detach()
         self._closed = True
         self._blocks, self._active, self._left, self._signature = [], [], [], ()
-        self._keepers = {}
+        self._collector.blocks.clear()
+        self._keepers, self._elsewhere = {}, None
+        self._place([])
         for parts in self.state.values():
             parts["curvature"] = {"steps": self._steps}
 
@@ -378,21 +393,25 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
                 f"consolidate(to={to}): there are ranks 0 to {self._world.size - 1}; "
                 f"use None for all of them"
             )
-        self._elsewhere = gather_factors(self._world, self._keepers, to)
+        if not self._closed:
+            self._follow_requires_grad()
+        found = gather_factors(self._world, self._keepers, to)
+        self._elsewhere = found if to in (None, self._world.rank) else None
 
     def state_dict(self) -> dict[str, Any]:
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
         Raises:
             SecondOrderError: If other processes keep some of the factors, they have not been
-                collected by :meth:`consolidate` since the last step, and it is not
+                collected here by :meth:`consolidate` since the last step, and it is not
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
         spread = self._world.size > 1 and any(k is not None for k in self._keepers.values())
         if spread and self._elsewhere is None and not is_sharded_checkpoint():
             raise SecondOrderError(
                 f"{type(self).__name__}.state_dict() would lack the factors that other processes "
-                f"keep; call optimizer.consolidate(to=0) on every process first, or save with "
+                f"keep; call optimizer.consolidate(to=0) on every process first and state_dict() "
+                f"on rank 0 alone, or consolidate(to=None), or save with "
                 f"torch.distributed.checkpoint"
             )
         return super().state_dict()
@@ -425,6 +444,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state.pop("_capture")
+        state.pop("_collector")
         state.pop("_sampler")
         return state
 

@@ -15,7 +15,7 @@ from second_order.distributed.collectives import World
 from second_order.errors import DecompositionError
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import Damping, EigenInverse, Solver
+from second_order.kronecker.solvers import Damping, EigenInverse, Solver, factored_damping
 from second_order.optimizers.kfac_options import KFACOptions, check_damping
 from second_order.optimizers.options import value_at
 from second_order.optimizers.placement import Placement
@@ -37,6 +37,7 @@ class Refresh(Placement):
     _active: list[KroneckerBlock]
     _base: torch.optim.Optimizer
     _options: KFACOptions
+    _newcomers_at: int
     _solve_needed: bool
     _solver: Solver
     _steps: int
@@ -50,6 +51,8 @@ class Refresh(Placement):
 
         def _device(self) -> torch.device: ...
 
+        def _share_state(self) -> None: ...
+
     def _refresh_inverses(self, average: Callable[[], None]) -> None:
         """Decompose this rank's share, agree on what failed, and exchange."""
         seen = self._layers_with_factors()
@@ -59,6 +62,10 @@ class Refresh(Placement):
             name for part in self._in_parts(ready) for name in self._refresh(part, damping, average)
         ]
         self._solve_needed = False
+        if self._newcomers_at == self._steps + 1:
+            self._share_state()  # without what is lost
+        if ready and all(self._active[i].silent for i in ready):
+            self._warn_of_silence()
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
@@ -76,7 +83,8 @@ class Refresh(Placement):
         parts: list[list[int]] = []
         filled = PART_BYTES
         for i in ready:
-            size = sum(math.prod(self._active[i].stored_shape(which)) for which in "AG") * 8
+            stored = (self._active[i].stored_shape(which) for which in "AG")
+            size = self._options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
             if filled + size > PART_BYTES:
                 parts.append([])
                 filled = 0
@@ -90,11 +98,12 @@ class Refresh(Placement):
         """Refresh some layers; the names of those that have failed too often."""
         mine, reason = self._decompose_mine(ready, damping)
         failed = self._failures(ready, damping, mine)
-        with record_function("second_order.exchange"):
-            agreement = self._world.start_sum([failed])
-            # Nothing may be under way in the world while a part of it communicates: NCCL's
-            # communicators are not to be used at the same time.
+        agreement = self._world.start_sum([failed])
+        # Nothing may be under way in the world while a part of it communicates: NCCL's
+        # communicators are not to be used at the same time.
+        with record_function("second_order.average_gradients"):
             average()
+        with record_function("second_order.exchange"):
             agreement.wait()
             received = self._exchange_decompositions(mine, ready)
         del mine
@@ -102,9 +111,11 @@ class Refresh(Placement):
         for i, bad in zip(ready, failed[ready].tolist(), strict=True):
             block = self._active[i]
             a, g = received.pop((i, "A"), None), received.pop((i, "G"), None)
+            block.silent = block.asked and UNSEEN <= bad < LOST
             if bad >= LOST:
                 self._warn_loss(block)
                 block.forget()
+                self._newcomers_at = self._steps + 1
             elif bad >= UNSEEN:
                 block.drop_inverse()
             elif bad:
@@ -165,9 +176,10 @@ class Refresh(Placement):
         dtype = torch.promote_types(options.factor_dtype, options.inv_dtype)
         dtype = torch.promote_types(dtype, torch.float32)
         on_a, on_g = self._solver.dampings(factors.means, damping)
-        guess = None
+        guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
             guess = inverse.q_a if which == "A" else inverse.q_g
+            scale = factored_damping(*factors.means.unbind(), damping=damping)["AG".index(which)]
         return Problem(
             shape.groups,
             shape.in_dim if which == "A" else shape.out_dim,
@@ -176,6 +188,7 @@ class Refresh(Placement):
             partial(factors.matrix, which, dtype),
             added=on_a if which == "A" else on_g,
             guess=guess,
+            scale=scale,
             is_diagonal=which == "A" and shape.diagonal_a,
         )
 
@@ -189,9 +202,8 @@ class Refresh(Placement):
         present = dict(zip(taken, (weights > 0).tolist(), strict=True))
         for i, block in taken.items():
             block.silent = block.asked and not present[i] and not block.lost
-        if not any(present.values()) and all(block.silent for block in taken.values()):
-            if self._first_time("no statistics"):
-                self._warn(self._no_statistics_message())
+        if len(taken) == len(self._active) and all(b.silent for b in taken.values()):
+            self._warn_of_silence()
             return []
         absent = [b.name for b in taken.values() if b.silent and self._first_time(f"no:{b.name}")]
         if absent:
@@ -202,11 +214,13 @@ class Refresh(Placement):
             )
         return [i for i, seen in present.items() if seen]
 
-    def _no_statistics_message(self) -> str:
+    def _warn_of_silence(self) -> None:
+        if not self._first_time("no statistics"):
+            return
         cause = "make the optimizer before torch.compile's first run: hooks added later never fire"
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
-        return (
+        self._warn(
             f"no layer gave statistics: {type(self).__name__} now does no more than "
             f"{type(self._base).__name__}; {cause}"
         )
