@@ -16,7 +16,7 @@ from second_order.kronecker import autocorrelation, layers
 from second_order.kronecker.autocorrelation import patch_second_moment
 from second_order.kronecker.layers import PairStatistics
 from second_order.kronecker.patches import extract_patches, pad_input
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.triangles import empty_symmetric, unpack_upper_triangular, write_band
 
 Conv = nn.Conv1d | nn.Conv2d
 
@@ -57,8 +57,18 @@ def moment_of_patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def moment_without(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    kernel, dilation = conv.kernel_size, conv.dilation
-    return patch_second_moment(pad_input(x, conv), kernel, dilation, conv.groups)
+    return whole_moment(pad_input(x, conv), conv.kernel_size, conv.dilation, conv.groups)
+
+
+def whole_moment(
+    x: Tensor, kernel: tuple[int, int], dilation: tuple[int, int] = (1, 1), groups: int = 1
+) -> Tensor:
+    """The bands put together."""
+    dim = x.shape[1] // groups * kernel[0] * kernel[1]
+    moment = empty_symmetric(x, groups, dim, triangular=False)
+    for start, band in patch_second_moment(x, kernel, dilation, groups):
+        write_band(moment, dim, start, band)
+    return moment
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from second_order.kronecker.triangles import empty_symmetric, write_band
-
-__all__ = ["patch_second_moment", "patch_second_moment_bands"]
+__all__ = ["patch_second_moment"]
 
 # Positions. oneDNN adds one after the other: half a million in float32 were off by 2e-4.
 LONGEST_SUM = 2**14
@@ -35,8 +33,11 @@ BAND_ROWS = 256  # that are copied at a time
 
 def patch_second_moment(
     x: Tensor, kernel: tuple[int, int], dilation: tuple[int, int] = (1, 1), groups: int = 1
-) -> Tensor:
+) -> Iterator[tuple[int, Tensor]]:
     """Sum over examples and output positions of the outer products of the patches, at stride 1.
+
+    It comes by rows: a matrix of ``(groups, c k₁ k₂, c k₁ k₂)``, the taps of a channel next to each
+    other, as in ``weight.flatten(1)``, need not exist.
 
     Args:
         x: Padded input, ``(N, C, H', W')``.
@@ -44,24 +45,9 @@ def patch_second_moment(
         dilation: ``(d₁, d₂)``.
         groups: Channels of different groups are not multiplied.
 
-    Returns:
-        Shape ``(groups, c k₁ k₂, c k₁ k₂)``, exactly symmetric, the taps of a channel next to each
-        other, as in ``weight.flatten(1)``.
-    """
-    dim = x.shape[1] // groups * kernel[0] * kernel[1]
-    moment = empty_symmetric(x, groups, dim, triangular=False)
-    for start, band in patch_second_moment_bands(x, kernel, dilation, groups):
-        write_band(moment, dim, start, band)
-    return moment
-
-
-def patch_second_moment_bands(
-    x: Tensor, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
-) -> Iterator[tuple[int, Tensor]]:
-    """:func:`patch_second_moment` by rows, each from the diagonal of its band's first one on.
-
     Yields:
-        The first row, and a band as :func:`~second_order.kronecker.triangles.write_band` takes it.
+        The first row of a band, and the band as
+        :func:`~second_order.kronecker.triangles.write_band` takes it.
     """
     c, taps = x.shape[1] // groups, kernel[0] * kernel[1]
     x = x.contiguous(memory_format=torch.channels_last)  # a quarter faster for narrow layers

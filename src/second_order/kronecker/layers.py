@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autocorrelation import patch_second_moment_bands
+from second_order.kronecker.autocorrelation import patch_second_moment
 from second_order.kronecker.patches import (
     Convolution,
     extract_patches,
@@ -216,7 +216,7 @@ def _autocorrelation_gram(
     if homogeneous:
         windows = x.sum(0).unfold(1, height, d1).unfold(2, width, d2)  # (C, k₁, k₂, H, W)
         column = windows.sum((-2, -1)).view(conv.groups, dim)
-    bands = patch_second_moment_bands(x, (k1, k2), (d1, d2), conv.groups)
+    bands = patch_second_moment(x, (k1, k2), (d1, d2), conv.groups)
     return _symmetric(bands, x, dim, column, x.shape[0] * height * width, triangular)
 
 

@@ -1,6 +1,7 @@
 """Factors that only one process keeps: who has them, how they move, how they come together.
 
-With few exceptions every function here is a collective: every rank calls it with the same layers.
+Moving and gathering are collectives: every rank calls them with the same layers, and what is sent
+depends on nothing that a rank alone knows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def move_factors(
     routes: dict[tuple[KroneckerBlock, str], tuple[int, Sequence[int]]] = {}
     for block in blocks:
         old, new = before.get(block), after[block]
-        if block.factors is None or old is None or new is None:
+        if old is None or new is None:
             continue
         for which, source, destination in zip("AG", old, new, strict=True):
             if source != destination:
@@ -51,11 +52,11 @@ def move_factors(
         held = (True, True) if keepers is None else tuple(rank == world.rank for rank in keepers)
         block.keep((held[0], held[1]))
         for which in "AG":
-            if (block, which) in received and block.factors is not None:
-                factor, weight, means = received[block, which]
-                setattr(block.factors, which.lower(), factor)
-                block.factors.weight.copy_(weight)
-                block.factors.means.copy_(means)
+            if (block, which) in received:
+                factors, (factor, weight, means) = block.ensure_factors(), received[block, which]
+                setattr(factors, which.lower(), factor)
+                factors.weight.copy_(weight)
+                factors.means.copy_(means)
 
 
 def gather_factors(
@@ -76,7 +77,7 @@ def gather_factors(
     routes = {
         (block, which): (source, destinations)
         for block, ranks in keepers.items()
-        if ranks is not None and block.factors is not None
+        if ranks is not None
         for which, source in zip("AG", ranks, strict=True)
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}

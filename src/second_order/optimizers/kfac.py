@@ -28,6 +28,7 @@ from second_order.kronecker.block import (
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.clip import kl_change, kl_clip_coefficient
 from second_order.kronecker.fisher import LabelSampler
+from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.keepers import (
@@ -85,6 +86,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         )
         self._blocks: list[KroneckerBlock] = []
         self._left: list[LeftToBase] = []
+        self._shapes: dict[KroneckerBlock, FactorShape] = {}  # of layers that have ever trained
         self._keepers: dict[KroneckerBlock, Keepers] = {}
         self._elsewhere: dict[KroneckerBlock, dict[str, Tensor]] | None = None
         self._solve_needed = False
@@ -184,8 +186,10 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             return
         self._signature = signature
         self._active = [block for block in self._blocks if block.trainable]
-        if self._steps > 0 and any(block.factors is None for block in self._active):
+        shapes = {block: block.shape for block in self._active}
+        if self._steps > 0 and any(self._shapes.get(b) != shape for b, shape in shapes.items()):
             self._newcomers_at = self._steps + 1  # the first passes that are sure to be captured
+        self._shapes |= shapes
         moved = self._somebody_moved()
         if moved:
             self._keepers = {}  # somebody keeps the factors of another place
@@ -228,7 +232,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._closed = True
         self._blocks, self._active, self._left, self._signature = [], [], [], ()
         self._collector.blocks.clear()
-        self._keepers, self._elsewhere = {}, None
+        self._keepers, self._shapes, self._elsewhere = {}, {}, None
         self._place([])
         for parts in self.state.values():
             parts["curvature"] = {"steps": self._steps}
