@@ -647,6 +647,8 @@ def build(rank: int, world_size: int, variant: str) -> None:
                 "fraction": {"grad_worker_fraction": 0.5},
                 "colocation": {"colocate_factors": False},
                 "assignment": {"assignment": "memory"},
+                "exchange": {"factor_exchange": "reduce"},
+                "refresh": {"eigen_refresh": "warm"},
                 "interval": {"inv_update_steps": 2},
                 "clip": {"kl_clip": None},
                 "base": {"base": torch.optim.Adam},
@@ -681,6 +683,8 @@ DIFFERENCES = {
     "fraction": r"rank 0 has .*1\.0.*rank 1 has .*0\.5",
     "colocation": r"rank 0 has .*True.*rank 1 has .*False",
     "assignment": r"rank 0 has .*compute.*rank 1 has .*memory",
+    "exchange": r"rank 0 has .*all_reduce.*rank 1 has .* reduce",
+    "refresh": r"'eigen_refresh': 'full'.*'eigen_refresh': 'warm'",
     "interval": r"'inv_update_steps': 1.*'inv_update_steps': 2",
     "clip": r"'kl_clip': 0\.001.*'kl_clip': None",
     "base": r"rank 0 has \[.*(SGD|momentum).*rank 1 has \[.*(Adam|betas)",
@@ -791,12 +795,14 @@ def collectives_of_steps(
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
 def test_a_handful_of_collectives_however_many_layers(
-    world: World, workers: int, solver: str
+    world: World, workers: int, solver: str, exchange: str
 ) -> None:
     """Gradients; statistics; which solves failed and, among workers, the solves; to receivers."""
-    few = world.run(collectives_of_steps, 4, 3, workers, {"solver": solver})
-    many = world.run(collectives_of_steps, 4, 12, workers, {"solver": solver})
+    options = {"solver": solver, "factor_exchange": exchange}
+    few = world.run(collectives_of_steps, 4, 3, workers, options)
+    many = world.run(collectives_of_steps, 4, 12, workers, options)
     assert few == many == [few[0]] * 4
     row, column = int(workers > 1), int(workers < 4)
     refresh, statistics, neither = few[0]

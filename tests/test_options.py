@@ -176,6 +176,8 @@ CHOICES: list[tuple[str, Any, str]] = [
     ("fisher", "emprical", "'empirical', 'sampled'; did you mean 'empirical'"),
     ("likelihood", "gausian", "likelihood='gausian' is not one of .*did you mean 'gaussian'"),
     ("kfac_approx", "reduced", "'expand', 'reduce'; did you mean 'reduce'"),
+    ("factor_exchange", "reduced", "'all_reduce', 'reduce'; did you mean 'reduce'"),
+    ("eigen_refresh", "worm", "'full', 'warm'; did you mean 'warm'"),
     ("loss_reduction", "none", "loss_reduction='none' is not one of 'mean', 'sum'"),
     ("gradient_averaging", "always", "gradient_averaging='always' is not one of 'auto', True"),
     ("factor_dtype", torch.float16, r"factor_dtype=torch\.float16 .*65504\); use torch\.float32"),
@@ -251,6 +253,16 @@ def test_wrong_type_raises_with_value_and_remedy(
         pytest.skip("not an option of this system")
     with pytest.raises(TypeError, match=message):
         System(mlp(), lr=0.1, **{option: value})
+
+
+@each_system
+def test_there_are_no_eigenvectors_to_refine_in_the_inverse_solve(System: Any) -> None:
+    if not takes(System, "eigen_refresh"):
+        pytest.skip("not an option of this system")
+    message = "eigen_refresh='warm' starts from eigenvectors.*use solver='eigen', or leave"
+    with pytest.raises(ValueError, match=message):
+        System(mlp(), lr=0.1, eigen_refresh="warm", solver="inverse")
+    System(mlp(), lr=0.1, eigen_refresh="warm", solver="eigen")
 
 
 @each_system

@@ -9,13 +9,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from reference import clip_factor, damped_dense_solve, damped_factored_solve, kron
 from torch import Tensor
 
 from second_order.kronecker import decompositions, solvers, triangles
-from second_order.kronecker.clip import kl_clip_coefficient
+from second_order.kronecker.clip import kl_change, kl_clip_coefficient
 from second_order.kronecker.decompositions import (
     Problem,
     orthogonal_iteration,
@@ -283,7 +283,7 @@ def test_batched_by_shape_equals_one_at_a_time(
     ]
     with (
         patch.object(solvers, "TRIANGULAR_FROM", 4),
-        patch.object(decompositions, "BATCH_BYTES", batch_bytes),
+        patch.object(decompositions, "CPU_BATCH_BYTES", batch_bytes),
     ):
         together = decompose(name, *matrices, dtype=kept, triangular=triangular)
         alone = [decompose(name, each, dtype=kept, triangular=triangular)[0] for each in matrices]
@@ -293,8 +293,11 @@ def test_batched_by_shape_equals_one_at_a_time(
     for i, (batched, single) in enumerate(zip(together, alone, strict=True)):
         assert tuple(tuple(part.shape) for part in batched) == shapes_kept[i]
         coarser = max(kept, matrices[i].dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        for part, other in zip(batched, single, strict=True):
-            assert part.dtype == kept
+        assert {part.dtype for part in (*batched, *single)} == {kept}
+        pairs = list(zip(batched, single, strict=True))
+        if name == "eigen":  # its vectors may differ by a sign
+            pairs[0] = restored(name, batched), restored(name, single)
+        for part, other in pairs:
             torch.testing.assert_close(part.to(coarser), other.to(coarser))
 
 
@@ -313,10 +316,10 @@ def test_what_is_kept_holds_no_more_memory_than_it_needs_and_lies_row_after_row(
 
 @each_solver
 def test_factors_are_built_batch_by_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many matrices at a time as `BATCH_BYTES` allows, or one that is larger."""
+    """As many matrices at a time as `CPU_BATCH_BYTES` allows, or one that is larger."""
     events: list[str] = []
     injected(monkeypatch, name, lambda matrix, _: events.append(f"{len(matrix)} decomposed"))
-    monkeypatch.setattr(decompositions, "BATCH_BYTES", 2 * 3 * 3 * 8 + 5)
+    monkeypatch.setattr(decompositions, "CPU_BATCH_BYTES", 2 * 3 * 3 * 8 + 5)
 
     def built(matrix: Tensor) -> Tensor:
         events.append("built")
@@ -623,7 +626,7 @@ SPECTRA = {
 
 @given(spectrum=st.sampled_from(sorted(SPECTRA)), power=st.integers(-15, 15), seed=SEEDS)
 def test_eigenvectors_of_a_nearby_matrix_are_refined(spectrum: str, power: int, seed: int) -> None:
-    """What stays off the diagonal bounds the error of all: Q Λ Qᵀ, and the eigenvalues."""
+    """A thousandth away: Q Λ Qᵀ and the eigenvalues are right within a few thousandths."""
     torch.manual_seed(seed)
     matrix, guess = with_spectrum(SPECTRA[spectrum], seed)
     matrix = perturbed(matrix, 1e-3) * 10.0**power
@@ -631,10 +634,35 @@ def test_eigenvectors_of_a_nearby_matrix_are_refined(spectrum: str, power: int, 
     assert bool(sound)
     n, size = matrix.shape[-1], float(matrix.norm())
     assert_solved(vectors.mT @ vectors, torch.eye(n, dtype=torch.float64)[None], rtol=1e-12)
-    assert (restored("eigen", (vectors, values)) - matrix).norm() <= 1.1e-2 * size
+    assert (restored("eigen", (vectors, values)) - matrix).norm() <= 5e-3 * size
     exact = torch.linalg.eigvalsh(matrix).clamp_min(0)
-    assert (values.sort().values - exact).norm() <= 1e-2 * size
+    assert (values.sort().values - exact).norm() <= 5e-3 * size
     assert (values >= 0).all()
+
+
+@given(
+    spectrum=st.sampled_from(sorted(SPECTRA)),
+    power=st.integers(-15, 15),
+    away=st.floats(-3.0, 1.0),
+    seed=SEEDS,
+)
+def test_what_is_taken_damped_by_the_mean_eigenvalue_is_an_inverse(
+    spectrum: str, power: int, away: float, seed: int
+) -> None:
+    """From however bad a guess; within a quarter in the norm of that inverse."""
+    torch.manual_seed(seed)
+    matrix, guess = with_spectrum(SPECTRA[spectrum], seed)
+    n = matrix.shape[-1]
+    guess = torch.linalg.qr(guess + 10.0**away * torch.randn_like(guess)).Q
+    matrix = matrix * 10.0**power
+    (vectors, values), sound = orthogonal_iteration(matrix, guess)
+    assume(bool(sound))
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-300)
+    eye = torch.eye(n, dtype=torch.float64)
+    inverse = torch.linalg.inv(matrix / mean + eye)
+    scale = torch.diag_embed((values / mean + 1).sqrt())
+    found = scale @ vectors.mT @ inverse @ vectors @ scale
+    assert torch.linalg.matrix_norm(found - eye, 2).item() <= 0.25 + 1e-9
 
 
 def test_the_exact_eigenvectors_stay_as_they_are() -> None:
@@ -663,9 +691,10 @@ def test_a_step_shrinks_the_error_of_a_subspace_by_the_ratio_of_its_eigenvalues(
 
 @pytest.mark.parametrize("bad", ["unrelated", "not a number", "infinite", "zero"])
 def test_a_guess_that_is_no_guide_is_not_taken(bad: str) -> None:
-    matrix, guess = with_spectrum(SPECTRA["wide"])
+    spectrum = [0.001, 0.01, 0.1, 1.0, 1.5, 2.0]
+    matrix, guess = with_spectrum(spectrum)
     if bad == "unrelated":
-        guess = with_spectrum(SPECTRA["wide"], seed=1)[1]
+        guess = with_spectrum(spectrum, seed=1)[1]
     elif bad == "zero":
         guess = torch.zeros_like(guess)
     else:
@@ -681,8 +710,9 @@ def refined(*pairs: tuple[Tensor, Tensor | None]) -> list[Any]:
 
 def test_no_eigendecomposition_where_a_guess_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch of four: one has a bad guess, and one has none."""
-    matrices = [with_spectrum(SPECTRA["flat"], seed)[0] for seed in range(4)]
-    guesses = [with_spectrum(SPECTRA["flat"], seed)[1] for seed in (0, 1, 5)]
+    spectrum = [0.001, 0.01, 0.1, 1.0, 1.5, 2.0]
+    matrices = [with_spectrum(spectrum, seed)[0] for seed in range(4)]
+    guesses = [with_spectrum(spectrum, seed)[1] for seed in (0, 1, 5)]
     seen: list[Tensor] = []
     injected(monkeypatch, "eigen", lambda matrix, _: seen.append(matrix))
     results = refined(*zip(matrices, [*guesses, None], strict=True))
@@ -768,6 +798,12 @@ def test_only_large_inverses_are_triangles() -> None:
 # The clip.
 
 
+def clip(
+    P: list[Tensor], gradients: list[Tensor], rates: list[float | Tensor], kappa: float
+) -> Tensor:
+    return kl_clip_coefficient(kl_change(P, gradients, rates), kappa)
+
+
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
     lr=st.floats(1e-4, 10.0),
@@ -781,7 +817,7 @@ def test_the_clip_bounds_what_it_measures(
         (torch.randn(s, dtype=torch.float64), torch.randn(s, dtype=torch.float64)) for s in shapes
     ]
     P, gradients = ([*column] for column in zip(*pairs, strict=True))
-    nu = kl_clip_coefficient(P, gradients, [lr] * len(pairs), kappa)
+    nu = clip(P, gradients, [lr] * len(pairs), kappa)
     change = lr**2 * sum(float((p * g).sum().abs()) for p, g in pairs)
     assert nu.shape == ()
     assert float(nu) == pytest.approx(clip_factor(pairs, lr, kappa), rel=1e-12)
@@ -792,7 +828,7 @@ def test_the_clip_takes_each_layers_own_learning_rate() -> None:
     """|P·∇| = 4 and 9, rates 1/2 and 1/3: 1 + 1 = 2, and κ = 1/2 gives ν = 1/2."""
     P = [torch.tensor([2.0]), torch.tensor([-3.0])]
     gradients = [torch.tensor([2.0]), torch.tensor([3.0])]
-    nu = kl_clip_coefficient(P, gradients, [0.5, torch.tensor(1 / 3)], 0.5)
+    nu = clip(P, gradients, [0.5, torch.tensor(1 / 3)], 0.5)
     assert float(nu) == pytest.approx(0.5)
 
 
@@ -800,11 +836,11 @@ def test_the_clip_takes_each_layers_own_learning_rate() -> None:
 def test_a_layer_that_is_not_finite_does_not_count(bad: float) -> None:
     P = [torch.tensor([2.0, 0.0]), torch.tensor([bad, 1.0])]
     gradients = [torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0])]
-    assert float(kl_clip_coefficient(P, gradients, [1.0, 1.0], 1.0)) == 0.5
-    assert float(kl_clip_coefficient(P[1:], gradients[1:], [1.0], 1.0)) == 1.0
+    assert float(clip(P, gradients, [1.0, 1.0], 1.0)) == 0.5
+    assert float(clip(P[1:], gradients[1:], [1.0], 1.0)) == 1.0
 
 
 def test_a_step_of_nothing_is_not_clipped() -> None:
     zero = torch.zeros(3)
-    assert float(kl_clip_coefficient([zero], [zero], [0.1], 1e-3)) == 1.0
-    assert float(kl_clip_coefficient([zero + 1], [zero + 1], [0.0], 1e-3)) == 1.0
+    assert float(clip([zero], [zero], [0.1], 1e-3)) == 1.0
+    assert float(clip([zero + 1], [zero + 1], [0.0], 1e-3)) == 1.0

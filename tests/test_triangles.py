@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -11,11 +12,15 @@ from hypothesis import strategies as st
 
 from second_order.kronecker import triangles
 from second_order.kronecker.triangles import (
+    empty_symmetric,
     pack_upper_triangular,
     packed_length,
     packed_times,
+    packed_trace,
     times_packed,
     unpack_upper_triangular,
+    write_band,
+    write_last_row,
 )
 
 BATCHES = st.lists(st.integers(0, 3), max_size=2).map(tuple)
@@ -56,6 +61,36 @@ def test_the_triangle_holds_each_element_once(batch: tuple[int, ...], n: int) ->
     matrix = symmetric(batch, n, torch.float64)
     expected = matrix[..., rows, columns].sort(-1).values
     assert torch.equal(pack_upper_triangular(matrix).sort(-1).values, expected)
+
+
+@given(BATCHES, st.integers(1, 17), DTYPES)
+def test_the_trace_needs_no_unpacking(batch: tuple[int, ...], n: int, dtype: torch.dtype) -> None:
+    matrix = symmetric(batch, n, dtype)
+    expected = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert torch.equal(packed_trace(pack_upper_triangular(matrix), n), expected)
+
+
+@given(
+    data=st.data(),
+    groups=st.integers(1, 3),
+    n=st.integers(1, 17),
+    triangular=st.booleans(),
+    last_apart=st.booleans(),
+)
+def test_bands_of_rows_make_the_matrix(
+    data: st.DataObject, groups: int, n: int, triangular: bool, last_apart: bool
+) -> None:
+    """Of any heights and in any order, into memory that holds anything; each element is written."""
+    matrix = symmetric((groups,), n, torch.float64)
+    target = empty_symmetric(matrix, groups, n, triangular).fill_(float("nan"))
+    size = n - 1 if last_apart else n
+    cuts = data.draw(st.sets(st.integers(1, size - 1) if size > 1 else st.nothing()), "cuts")
+    edges = [0, *sorted(cuts), size] if size else [0]
+    for start, stop in data.draw(st.permutations(list(itertools.pairwise(edges))), "order"):
+        write_band(target, n, start, matrix[:, start:stop, start:size])
+    if last_apart:
+        write_last_row(target, n, matrix[:, -1])
+    assert torch.equal(target, pack_upper_triangular(matrix) if triangular else matrix)
 
 
 @given(
