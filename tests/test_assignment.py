@@ -14,7 +14,9 @@ from second_order.distributed.assignment import (
     Grid,
     LayerAssignment,
     LayerDims,
+    OwnerAssignment,
     assign_layers,
+    assign_owners,
     gradient_worker_count,
     solve_cost,
 )
@@ -229,3 +231,72 @@ def test_factors_that_are_not_colocated_use_two_ranks() -> None:
     one = [LayerDims(1, 9, 10)]
     assert assign_layers(one, Grid(1, 2), colocate_factors=False) == [LayerAssignment(0, 1, 0)]
     assert assign_layers(one, Grid(1, 2), colocate_factors=True) == [LayerAssignment(0, 0, 0)]
+
+
+# Owners.
+
+POLICIES: tuple[OwnerAssignment, ...] = ("balanced", "round_robin")
+
+
+def owned(layers: list[LayerDims], ranks: int, assignment: OwnerAssignment) -> list[float]:
+    """What each rank's factors take."""
+    loads = [0.0] * ranks
+    for layer, owner in zip(layers, assign_owners(layers, ranks, assignment), strict=True):
+        loads[owner] += sum(factor_costs(layer, "memory"))
+    return loads
+
+
+@given(LAYERS, st.integers(1, 8), st.sampled_from(POLICIES))
+def test_each_layer_has_one_owner_the_same_on_every_rank(
+    layers: list[LayerDims], ranks: int, assignment: OwnerAssignment
+) -> None:
+    owners = assign_owners(layers, ranks, assignment)
+    assert len(owners) == len(layers)
+    assert all(0 <= owner < ranks for owner in owners)
+    copies = tuple(LayerDims(d.groups, d.in_dim, d.out_dim, d.diagonal_a) for d in layers)
+    assert owners == assign_owners(copies, ranks, assignment)
+    assert len(set(owners)) == min(ranks, len(layers)), "nobody idles while another has two"
+    if assignment == "round_robin":
+        assert owners == [i % ranks for i in range(len(layers))]
+
+
+@given(LAYERS, st.integers(1, 8))
+def test_the_fullest_owner_is_ahead_of_the_mean_by_less_than_a_layer(
+    layers: list[LayerDims], ranks: int
+) -> None:
+    loads = owned(layers, ranks, "balanced")
+    largest = max((sum(factor_costs(layer, "memory")) for layer in layers), default=0.0)
+    assert max(loads) <= sum(loads) / ranks + largest * (1 - 1 / ranks) + 1e-9
+
+
+@given(st.lists(DIMS, min_size=1, max_size=6), st.integers(1, 3))
+def test_the_fullest_owner_is_within_a_third_of_the_optimum(
+    layers: list[LayerDims], ranks: int
+) -> None:
+    items = [sum(factor_costs(layer, "memory")) for layer in layers]
+    bound = (4 / 3 - 1 / (3 * ranks)) * optimum(items, ranks) * (1 + 1e-12)
+    assert max(owned(layers, ranks, "balanced")) <= bound
+
+
+def resnet50() -> list[LayerDims]:
+    """The convolutions of ResNet-50, and its classifier with a bias."""
+    layers, channels = [LayerDims(1, 3 * 49, 64)], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            layers += [LayerDims(1, channels, width), LayerDims(1, width * 9, width)]
+            layers.append(LayerDims(1, width, width * 4))
+            if block == 0:
+                layers.append(LayerDims(1, channels, width * 4))
+            channels = width * 4
+    return [*layers, LayerDims(1, 2049, 1000)]
+
+
+def test_resnet_50_over_many_owners_leaves_the_fullest_with_what_it_must() -> None:
+    """The larger of an even share and the largest layer; in turn, it has more."""
+    layers = resnet50()
+    assert len(layers) == 54
+    sizes = [sum(factor_costs(layer, "memory")) for layer in layers]
+    for ranks in (2, 4, 8, 16, 32, 64):
+        needed = max(sum(sizes) / ranks, *sizes)
+        assert max(owned(layers, ranks, "balanced")) <= 1.05 * needed
+    assert max(owned(layers, 4, "round_robin")) > 1.05 * sum(sizes) / 4

@@ -120,6 +120,10 @@ def alone(case: Case, batches: Sequence[Batch], options: dict[str, Any]) -> list
     return train(0, 1, case, batches, shared)
 
 
+def caught(messages: Sequence[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in messages if issubclass(w.category, SecondOrderWarning)]
+
+
 def falling(step: int) -> float:
     return 0.3 * 0.5**step
 
@@ -946,21 +950,55 @@ def test_a_layer_that_its_owner_does_not_see_runs_on_its_gradient(
         assert torch.allclose(steps[step], plain, rtol=1e-9) == (not owner_knows)
 
 
-def train_unused(rank: int, world_size: int) -> tuple[bool, bool]:
+def train_unused(rank: int, world_size: int) -> tuple[bool, bool, list[str], list[str]]:
+    """Of a layer that is never called; statuses, and warnings."""
     case = ZOO["unused"]
     model = case.model()
     optimizer = dpkfac(model, weight_decay=0.1)
     before = model.get_parameter("unused.weight").clone()
-    for batch in case.batches(3, n=12):
-        take(model, optimizer, shard(batch, rank, world_size))
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for batch in case.batches(3, n=12):
+            take(model, optimizer, shard(batch, rank, world_size))
     after = model.get_parameter("unused.weight")
-    return after.grad is None, torch.equal(before, after)
+    statuses = [row.status for row in optimizer.summary().rows]
+    return after.grad is None, torch.equal(before, after), statuses, caught(messages)
 
 
-def test_a_gradient_that_is_none_everywhere_stays_none(world: World) -> None:
-    """As it would for the base alone: no weight decay either."""
-    for world_size in (1, 2, 4):
-        assert world.run(train_unused, world_size) == [(True, True)] * world_size
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_gradient_that_is_none_everywhere_stays_none(world: World, world_size: int) -> None:
+    """As it would for the base alone: no weight decay either. All know; its owner says so."""
+    results = world.run(train_unused, world_size)
+    for stays_none, stays, statuses, messages in results:
+        assert stays_none
+        assert stays
+        assert statuses == ["preconditioned", "base", "preconditioned"]
+        assert all("no statistics arrived for 'unused'" in message for message in messages)
+    assert any(messages for _, _, _, messages in results)
+
+
+def train_uncaptured(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
+    """Hooks have gone, as with a model that was compiled before."""
+    model = MLP.model()
+    optimizer = dpkfac(model)
+    optimizer._capture.detach()
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        return go(model, optimizer, MLP, BATCHES[:3]), caught(messages)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_without_any_statistics_it_is_the_base_and_every_rank_says_so(
+    world: World, world_size: int
+) -> None:
+    results = world.run(train_uncaptured, world_size)
+    model = MLP.model()
+    base = torch.optim.SGD(model.parameters(), lr=OPTIONS["lr"])
+    found = agreed([trajectory for trajectory, _ in results])
+    assert_same_trajectory(found, go(model, base, MLP, BATCHES[:3]))
+    for _, messages in results:
+        (message,) = (m for m in messages if "no layer gave statistics" in m)
+        assert "make the optimizer before torch.compile's first run" in message
 
 
 def train_idle(rank: int, world_size: int, idle: int, options: dict[str, Any]) -> list[Tensor]:
@@ -1043,10 +1081,6 @@ def test_copies_of_model_and_optimizer_go_on(world: World, how: str) -> None:
 
 
 # Decompositions that fail.
-
-
-def caught(messages: Sequence[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in messages if issubclass(w.category, SecondOrderWarning)]
 
 
 def train_failing(
