@@ -71,8 +71,8 @@ class Problem:
         build: Makes ``(groups, n, n)``, or ``(groups, n)`` for a diagonal; the caller's to change.
         added: What is added to the diagonals, ``(groups,)``, or None.
         guess: Eigenvectors of an earlier version, ``(groups, n, n)``, or None.
-        scale: What the inverse will have on the diagonals in the end, ``(groups,)``; with a guess.
         is_diagonal: Whether ``build`` makes a diagonal.
+        scale: For a guess: what the inverse will have on the diagonals in the end, ``(groups,)``.
     """
 
     groups: int
@@ -82,8 +82,8 @@ class Problem:
     build: Callable[[], Tensor]
     added: Tensor | None = None
     guess: Tensor | None = None
-    scale: Tensor | None = None
     is_diagonal: bool = False
+    scale: Tensor | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -119,7 +119,7 @@ def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
 
 
 def orthogonal_iteration(
-    matrix: Tensor, guess: Tensor, scale: Tensor
+    matrix: Tensor, guess: Tensor, scale: Tensor | None = None
 ) -> tuple[Decomposition, Tensor]:
     """One step of orthogonal iteration from the eigenvectors of a nearby matrix.
 
@@ -130,7 +130,8 @@ def orthogonal_iteration(
     Args:
         matrix: X, ``(batch, n, n)``.
         guess: Q, ``(batch, n, n)``, columns in the order of rising eigenvalues, as ``eigh`` has it.
-        scale: Damping on the scale of which errors count, ``(batch,)``.
+        scale: Damping on the scale of which errors count, ``(batch,)``; None for the mean
+            eigenvalue.
 
     Returns:
         Eigenvectors and eigenvalues as from :func:`eigh`, nearly in rising order, and for which
@@ -142,7 +143,8 @@ def orthogonal_iteration(
     rotated = vectors.mT @ (scaled @ vectors)
     values = diagonal(rotated).clamp_min(0)
     diagonal(rotated).zero_()
-    weights = (values + scale.unsqueeze(-1) / size.squeeze(-1)).rsqrt_()
+    damping = 1.0 if scale is None else scale.unsqueeze(-1) / size.squeeze(-1)
+    weights = (values + damping).rsqrt_()
     left = _norm(rotated.mul_(weights.unsqueeze(-1)).mul_(weights.unsqueeze(-2)))
     sound = (left < REFINEMENT_TOLERANCE) & _is_orthogonal(vectors)
     return (vectors, values * size.squeeze(-1)), sound
@@ -261,12 +263,14 @@ def _refinement(problems: Sequence[Problem]) -> Decompose | None:
     """Orthogonal iteration from the guesses of a batch; None if it has none."""
     guesses = [p.guess for p in problems if p.guess is not None]
     scales = [p.scale for p in problems if p.scale is not None]
-    if len(guesses) < len(problems) or len(scales) < len(problems):
+    if len(guesses) < len(problems):
         return None
-    guess, scale = torch.cat(guesses), torch.cat(scales)
+    guess = torch.cat(guesses)
+    scale = torch.cat(scales) if len(scales) == len(problems) else None
 
     def refine(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-        return orthogonal_iteration(matrix, guess.to(matrix), scale.to(matrix))
+        wanted = None if scale is None else scale.to(matrix)
+        return orthogonal_iteration(matrix, guess.to(matrix), wanted)
 
     return refine
 
