@@ -89,6 +89,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._shapes: dict[KroneckerBlock, FactorShape] = {}  # of layers that have ever trained
         self._keepers: dict[KroneckerBlock, Keepers] = {}
         self._elsewhere: dict[KroneckerBlock, dict[str, Tensor]] | None = None
+        self._gathered_to: int | None = None
         self._solve_needed = False
         self._closed = False
         self._newcomers_at = -1
@@ -399,24 +400,33 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             )
         if not self._closed:
             self._follow_requires_grad()
-        found = gather_factors(self._world, self._keepers, to)
-        self._elsewhere = found if to in (None, self._world.rank) else None
+        self._elsewhere = gather_factors(self._world, self._keepers, to)
+        self._gathered_to = to
 
     def state_dict(self) -> dict[str, Any]:
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
         Raises:
             SecondOrderError: If other processes keep some of the factors, they have not been
-                collected here by :meth:`consolidate` since the last step, and it is not
+                collected by :meth:`consolidate` since the last step, and it is not
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
         spread = self._world.size > 1 and any(k is not None for k in self._keepers.values())
         if spread and self._elsewhere is None and not is_sharded_checkpoint():
             raise SecondOrderError(
                 f"{type(self).__name__}.state_dict() would lack the factors that other processes "
-                f"keep; call optimizer.consolidate(to=0) on every process first and state_dict() "
-                f"on rank 0 alone, or consolidate(to=None), or save with "
+                f"keep; call optimizer.consolidate(to=0) on every process first, or save with "
                 f"torch.distributed.checkpoint"
+            )
+        elsewhere = self._elsewhere is not None and self._gathered_to not in (
+            None,
+            self._world.rank,
+        )
+        if spread and elsewhere and self._first_time("partial"):
+            self._warn(
+                f"state_dict() on rank {self._world.rank} has no more than this process's part: "
+                f"consolidate(to={self._gathered_to}) collected the rest elsewhere; save it there, "
+                f"or use to=None"
             )
         return super().state_dict()
 
