@@ -202,7 +202,10 @@ class DPKFAC(KFACOptimizer):
     def _place(self, blocks: Sequence[KroneckerBlock]) -> None:
         dims = layer_dims(blocks)
         owners = assign_owners(dims, self._world.size, self._assignment)
-        kept = {block: self._owners[block] for block in self._blocks if block in self._owners}
+        before = self._owners
+        if any(before.get(b, rank) != rank for b, rank in zip(blocks, owners, strict=True)):
+            self._newcomers_at = self._steps + 1  # a new owner has no statistics of this step
+        kept = {block: before[block] for block in self._blocks if block in before}
         self._owners = kept | dict(zip(blocks, owners, strict=True))
 
     def _owns(self, index: int) -> bool:
