@@ -58,6 +58,7 @@ MLP, CONV = ZOO["mlp"], ZOO["conv_grouped"]
 BATCHES = MLP.batches(7, n=12)
 REDUCE = {"factor_exchange": "reduce"}
 SPREAD = {**REDUCE, "grad_worker_fraction": 0.5, "colocate_factors": False}
+PAIRS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 GRIDS = [(P, n) for P in (2, 3, 4) for n in range(1, P + 1) if P % n == 0]
 
 
@@ -88,7 +89,7 @@ def test_every_placement_gives_the_trajectory_of_one_process(
             "symmetry_aware": triangular,
             "relative_damping": relative,
         }
-        for colocate, triangular, relative in itertools.product((True, False), repeat=3)
+        for colocate, triangular, relative in PAIRS
     ]
     expected = {
         relative: train(0, 1, CONV, batches, {"solver": solver, "relative_damping": relative})
@@ -519,6 +520,29 @@ def test_whoever_saves_has_all_factors(world: World, to: int | None) -> None:
             assert letters(saved).total() < 6
     if to is not None:
         assert sum(letters(saved).total() for saved in results) < 12
+
+
+def asked_twice(rank: int, world_size: int, to: int | None) -> list[str]:
+    """The warnings."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
+    optimizer.consolidate(to=to)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.state_dict()
+        optimizer.state_dict()
+    return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+
+
+def test_who_asks_for_a_state_that_was_collected_elsewhere_is_told(world: World) -> None:
+    """Once: a rank's own part can be what is wanted."""
+    first, second = world.run(asked_twice, 2, 1)
+    (message,) = first
+    assert "state_dict() on rank 0 has no more than this process's part" in message
+    assert "consolidate(to=1) collected the rest elsewhere" in message
+    assert second == []
+    assert world.run(asked_twice, 2, None) == [[], []]
 
 
 def no_such_rank(rank: int, world_size: int, to: int) -> tuple[str, int]:

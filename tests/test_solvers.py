@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -644,25 +645,49 @@ def test_eigenvectors_of_a_nearby_matrix_are_refined(spectrum: str, power: int, 
     spectrum=st.sampled_from(sorted(SPECTRA)),
     power=st.integers(-15, 15),
     away=st.floats(-3.0, 1.0),
+    damping=st.none() | st.floats(-4.0, 2.0),
     seed=SEEDS,
 )
-def test_what_is_taken_damped_by_the_mean_eigenvalue_is_an_inverse(
-    spectrum: str, power: int, away: float, seed: int
+def test_what_is_taken_makes_a_damped_inverse(
+    spectrum: str, power: int, away: float, damping: float | None, seed: int
 ) -> None:
-    """From however bad a guess; within a quarter in the norm of that inverse."""
+    """From however bad a guess: within a quarter in the norm of that inverse.
+
+    The damping is given, or the mean eigenvalue.
+    """
     torch.manual_seed(seed)
     matrix, guess = with_spectrum(SPECTRA[spectrum], seed)
     n = matrix.shape[-1]
     guess = torch.linalg.qr(guess + 10.0**away * torch.randn_like(guess)).Q
     matrix = matrix * 10.0**power
-    (vectors, values), sound = orthogonal_iteration(matrix, guess)
+    scale = None if damping is None else torch.tensor([10.0 ** (damping + power)], dtype=F64)
+    (vectors, values), sound = orthogonal_iteration(matrix, guess, scale)
     assume(bool(sound))
-    mean = matrix.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-300)
-    eye = torch.eye(n, dtype=torch.float64)
-    inverse = torch.linalg.inv(matrix / mean + eye)
-    scale = torch.diag_embed((values / mean + 1).sqrt())
-    found = scale @ vectors.mT @ inverse @ vectors @ scale
-    assert torch.linalg.matrix_norm(found - eye, 2).item() <= 0.25 + 1e-9
+    unit = matrix.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-300) if scale is None else scale
+    eye = torch.eye(n, dtype=F64)
+    inverse = torch.linalg.inv(matrix / unit + eye)
+    root = torch.diag_embed((values / unit + 1).sqrt())
+    found = root @ vectors.mT @ inverse @ vectors @ root
+    assert torch.linalg.matrix_norm(found - eye, 2).item() <= 0.25 + 1e-6
+
+
+def test_the_smaller_the_damping_the_better_the_guess_must_be() -> None:
+    """Each factor of a batch by its own."""
+    matrix, guess = with_spectrum([0.001, 0.01, 0.1, 1.0, 1.5, 2.0])
+    matrix = perturbed(matrix, 0.02)
+    dampings = torch.tensor([1e3, 1.0, 1e-3], dtype=F64)
+    _, sound = orthogonal_iteration(matrix.expand(3, -1, -1), guess.expand(3, -1, -1), dampings)
+    assert sound.tolist() == [True, True, False]
+    assert orthogonal_iteration(matrix, guess)[1].tolist() == [True]
+    problems = [replace(problem(matrix, guess=guess), scale=damping[None]) for damping in dampings]
+    seen: list[int] = []
+    native = torch.linalg.eigh
+    counting = lambda matrix: seen.append(len(matrix)) or native(matrix)  # noqa: E731
+    with patch.object(torch.linalg, "eigh", counting):
+        results = SOLVERS["eigen"].decompose(problems, F64, False)
+    assert seen == [1]
+    assert results[2] is not None
+    assert_solved(results[2][1], torch.linalg.eigvalsh(matrix).clamp_min(0))
 
 
 def test_the_exact_eigenvectors_stay_as_they_are() -> None:
@@ -723,7 +748,7 @@ def test_no_eigendecomposition_where_a_guess_will_do(monkeypatch: pytest.MonkeyP
         assert_solved(restored("eigen", result), matrix)
 
 
-@pytest.mark.parametrize("fault", ["raises", "out of memory", "not a number"])
+@pytest.mark.parametrize("fault", ["raises", "out of memory", "not a number", "not orthogonal"])
 def test_a_refinement_that_fails_leaves_the_eigendecomposition(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -735,7 +760,8 @@ def test_a_refinement_that_fails_leaves_the_eigendecomposition(
         if fault == "out of memory":
             raise torch.OutOfMemoryError("no memory is left")
         result = native(matrix)
-        return type(result)((result.Q * math.nan, result.R))
+        wrong = 2.0 if fault == "not orthogonal" else math.nan
+        return type(result)((result.Q * wrong, result.R))
 
     matrix, guess = with_spectrum(SPECTRA["wide"])
     attempts = injected(monkeypatch, "eigen", lambda *_: None)
