@@ -1138,3 +1138,22 @@ def test_killed_and_resumed_with_another_world_size(
     placed_anew = {**options, "grad_worker_fraction": 1 / 3}
     parallel = world.run(load_and_train, 3, path.read_bytes(), placed_anew, steps=3)
     assert_same_trajectory(agreed(parallel), train(0, 1, MLP, LONG, options)[3:])
+
+
+def test_a_checkpoint_loads_where_a_layer_is_frozen_from_the_start() -> None:
+    """Its A has no homogeneous coordinate then; it starts anew when it thaws, and says so."""
+    model = MLP.model()
+    optimizer = kaisa(model)
+    take(model, optimizer, BATCHES[0])
+    saved = optimizer.state_dict()
+    resumed = MLP.model()
+    first = next(m for m in resumed.modules() if isinstance(m, nn.Linear))
+    first.requires_grad_(False)
+    optimizer = kaisa(resumed.parameters(), model=resumed)
+    with pytest.warns(SecondOrderWarning, match="not taken over: it is frozen"):
+        optimizer.load_state_dict(saved)
+    assert len(factors(optimizer)) == len(saved["state"]) // 2 - 1
+    first.requires_grad_(True)
+    for batch in BATCHES[1:]:
+        take(resumed, optimizer, batch)
+    assert len(factors(optimizer)) == len(saved["state"]) // 2

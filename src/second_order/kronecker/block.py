@@ -212,6 +212,14 @@ class KroneckerBlock:
             return stored
         return unpack_upper_triangular(stored, dim)
 
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whether saved factors have this layer's sizes as it is now."""
+        try:
+            self.check_factors(saved)
+        except ValueError:
+            return False
+        return True
+
     def check_factors(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless saved factors have this layer's sizes."""
         for letter, dim in (("A", self.shape.in_dim), ("G", self.shape.out_dim)):

@@ -441,7 +441,8 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
 
     def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
         for block in self._blocks:
-            block.check_factors(saved.get(block.weight, {}))
+            if block.trainable:  # a frozen layer's bias is not in its A yet
+                block.check_factors(saved.get(block.weight, {}))
 
     def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
         self._elsewhere = None
@@ -450,8 +451,14 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             block.staged.clear()
             block.forget()
             block.failures = 0
-            if "average_weight" in part:
+            if "average_weight" in part and (block.trainable or block.fits(part)):
                 block.load_factors(part)
+            elif "average_weight" in part:
+                self._warn(
+                    f"the factors of layer {block.name!r} are not taken over: it is frozen, and "
+                    f"saved with another size, with its bias perhaps; once it trains they are "
+                    f"taken anew"
+                )
         self._solve_needed = True
         self._gate_capture()
 
