@@ -35,7 +35,7 @@ progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two proc
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
 		benchmarks/progress_distributed.py $(ARGS)
 
-bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: twenty minutes
+bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: most of an hour
 	$(BIN)/python benchmarks/speed.py --json benchmarks/results/speed.json $(ARGS)
 	$(BIN)/python benchmarks/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
 
