@@ -22,7 +22,7 @@ from second_order.optimizers.placement import Placement
 
 __all__ = ["Refresh"]
 
-PART_BYTES = 64 * 2**20
+PART_BYTES = 64 * 2**20  # of full matrices that are refreshed together on one process
 FAILED, UNSEEN, LOST = 1.0, 2.0**10, 2.0**20  # summed over the ranks, and told apart in the sum
 
 
@@ -62,8 +62,6 @@ class Refresh(Placement):
             name for part in self._in_parts(ready) for name in self._refresh(part, damping, average)
         ]
         self._solve_needed = False
-        if self._newcomers_at == self._steps + 1:
-            self._share_state()  # without what is lost
         if ready and all(self._active[i].silent for i in ready):
             self._warn_of_silence()
         if hopeless:
@@ -116,6 +114,7 @@ class Refresh(Placement):
                 self._warn_loss(block)
                 block.forget()
                 self._newcomers_at = self._steps + 1
+                self._share_state()  # without what is lost
             elif bad >= UNSEEN:
                 block.drop_inverse()
             elif bad:
