@@ -56,6 +56,17 @@ def vector(model: nn.Module) -> Tensor:
     return parameters_to_vector(model.parameters()).detach().clone()
 
 
+def go(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, batches: Sequence[Batch]
+) -> list[Tensor]:
+    """The parameters after each step."""
+    trajectory = []
+    for batch in batches:
+        take(model, optimizer, batch, case.loss)
+        trajectory.append(vector(model))
+    return trajectory
+
+
 def train(
     rank: int,
     world_size: int,
@@ -77,11 +88,7 @@ def follow(
     batches: Sequence[Batch],
 ) -> list[Tensor]:
     """As `train`, with a model and an optimizer that there are."""
-    trajectory = []
-    for batch in batches:
-        take(model, optimizer, shard(batch, rank, world_size), case.loss)
-        trajectory.append(vector(model))
-    return trajectory
+    return go(model, optimizer, case, [shard(batch, rank, world_size) for batch in batches])
 
 
 def train_each(

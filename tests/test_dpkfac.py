@@ -27,6 +27,7 @@ from ranks import (
     agreed,
     assert_same_trajectory,
     counted,
+    go,
     kaisa,
     replaced,
     shard,
@@ -69,17 +70,6 @@ BASES: dict[str, dict[str, Any]] = {
 
 def dpkfac(params_or_model: Any, **options: Any) -> DPKFAC:
     return DPKFAC(params_or_model, **{**OPTIONS, **options})
-
-
-def go(
-    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, batches: Sequence[Batch]
-) -> list[Tensor]:
-    """The parameters after each step."""
-    trajectory = []
-    for batch in batches:
-        take(model, optimizer, batch, case.loss)
-        trajectory.append(vector(model))
-    return trajectory
 
 
 def train_alike(
