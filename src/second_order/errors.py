@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["DecompositionError", "RankMismatchError", "SecondOrderError", "SecondOrderWarning"]
+__all__ = [
+    "CurvatureError",
+    "DecompositionError",
+    "RankMismatchError",
+    "SecondOrderError",
+    "SecondOrderWarning",
+]
 
 
 class SecondOrderError(RuntimeError):
@@ -13,6 +19,13 @@ class DecompositionError(SecondOrderError):
     """A layer's factors could not be decomposed ``max_consecutive_failures`` times in a row.
 
     Raised on every rank at the same step.
+    """
+
+
+class CurvatureError(SecondOrderError):
+    """The loss of a curvature batch could not be evaluated, or not differentiated twice.
+
+    Raised on every rank, with the rank that failed.
     """
 
 

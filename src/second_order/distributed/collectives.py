@@ -109,6 +109,14 @@ class World:
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group=; pass one it is in")
 
+    @classmethod
+    def alone(cls, rank: int = 0, size: int = 1) -> World:
+        """A world without a process group: this process, for whatever others there are."""
+        world = cls.__new__(cls)
+        world._subgroups, world.group, world.moved = {}, None, False
+        world.rank, world.size = rank, size
+        return world
+
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
         return self
 
@@ -131,14 +139,12 @@ class World:
         if len(key) == self.size:
             return self
         if key not in self._subgroups:
-            alone = World.__new__(World)
-            alone._subgroups, alone.group, alone.moved = {}, None, False
-            alone.rank, alone.size = key.index(self.rank), len(key)
+            world = World.alone(key.index(self.rank), len(key))
             if len(key) > 1:
                 assert self.group is not None
                 members = tuple(dist.get_global_rank(self.group, r) for r in key)
-                alone.group = _new_group(self.group, members)
-            self._subgroups[key] = alone
+                world.group = _new_group(self.group, members)
+            self._subgroups[key] = world
         return self._subgroups[key]
 
     def _stage(self, flat: Tensor) -> Tensor:

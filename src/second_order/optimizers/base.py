@@ -29,15 +29,17 @@ from second_order.distributed.collectives import PendingReduction, World
 from second_order.errors import SecondOrderWarning
 from second_order.optimizers.options import check_base, check_choice, split_base_keywords
 
-__all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
+__all__ = ["BASE", "CURVATURE", "BaseState", "ParamsOrModel", "Routed", "SecondOrderOptimizer"]
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 State: TypeAlias = defaultdict[Tensor, dict[str, Any]]
+Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
+Route: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
 
 BASE, CURVATURE = "base", "curvature"
 
 
-class _BaseState(MutableMapping[Tensor, dict[str, Any]]):
+class BaseState(MutableMapping[Tensor, dict[str, Any]]):
     """``state[p]["base"]`` as a mapping of its own: all that the base optimizer sees."""
 
     def __init__(self, state: State) -> None:
@@ -66,11 +68,14 @@ class _BaseState(MutableMapping[Tensor, dict[str, Any]]):
 class _PendingAverage:
     """Gradients on their way to their mean over the processes."""
 
-    def __init__(self, params: list[Tensor], world: World, owners: list[int] | None) -> None:
+    def __init__(self, params: list[Tensor], world: World, route: Route) -> None:
         self._done = False
         self._params = params
         self._missing = [p for p in params if p.grad is None]
-        self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        self._gradients = [
+            torch.zeros_like(p, memory_format=torch.contiguous_format) if p.grad is None else p.grad
+            for p in params
+        ]
         for gradient in self._gradients:
             if gradient.is_sparse:
                 raise TypeError(
@@ -83,11 +88,11 @@ class _PendingAverage:
         self._present = torch.ones(len(params), device=device)
         if self._missing:
             self._present = torch.tensor([float(p.grad is not None) for p in params], device=device)
-        tensors = [*self._gradients, self._present]
+        routed = route(params, self._gradients)
         self._work: PendingReduction = (
-            world.start_sum(tensors)
-            if owners is None
-            else world.start_sum_to(tensors, [*owners, None])
+            world.start_sum([*self._gradients, self._present])
+            if routed is None
+            else world.start_sum_to([*routed[0], self._present], [*routed[1], None])
         )
 
     def wait(self) -> None:
@@ -125,6 +130,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         ValueError: For a value outside its bounds.
     """
 
+    _needs_model = True
+    _scaler_matters = "the gradients it has captured carry the scale"
+
     def __init__(
         self,
         params_or_model: ParamsOrModel,
@@ -147,13 +155,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"{name} got two models; pass the model once")
             model = params_or_model
             groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        elif model is None:
+        elif model is None and self._needs_model:
             raise TypeError(
                 f"{name} needs the model to see its layers; write "
                 f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
             )
         else:
             groups = [_materialised(g) for g in params_or_model]
+            model = _loose(groups) if model is None else model
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r} is not a torch.nn.Module")
 
@@ -252,8 +261,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
         """
         loss = None
-        if self._steps == 0 and self._grad_scaler is None:
-            _refuse_unknown_scaler(type(self).__name__)
+        if self._steps == 0 and self._grad_scaler is None and self._scaler_matters:
+            _refuse_unknown_scaler(type(self).__name__, self._scaler_matters)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -293,13 +302,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if not self._averages:
             return lambda: None
         params = self._averaged_params()
-        return _PendingAverage(params, self._world, self._gradient_owners(params)).wait
+        return _PendingAverage(params, self._world, self._route_gradients).wait
 
     def _averaged_params(self) -> list[Tensor]:
         return [p for g in self.param_groups for p in g["params"] if p.requires_grad]
 
-    def _gradient_owners(self, params: Sequence[Tensor]) -> list[int] | None:
-        """The rank that alone gets each mean gradient; None if all ranks get all of them."""
+    def _route_gradients(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        """Parts of the gradients, and the rank that alone gets the mean of each; None: all do."""
         return None
 
     def _base_step(self) -> None:
@@ -367,7 +376,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _bind_base(self) -> None:
         """Let the base work on the very groups and state of this optimizer."""
         self._base.param_groups = self.param_groups
-        self._base.state = _BaseState(self.state)  # type: ignore[assignment]
+        self._base.state = BaseState(self.state)  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -409,6 +418,15 @@ def _levels_to_the_caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _loose(groups: Iterable[Any]) -> nn.Module:
+    """A module that has parameters given without one, and does nothing."""
+    module = nn.Module()
+    parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    tensors = [p[1] if isinstance(p, tuple) else p for part in parts for p in part]
+    module._parameters.update({str(i): p for i, p in enumerate(tensors)})
+    return module
 
 
 def _materialised(group: Any) -> Any:
@@ -458,7 +476,7 @@ def _look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     return model, under_ddp
 
 
-def _refuse_unknown_scaler(name: str) -> None:
+def _refuse_unknown_scaler(name: str, reason: str) -> None:
     """Raise if a GradScaler calls ``step`` without having been announced.
 
     The gradients it has let through are unscaled, those captured on the way are not: the factors
@@ -471,8 +489,8 @@ def _refuse_unknown_scaler(name: str) -> None:
         module = frame.f_globals.get("__name__")
         if frame.f_code.co_name == "_maybe_opt_step" and module == "torch.amp.grad_scaler":
             raise ValueError(
-                f"{name}.step() is called by a GradScaler that it was not told of: the gradients "
-                f"it has captured carry the scale; write {name}(..., grad_scaler=scaler)"
+                f"{name}.step() is called by a GradScaler that it was not told of: {reason}; "
+                f"write {name}(..., grad_scaler=scaler)"
             )
         frame = frame.f_back
 

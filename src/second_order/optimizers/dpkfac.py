@@ -27,7 +27,7 @@ from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.base import ParamsOrModel, Routed
 from second_order.optimizers.kfac import KFACOptimizer
 from second_order.optimizers.kfac_options import KFACOptions
 from second_order.optimizers.options import Interval, Schedule, check_choice, own_keywords
@@ -265,8 +265,9 @@ class DPKFAC(KFACOptimizer):
         if moved:
             self._world.share([cast(Tensor, p.grad) for p in moved], [summed[p] for p in moved])
 
-    def _gradient_owners(self, params: Sequence[Tensor]) -> list[int] | None:
-        return None if self._gradient_exchange == "all_reduce" else self._all_owners()
+    def _route_gradients(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        whole = self._gradient_exchange == "all_reduce"
+        return None if whole else (gradients, self._all_owners())
 
     def _all_owners(self) -> list[int]:
         """Whose each gradient is; parameters of no layer go where the least is to be sent."""

@@ -39,8 +39,9 @@ from second_order.optimizers.keepers import (
 )
 from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_decay
 from second_order.optimizers.options import (
+    PEAK_LR,
     check_interval,
-    larger,
+    follow_learning_rates,
     value_at,
 )
 from second_order.optimizers.refresh import Refresh
@@ -48,8 +49,6 @@ from second_order.optimizers.rows import layer_rows
 from second_order.report import Summary
 
 __all__ = ["KFACOptimizer"]
-
-PEAK_LR = "peak_lr"
 
 
 class KFACOptimizer(Refresh, SecondOrderOptimizer):
@@ -263,7 +262,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         return super()._start_averaging()
 
     def _transform_gradients(self, average: Callable[[], None]) -> None:
-        self._follow_learning_rates()
+        follow_learning_rates(self.param_groups)
         if self._due("factor_update_steps"):
             with record_function("second_order.statistics"):
                 self._update_factors()
@@ -368,12 +367,6 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups = [self.param_groups[self._group_index[id(self._active[i].weight)]] for i in indices]
         return [group[which] for group in groups]
-
-    def _follow_learning_rates(self) -> None:
-        """Keep the largest learning rate of each group, that of the schedule to come included."""
-        for group in self.param_groups:
-            for rate in (group["lr"], group.get("initial_lr", group["lr"])):
-                group[PEAK_LR] = larger(group[PEAK_LR], rate)
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "PEAK_LR",
     "Interval",
     "Schedule",
     "check_base",
@@ -20,7 +21,7 @@ __all__ = [
     "check_interval",
     "check_number",
     "check_patterns",
-    "larger",
+    "follow_learning_rates",
     "own_keywords",
     "split_base_keywords",
     "value_at",
@@ -28,6 +29,9 @@ __all__ = [
 
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
+
+PEAK_LR = "peak_lr"
+"""The entry of a group that :func:`follow_learning_rates` keeps."""
 
 
 def check_base(base: Any, own_class: type) -> None:
@@ -149,7 +153,14 @@ def value_at(option: Any, step: int) -> Any:
     return option(step) if callable(option) else option
 
 
-def larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
+    """Keep the largest learning rate of each group, that of the schedule to come included."""
+    for group in groups:
+        for rate in (group["lr"], group.get("initial_lr", group["lr"])):
+            group[PEAK_LR] = _larger(group[PEAK_LR], rate)
+
+
+def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
     """The larger of two learning rates, without waiting for the device if one is a tensor."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         device = a.device if isinstance(a, Tensor) else cast(Tensor, b).device

@@ -1,0 +1,278 @@
+"""Products of the Hessian of a loss with vectors, without forming it (Pearlmutter, 1994).
+
+    retained     one forward, g = ∇L with its graph; then H v = ∇(gᵀv), one backward a product
+    recomputed   the same for each micro-batch, forward and all, at every product: one graph at a
+                 time in memory
+    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice
+
+Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from second_order.errors import CurvatureError
+from second_order.lanczos.undisturbed import RandomState, undisturbed
+
+__all__ = ["Hessian", "LossFn", "ProductMode"]
+
+LossFn: TypeAlias = Callable[[], Any]
+ProductMode: TypeAlias = Literal["auto", "retained", "recomputed", "differences"]
+
+
+class Hessian:
+    """The Hessian of a mean loss at the parameters as they are: a context to multiply in.
+
+        with Hessian(lambda: criterion(model(x), y), params) as H:
+            h = H.product(v)
+
+    Args:
+        loss_fns: Evaluates the loss of a batch, and does not call ``backward``; or a sequence of
+            such functions, one a micro-batch. Each returns a scalar, or a pair of it and the number
+            of examples it is the mean over, by which micro-batches (and processes) are weighted.
+        params: What to differentiate with respect to: any parameters of the model.
+        mode: How to multiply, see above. "auto": "retained" for one function, "recomputed" for
+            several. "recomputed" and "differences" evaluate every function again at each product,
+            with the random numbers of the first time: the batch must be the same.
+        model: The module whose train/eval mode is kept as it is.
+
+    Attributes:
+        size: n, the number of unknowns.
+        examples: The weight of this process's batch, once it has been evaluated.
+        products: How many products have been made.
+
+    Raises:
+        CurvatureError: On entering or at a product, if the loss is no scalar, its graph is gone,
+            or it cannot be differentiated twice; with the operation and the remedy.
+    """
+
+    def __init__(
+        self,
+        loss_fns: LossFn | Sequence[LossFn],
+        params: Sequence[Tensor],
+        *,
+        mode: ProductMode = "auto",
+        model: nn.Module | None = None,
+    ) -> None:
+        self._loss_fns: list[LossFn] = [loss_fns] if callable(loss_fns) else list(loss_fns)
+        if not self._loss_fns:
+            raise ValueError("the sequence of loss functions is empty; give one a micro-batch")
+        if mode == "auto":
+            mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
+        self._mode = mode
+        self._model = model
+        self.params = list(params)
+        self._sizes = [p.numel() for p in self.params]
+        self.size = sum(self._sizes)
+        self.examples = 0.0
+        self.products = 0
+        self._graphs: list[tuple[float, list[Tensor | None]]] = []
+
+    def __enter__(self) -> Hessian:
+        self._aside = undisturbed(self.params, self._model)
+        self._aside.__enter__()
+        try:
+            self._random = RandomState(self.params)
+            if self._mode == "retained":
+                self._graphs = [self._gradient(f, twice=True) for f in self._loss_fns]
+                self.examples = sum(examples for examples, _ in self._graphs)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._graphs = []
+        self._aside.__exit__(None, None, None)
+
+    def product(self, v: Tensor) -> Tensor:
+        """H v times :attr:`examples`: sums over batches, micro-batches and processes add up.
+
+        Args:
+            v: ``(n,)``, in any floating dtype.
+
+        Returns:
+            ``(n,)``, in the dtype of v.
+        """
+        with torch.enable_grad():
+            self.products += 1
+            directions = [
+                part.view(p.shape).to(p.dtype)
+                for part, p in zip(v.split(self._sizes), self.params, strict=True)
+            ]
+            result = torch.zeros_like(v)
+            if self._mode == "differences":
+                self._add_difference(directions, result)
+            elif self._mode == "retained":
+                for examples, gradients in self._graphs:
+                    self._add_product(gradients, directions, examples, result, retain=True)
+            else:
+                self.examples = 0.0
+                for loss_fn in self._loss_fns:
+                    self._random.restore()
+                    examples, gradients = self._gradient(loss_fn, twice=True)
+                    self.examples += examples
+                    self._add_product(gradients, directions, examples, result, retain=False)
+        return result
+
+    def _add_product(
+        self,
+        gradients: Sequence[Tensor | None],
+        directions: Sequence[Tensor],
+        examples: float,
+        result: Tensor,
+        *,
+        retain: bool,
+    ) -> None:
+        """Result += examples · ∇(gᵀv); a gradient without a graph is constant."""
+        pairs = zip(gradients, directions, strict=True)
+        curved = [(g, v) for g, v in pairs if g is not None and g.requires_grad]
+        if not curved:
+            return
+        with _explained():
+            products = torch.autograd.grad(
+                [g for g, _ in curved],
+                self.params,
+                [v for _, v in curved],
+                retain_graph=retain,
+                allow_unused=True,
+            )
+        self._add(products, examples, result)
+
+    def _add(self, parts: Sequence[Tensor | None], factor: float, result: Tensor) -> None:
+        for target, part in zip(result.split(self._sizes), parts, strict=True):
+            if part is not None:
+                target.add_(part.detach().reshape(-1).to(target.dtype), alpha=factor)
+
+    def _add_difference(self, directions: Sequence[Tensor], result: Tensor) -> None:
+        norm = float(torch.stack([v.double().norm() for v in directions]).norm())
+        if norm == 0.0:
+            return
+        size = float(torch.stack([p.detach().double().norm() for p in self.params]).norm())
+        eps = min(torch.finfo(p.dtype).eps for p in self.params)
+        step = eps ** (1 / 3) * (1.0 + size) / norm
+        before = [p.detach().clone() for p in self.params]
+        try:
+            for sign in (1.0, -1.0):
+                with torch.no_grad():
+                    for p, w, v in zip(self.params, before, directions, strict=True):
+                        p.copy_(w).add_(v, alpha=sign * step)
+                self.examples = 0.0
+                for loss_fn in self._loss_fns:
+                    self._random.restore()
+                    examples, gradients = self._gradient(loss_fn, twice=False)
+                    self.examples += examples
+                    self._add(gradients, sign * examples / (2 * step), result)
+        finally:
+            with torch.no_grad():
+                for p, w in zip(self.params, before, strict=True):
+                    p.copy_(w)
+
+    def _gradient(self, loss_fn: LossFn, *, twice: bool) -> tuple[float, list[Tensor | None]]:
+        """(examples, ∇L), with the graph of ∇L if it is to be differentiated again."""
+        loss, examples = _checked(loss_fn())
+        with _explained(loss):
+            gradients = torch.autograd.grad(
+                loss, self.params, create_graph=twice, allow_unused=True
+            )
+        return examples, list(gradients)
+
+
+def _checked(value: Any) -> tuple[Tensor, float]:
+    """The loss and its number of examples, from what a loss function has returned."""
+    examples: Any = 1.0
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        value, examples = value
+    if not isinstance(value, Tensor):
+        raise CurvatureError(
+            f"the curvature closure returned {type(value).__name__}, not the loss; return the "
+            f"scalar tensor, or (loss, number of examples)"
+        )
+    if value.numel() != 1:
+        raise CurvatureError(
+            f"the curvature closure returned a tensor of shape {tuple(value.shape)}, not a scalar; "
+            f"return its mean or its sum"
+        )
+    if not value.requires_grad:
+        raise CurvatureError(
+            "the curvature closure returned a loss without a graph; do not detach it, and do not "
+            "evaluate it under torch.no_grad()"
+        )
+    examples = float(examples)
+    if not 0.0 < examples < float("inf"):
+        raise CurvatureError(
+            f"the curvature closure returned {examples:g} examples; return (loss, number of "
+            f"examples), at least one"
+        )
+    return value.reshape(()), examples
+
+
+_DIFFERENCES = 'or use hvp="differences"'
+
+
+@contextmanager
+def _explained(loss: Tensor | None = None) -> Iterator[None]:
+    """Turn what autograd says about a second derivative into what can be done about it."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if "a second time" in text:
+            raise CurvatureError(
+                "the graph of the curvature closure's loss is already freed; let the closure "
+                "evaluate the loss and return it, without calling backward()"
+            ) from error
+        if "RNN" in text or "rnn" in text:
+            raise CurvatureError(
+                "cuDNN's recurrent layers cannot be differentiated twice; set "
+                f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"
+            ) from error
+        if "aot_autograd" in text or "torch.compile" in text:
+            raise CurvatureError(
+                "a torch.compile-d function cannot be differentiated twice; evaluate the module "
+                f"that is not compiled in the curvature closure, {_DIFFERENCES}"
+            ) from error
+        if "heckpoint" in text:
+            raise CurvatureError(
+                "reentrant checkpointing cannot be differentiated by torch.autograd.grad; use "
+                "checkpoint(..., use_reentrant=False)"
+            ) from error
+        if "once_differentiable" in text:
+            raise CurvatureError(
+                f"{_custom_functions(loss)} cannot be differentiated twice: it is marked with "
+                f"@once_differentiable; write its backward in differentiable operations, "
+                f"{_DIFFERENCES}"
+            ) from error
+        missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", text)
+        if missing:
+            raise CurvatureError(
+                f"{missing[1]} has no derivative in torch, so that the loss cannot be "
+                f"differentiated twice; replace the operation in the curvature closure, "
+                f"{_DIFFERENCES}"
+            ) from error
+        raise CurvatureError(f"the loss could not be differentiated: {text}") from error
+
+
+def _custom_functions(loss: Tensor | None) -> str:
+    """The names of the custom autograd functions in a graph."""
+    names: dict[str, None] = {}
+    stack: list[Any] = [None if loss is None else loss.grad_fn]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names[type(node).__name__.removesuffix("Backward")] = None
+        stack += [following for following, _ in node.next_functions]
+    return "the autograd.Function " + " or ".join(names) if names else "an autograd.Function"

@@ -1,0 +1,221 @@
+"""The Lanczos recurrence with full reorthogonalisation, over any symmetric product.
+
+    h = H dᵢ;  Bᵢᵢ = dᵢᵀh;  h <- h − D(Dᵀh), twice;  B_{i,i+1} = ‖h‖;  d_{i+1} = h/‖h‖
+
+so that DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of H. The rows of
+D may be spread over processes: :class:`Space` says how vectors are multiplied and sums made whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["LocalSpace", "Ritz", "Space", "Tridiagonal", "tridiagonalise"]
+
+
+class Space(Protocol):
+    """Where the vectors of a recurrence live: this process holds some rows of each."""
+
+    size: int
+    """n, rows of all processes together."""
+
+    def random(self, seed: int, scale: float) -> Tensor:
+        """This process's rows of a normal vector; the vector does not depend on processes."""
+
+    def apply(self, d: Tensor) -> Tensor:
+        """This process's rows of H d, from its rows of d."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of a small tensor over the processes, equal on all of them bit for bit."""
+
+    def first(self, x: Tensor) -> Tensor:
+        """The first process's values of a small tensor, on all of them."""
+
+
+class LocalSpace:
+    """All rows are here.
+
+    Args:
+        product: ``(n,) -> (n,)``, multiplication by a symmetric matrix.
+        size: n.
+        dtype: Of the vectors.
+        device: Of the vectors.
+    """
+
+    def __init__(
+        self,
+        product: Callable[[Tensor], Tensor],
+        size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.size = size
+        self._product, self._dtype, self._device = product, dtype, device
+
+    def random(self, seed: int, scale: float) -> Tensor:
+        """A seeded normal vector, drawn on the CPU: the same on every device."""
+        return normal(self.size, seed, scale).to(self._device, self._dtype)
+
+    def apply(self, d: Tensor) -> Tensor:
+        """H d."""
+        return self._product(d)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The tensor."""
+        return x
+
+    def first(self, x: Tensor) -> Tensor:
+        """The tensor."""
+        return x
+
+
+def normal(size: int, seed: int, scale: float) -> Tensor:
+    """``(size,)``, scale times a standard normal vector in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator, dtype=torch.float32).mul_(scale)
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """Eigenpairs of B, ascending, and how well they are eigenpairs of H.
+
+    Attributes:
+        values: ``(m,)`` θ, float64 on the CPU.
+        vectors: ``(m, m)`` U, a column a pair.
+        residuals: ``(m,)`` ‖Hx − θx‖ = β_m |s_{mi}| of the Ritz vector x = D U[:, i].
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+
+
+@dataclass(frozen=True)
+class Tridiagonal:
+    """What a recurrence leaves.
+
+    Attributes:
+        basis: ``(m, rows)``, this process's rows of D, transposed: orthonormal vectors.
+        diagonal: ``(m,)`` of B, float64 on the CPU.
+        off_diagonal: ``(m,)``: B's m − 1, and ‖h‖ after the last step.
+        finite: Whether every number has been finite.
+    """
+
+    basis: Tensor
+    diagonal: Tensor
+    off_diagonal: Tensor
+    finite: bool
+
+    def ritz(self) -> Ritz:
+        """Its Ritz pairs."""
+        return _ritz(self.diagonal, self.off_diagonal)
+
+
+def _ritz(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
+    inner = off_diagonal[:-1]
+    B = torch.diag(diagonal) + torch.diag(inner, 1) + torch.diag(inner, -1)
+    values, vectors = torch.linalg.eigh(B)
+    return Ritz(values, vectors, off_diagonal[-1] * vectors[-1].abs())
+
+
+def tridiagonalise(
+    space: Space,
+    start: Tensor,
+    iterations: int,
+    *,
+    at_least: int = 1,
+    finished: Callable[[Ritz], bool] | None = None,
+    seed: int = 0,
+) -> Tridiagonal:
+    """Run the recurrence.
+
+    B is kept in float64, D in the dtype of ``start``. Coefficients are read by the host once an
+    iteration.
+
+    Args:
+        space: The product and the sums.
+        start: ``(rows,)``, this process's rows of the start vector, of any length but 0.
+        iterations: m at most; no more than n are made.
+        at_least: Where the Krylov space is exhausted earlier than after so many vectors, the
+            recurrence goes on from a random vector orthogonal to it.
+        finished: Asked after each iteration from ``at_least`` on; True ends the run.
+        seed: Of those random vectors.
+    """
+    iterations = min(iterations, space.size)
+    D = start.new_empty((iterations, start.numel()))
+    norm = math.sqrt(float(space.total(_square(start))))
+    d = start / norm if norm > 0.0 else _orthogonal(space, D[:0], seed)
+    finite = math.isfinite(norm) and d is not None
+    diagonal: list[float] = []
+    off_diagonal: list[float] = []
+    scale = 0.0
+    while finite and d is not None and len(diagonal) < iterations:
+        j = len(diagonal)
+        D[j] = d
+        basis = D[: j + 1]
+        h = space.apply(d)
+        first = space.total((basis @ h).double())
+        h.addmv_(basis.t(), first.to(h.dtype), alpha=-1)
+        again = space.total(torch.cat([(basis @ h).double(), _square(h)]))
+        h.addmv_(basis.t(), again[:-1].to(h.dtype), alpha=-1)
+        rest = again[-1] - again[:-1].square().sum()
+        if not rest > 0.5 * again[-1]:  # the second pass took most of it: rounding alone is left
+            rest = space.total(_square(h))[0]
+        alpha, square = torch.stack([first[j] + again[j], rest]).tolist()
+        beta = math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.nan
+        finite = math.isfinite(alpha) and math.isfinite(beta)
+        if not finite:
+            break
+        diagonal.append(alpha)
+        scale = max(scale, abs(alpha), beta)
+        exhausted = beta <= 8 * torch.finfo(h.dtype).eps * scale
+        off_diagonal.append(0.0 if exhausted else beta)
+        if j + 1 >= at_least and (exhausted or _agreed(space, diagonal, off_diagonal, finished)):
+            break
+        d = _orthogonal(space, basis, seed + j + 1) if exhausted else h / beta
+    return Tridiagonal(
+        D[: len(diagonal)],
+        torch.tensor(diagonal, dtype=torch.float64),
+        torch.tensor(off_diagonal, dtype=torch.float64),
+        finite,
+    )
+
+
+def _agreed(
+    space: Space,
+    diagonal: list[float],
+    off_diagonal: list[float],
+    finished: Callable[[Ritz], bool] | None,
+) -> bool:
+    """The first process's verdict: rounding may not part the others from it."""
+    if finished is None:
+        return False
+    numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
+    return bool(space.first(torch.tensor([float(finished(_ritz(*numbers)))])))
+
+
+def _square(x: Tensor) -> Tensor:
+    """``(1,)`` ‖x‖², summed in float64."""
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm.square().reshape(1)
+
+
+def _orthogonal(space: Space, basis: Tensor, seed: int) -> Tensor | None:
+    """A random unit vector orthogonal to the basis; None if there is none left."""
+    if len(basis) >= space.size:
+        return None
+    d = space.random(seed, 1.0)
+    d /= math.sqrt(float(space.total(_square(d))))
+    for _ in range(2):
+        d.addmv_(basis.t(), space.total((basis @ d).double()).to(d.dtype), alpha=-1)
+        norm = math.sqrt(float(space.total(_square(d))))
+        if not norm > 1e-3:
+            return None
+        d /= norm
+    return d

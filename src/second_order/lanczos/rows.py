@@ -1,0 +1,107 @@
+"""Vectors whose rows are spread over processes ([D] algorithm 2).
+
+Rank p keeps rows D_p. A product gathers d, multiplies by the Hessian of the rank's own batch, and
+sums the results to their rows, weighted by examples: the same recurrence as that of one process
+on the union of the batches.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from second_order.distributed.collectives import World
+from second_order.errors import CurvatureError
+from second_order.lanczos.hvp import Hessian
+from second_order.lanczos.lanczos import normal
+
+__all__ = ["RowSpace", "row_bounds"]
+
+
+def row_bounds(size: int, processes: int) -> list[int]:
+    """Where each process's rows start, and the end: n rows in parts that differ by at most one."""
+    return [size * p // processes for p in range(processes + 1)]
+
+
+class RowSpace:
+    """The rows of this process of vectors in R^n; :class:`~second_order.lanczos.lanczos.Space`.
+
+    A product that fails on one process gives NaN on all of them; :attr:`error` tells why where it
+    failed, so that no process is left waiting.
+
+    Args:
+        hessian: Of this process's batch, entered.
+        world: The processes.
+        dtype: Of the vectors.
+        sign: −1 for the Hessian of the negative loss.
+
+    Attributes:
+        size: n.
+        rows: Which of them are this process's.
+        error: What went wrong in a product on this process.
+    """
+
+    def __init__(
+        self, hessian: Hessian, world: World, dtype: torch.dtype, sign: float = 1.0
+    ) -> None:
+        self.size = hessian.size
+        bounds = row_bounds(hessian.size, world.size)
+        self.error: Exception | None = None
+        self._hessian, self._world, self._dtype, self._sign = hessian, world, dtype, sign
+        self._device = hessian.params[0].device
+        self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
+        self._sizes = [b - a for a, b in pairwise(bounds)]
+
+    def random(self, seed: int, scale: float) -> Tensor:
+        """This process's rows of a seeded normal vector, the same for any number of processes."""
+        return normal(self.size, seed, scale)[self.rows].to(self._device, self._dtype)
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """The whole vector, from everybody's rows."""
+        if self._world.size == 1:
+            return rows
+        whole = rows.new_empty(self.size)
+        whole[self.rows] = rows
+        self._world.share(whole.split(self._sizes), range(self._world.size))
+        return whole
+
+    def apply(self, d: Tensor) -> Tensor:
+        """This process's rows of the Hessian of everybody's batches times d."""
+        d = self.gathered(d)
+        try:
+            h = self._hessian.product(d)
+        except Exception as error:  # the others are about to sum
+            self.error, h = error, torch.full_like(d, torch.nan)
+        weight = h.new_tensor([self._sign * self._hessian.examples])
+        if self._world.size > 1:
+            owners = [*range(self._world.size), None]
+            self._world.start_sum_to([*h.split(self._sizes), weight], owners).wait()
+        return h[self.rows] / weight
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the processes."""
+        self._world.start_sum([x]).wait()
+        return x
+
+    def first(self, x: Tensor) -> Tensor:
+        """The first process's values."""
+        self._world.broadcast_from_first([x])
+        return x
+
+    def raise_together(self) -> None:
+        """Raise on every process if something has gone wrong on one.
+
+        Raises:
+            CurvatureError: Where it went wrong, that error; elsewhere one that names the process.
+        """
+        failed = torch.zeros(self._world.size, device=self._device)
+        failed[self._world.rank] = float(self.error is not None)
+        ranks = self.total(failed).nonzero().flatten().tolist()
+        if self.error is not None:
+            raise self.error
+        if ranks:
+            raise CurvatureError(
+                f"the curvature closure failed on rank {ranks[0]}, whose error says why"
+            )

@@ -1,0 +1,402 @@
+"""From a recurrence to what people ask for: the extreme eigenpairs, and the spectral density.
+
+    m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair has
+    β_m |s_{mi}| <= tol |θᵢ|;  V̂ = D U[:, last k ∪ first l]
+
+The density is stochastic Lanczos quadrature: tr f(H)/n ≈ mean over random probes of
+Σᵢ s_{1i}² f(θᵢ) (Ghorbani, Krishnan, Xiao, 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from second_order.distributed.collectives import World
+from second_order.errors import CurvatureError
+from second_order.lanczos.hvp import Hessian, LossFn, ProductMode
+from second_order.lanczos.lanczos import Ritz, Space, tridiagonalise
+from second_order.lanczos.rows import RowSpace
+
+__all__ = [
+    "Eigenpairs",
+    "Pairs",
+    "SpectralDensity",
+    "default_iterations",
+    "eigenpairs",
+    "extreme_pairs",
+    "spectral_density",
+]
+
+ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Ritz pairs as the recurrence leaves them.
+
+    Attributes:
+        values: ``(r,)`` the largest in descending order, then the smallest in ascending order;
+            float64 on the CPU.
+        residuals: ``(r,)`` ‖Hv − θv‖, float64 on the CPU.
+        largest: How many of them are the largest.
+        iterations: Products it took.
+        finite: False if a number was not finite; there are no pairs then.
+        basis: ``(m, rows)`` D, transposed.
+        combination: ``(m, r)`` the columns of U that are wanted.
+    """
+
+    values: Tensor
+    residuals: Tensor
+    largest: int
+    iterations: int
+    finite: bool
+    basis: Tensor
+    combination: Tensor
+
+    def vectors(self) -> Tensor:
+        """``(r, rows)`` V̂, transposed: this process's rows of vectors that are orthonormal."""
+        return self.combination.t() @ self.basis
+
+
+def default_iterations(size: int, wanted: int) -> int:
+    """The paper's m = max(4(k + l), 2 ln n), at most n."""
+    return min(size, max(4 * wanted, math.ceil(2 * math.log(max(size, 2)))))
+
+
+def extreme_pairs(
+    space: Space,
+    start: Tensor,
+    largest: int,
+    smallest: int,
+    *,
+    iterations: int | None = None,
+    tol: float = 1e-2,
+    seed: int = 0,
+) -> Pairs:
+    """The algebraically largest and smallest eigenpairs, by one recurrence.
+
+    Args:
+        space: The product and the sums.
+        start: ``(rows,)``, this process's rows of the start vector.
+        largest: k.
+        smallest: l.
+        iterations: m at most; None for :func:`default_iterations`.
+        tol: The run ends once every wanted pair has a residual of at most tol |θ|.
+        seed: Of random vectors where the Krylov space is exhausted early.
+    """
+    wanted = min(largest + smallest, space.size)
+    largest = min(largest, wanted)
+    smallest = wanted - largest
+    iterations = default_iterations(space.size, wanted) if iterations is None else iterations
+
+    def chosen(count: int) -> list[int]:
+        return [*range(count - 1, count - 1 - largest, -1), *range(smallest)]
+
+    def finished(ritz: Ritz) -> bool:
+        picked = chosen(len(ritz.values))
+        return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
+
+    run = tridiagonalise(
+        space,
+        start,
+        max(iterations, wanted),
+        at_least=wanted,
+        finished=finished if tol > 0 else None,
+        seed=seed,
+    )
+    done = len(run.diagonal)
+    if not run.finite or done < wanted:
+        nothing = torch.empty(0, dtype=torch.float64)
+        return Pairs(nothing, nothing, 0, done, False, run.basis, start.new_empty((done, 0)))
+    ritz, picked = run.ritz(), chosen(done)
+    # One process's signs, and its choice among degenerate vectors.
+    packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
+    packed = space.first(packed.to(start.device)).cpu()
+    values, residuals, vectors = packed[0], packed[1], packed[2:].t()
+    S = vectors[:, picked].to(start.device, start.dtype)
+    return Pairs(values[picked], residuals[picked], largest, done, True, run.basis, S)
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Extreme eigenpairs of a Hessian.
+
+    Attributes:
+        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
+            ascending order; float64 on the CPU.
+        eigenvectors: ``(k + l, n)`` orthonormal rows over the flattened parameters, in their order.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair: there is an eigenvalue within it of θ.
+        converged: ``(k + l,)`` whether the residual is at most ``tol`` |θ|.
+        products: Hessian-vector products it took.
+        largest: k.
+    """
+
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+    residuals: Tensor
+    converged: Tensor
+    products: int
+    largest: int
+
+    def parts(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The eigenvectors a parameter at a time: ``(k + l, *p.shape)`` for each."""
+        shapes = [p.shape for p in params]
+        pieces = self.eigenvectors.split([shape.numel() for shape in shapes], dim=1)
+        return [v.reshape(-1, *shape) for v, shape in zip(pieces, shapes, strict=True)]
+
+
+def eigenpairs(
+    loss_fn: LossFn | Sequence[LossFn],
+    params: ParamsOrModel,
+    *,
+    largest: int = 5,
+    smallest: int = 0,
+    iterations: int | None = None,
+    tol: float = 1e-3,
+    start: Tensor | None = None,
+    seed: int = 0,
+    hvp: ProductMode = "auto",
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Eigenpairs:
+    """The largest and smallest eigenvalues of the Hessian of a loss, with their eigenvectors.
+
+    The model is left as it was: random state, buffers, ``.grad``, train/eval mode.
+
+        pairs = eigenpairs(lambda: criterion(model(x), y), model, largest=10)
+        print(pairs.eigenvalues, pairs.residuals)
+
+    Args:
+        loss_fn: Evaluates the loss of a batch and returns it, without calling ``backward``; or a
+            sequence of such functions, one a micro-batch, of which only one graph at a time is in
+            memory. A function may return (loss, number of examples), by which micro-batches and
+            processes are weighted; they weigh the same otherwise.
+        params: A module, for its trainable parameters, or any of its parameters: the eigenpairs are
+            then those of that block of the Hessian.
+        largest: How many of the algebraically largest pairs.
+        smallest: How many of the algebraically smallest (most negative) pairs.
+        iterations: Hessian-vector products at most; None for max(4(k + l), 2 ln n). What has not
+            converged by then is said in ``converged``.
+        tol: Stop once ‖Hv − θv‖ <= tol |θ| for every pair asked for.
+        start: ``(n,)`` to start from, the sum of eigenvectors known from before, for instance; None
+            for a seeded random vector.
+        seed: Of the start vector.
+        hvp: "retained" keeps one graph and multiplies through it, "recomputed" evaluates every
+            function again at each product, "differences" takes finite differences of gradients,
+            for what cannot be differentiated twice. "auto": retained for one function, recomputed
+            for several.
+        dtype: Of the Lanczos vectors; None for float64 where a parameter is, float32 otherwise.
+        process_group: Processes that call this together, each with its own batch: the Hessian is
+            that of the union, and vectors are kept in parts. None: this process alone.
+
+    Returns:
+        The pairs, on every process.
+
+    Raises:
+        CurvatureError: If the loss is no scalar, cannot be differentiated twice, or gives numbers
+            that are not finite.
+        ValueError: For counts outside their bounds.
+    """
+    params, model = _parameters(params)
+    size = sum(p.numel() for p in params)
+    _check_counts(largest, smallest, size, iterations)
+    world = _world(process_group)
+    dtype = dtype or lanczos_dtype(params)
+    if start is not None and start.shape != (size,):
+        raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {size} unknowns")
+    with Measured(loss_fn, params, world, dtype, hvp, model) as space:
+        rows = (
+            space.random(seed, 1.0)
+            if start is None
+            else start.to(params[0].device, dtype)[space.rows].clone()
+        )
+        pairs = extreme_pairs(
+            space, rows, largest, smallest, iterations=iterations, tol=tol, seed=seed
+        )
+        space.raise_together()
+        vectors = None
+        if pairs.finite:
+            vectors = torch.stack([space.gathered(v) for v in pairs.vectors()])
+    if vectors is None:
+        raise CurvatureError(
+            f"Hessian-vector product {pairs.iterations + 1} is not finite; look at the loss of the "
+            f"batch, or use a wider dtype"
+        )
+    converged = pairs.residuals <= tol * pairs.values.abs()
+    return Eigenpairs(
+        pairs.values, vectors, pairs.residuals, converged, pairs.iterations, pairs.largest
+    )
+
+
+@dataclass(frozen=True)
+class SpectralDensity:
+    """A quadrature of the density of a Hessian's eigenvalues.
+
+    Attributes:
+        nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early is padded
+            with nodes of weight 0.
+        weights: ``(probes, m)`` their weights; each probe's sum to 1.
+        size: n, the number of eigenvalues.
+        products: Hessian-vector products it took.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    size: int
+    products: int
+
+    def expectation(self, function: Any) -> float:
+        """The value of tr f(H) / n for a function of a tensor of eigenvalues; ``lambda x: x`` for the mean."""
+        return float((self.weights * function(self.nodes)).sum() / len(self.nodes))
+
+    def on(self, grid: Tensor, width: float) -> Tensor:
+        """The density on a grid, each node a Gaussian of a standard deviation of ``width``.
+
+        Args:
+            grid: ``(g,)``.
+            width: In units of eigenvalues.
+
+        Returns:
+            ``(g,)``, with an integral of 1.
+        """
+        grid = grid.to(torch.float64)
+        distance = (grid[:, None, None] - self.nodes[None]) / width
+        bumps = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
+        return (bumps * self.weights).sum(dim=(1, 2)) / len(self.nodes)
+
+
+def spectral_density(
+    loss_fn: LossFn | Sequence[LossFn],
+    params: ParamsOrModel,
+    *,
+    probes: int = 4,
+    iterations: int = 64,
+    seed: int = 0,
+    hvp: ProductMode = "auto",
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SpectralDensity:
+    """How the eigenvalues of the Hessian of a loss are distributed, all of them.
+
+    Args:
+        loss_fn: As for :func:`eigenpairs`.
+        params: As for :func:`eigenpairs`.
+        probes: Random vectors to average over.
+        iterations: Products for each; details finer than the spectrum's width divided by it blur.
+        seed: Of the vectors.
+        hvp: As for :func:`eigenpairs`.
+        dtype: As for :func:`eigenpairs`.
+        process_group: As for :func:`eigenpairs`.
+
+    Raises:
+        CurvatureError: As :func:`eigenpairs` does.
+        ValueError: For counts outside their bounds.
+    """
+    params, model = _parameters(params)
+    if probes < 1 or iterations < 1:
+        raise ValueError(f"probes={probes}, iterations={iterations}: both are at least 1")
+    dtype = dtype or lanczos_dtype(params)
+    nodes, weights, products = [], [], 0
+    with Measured(loss_fn, params, _world(process_group), dtype, hvp, model) as space:
+        length = min(iterations, space.size)
+        for probe in range(probes):
+            run = tridiagonalise(
+                space, space.random(seed + probe, 1.0), length, at_least=1, finished=lambda _: False
+            )
+            space.raise_together()
+            if not run.finite:
+                raise CurvatureError("a Hessian-vector product is not finite; look at the loss")
+            ritz = run.ritz()
+            products += len(ritz.values)
+            padding = (0, length - len(ritz.values))
+            nodes.append(nn.functional.pad(ritz.values, padding))
+            weights.append(nn.functional.pad(ritz.vectors[0].square(), padding))
+        size = space.size
+    return SpectralDensity(torch.stack(nodes), torch.stack(weights), size, products)
+
+
+class Measured:
+    """The Hessian of every process's batch, as a :class:`RowSpace` to run recurrences in.
+
+    A process whose loss cannot be evaluated raises its error, and so do all the others with it.
+
+    Raises:
+        CurvatureError: On every process, if the loss of one cannot be evaluated.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn | Sequence[LossFn],
+        params: Sequence[Tensor],
+        world: World,
+        dtype: torch.dtype,
+        hvp: ProductMode,
+        model: nn.Module | None,
+        sign: float = 1.0,
+    ) -> None:
+        self._world = world
+        self._sign = sign
+        self._hessian = Hessian(loss_fn, params, mode=hvp, model=model)
+        self._dtype = dtype
+
+    def __enter__(self) -> RowSpace:
+        error: Exception | None = None
+        try:
+            self._hessian.__enter__()
+        except Exception as caught:
+            error = caught
+        space = RowSpace(self._hessian, self._world, self._dtype, self._sign)
+        space.error = error
+        try:
+            space.raise_together()
+        except BaseException:
+            if error is None:
+                self._hessian.__exit__()
+            raise
+        return space
+
+    def __exit__(self, *_: object) -> None:
+        self._hessian.__exit__()
+
+
+def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
+    """float64 where a parameter is, float32 otherwise."""
+    return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
+
+
+def _world(group: dist.ProcessGroup | None) -> World:
+    return World.alone() if group is None else World(group)
+
+
+def _parameters(given: ParamsOrModel) -> tuple[list[Tensor], nn.Module | None]:
+    model = given if isinstance(given, nn.Module) else None
+    each = given.parameters() if isinstance(given, nn.Module) else given
+    params = [p for p in each if p.requires_grad]
+    if not params:
+        raise ValueError("there is no parameter that requires a gradient")
+    if len({p.device for p in params}) > 1:
+        raise ValueError(
+            f"the parameters are on {sorted({str(p.device) for p in params})}; give those of one "
+            f"device"
+        )
+    return params, model
+
+
+def _check_counts(largest: int, smallest: int, size: int, iterations: int | None) -> None:
+    if largest < 0 or smallest < 0 or not 1 <= largest + smallest <= size:
+        raise ValueError(
+            f"largest={largest}, smallest={smallest}: both are at least 0, and together between 1 "
+            f"and the number of unknowns, {size}"
+        )
+    if iterations is not None and iterations < largest + smallest:
+        raise ValueError(
+            f"iterations={iterations} is below largest + smallest = {largest + smallest}; use "
+            f"about four times as many, or None"
+        )
