@@ -253,7 +253,7 @@ class SpectralDensity:
     products: int
 
     def expectation(self, function: Any) -> float:
-        """The value of tr f(H) / n for a function of a tensor of eigenvalues; ``lambda x: x`` for the mean."""
+        """The value of tr f(H) / n; ``lambda x: x`` gives the mean eigenvalue."""
         return float((self.weights * function(self.nodes)).sum() / len(self.nodes))
 
     def on(self, grid: Tensor, width: float) -> Tensor:
