@@ -35,19 +35,21 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """A table of every layer; ``print`` it, or read its rows.
+    """A table of every layer or parameter; ``print`` it, or read its rows.
 
     Attributes:
         title: The optimizer, its base and its world.
         rows: One a layer.
         dropped: Statistics dropped so far on this process because they were not finite.
         failed: Layers whose last refresh gave no sound decomposition.
+        notes: Closing lines of optimizers without Kronecker factors.
     """
 
     title: str
     rows: Sequence[LayerRow]
     dropped: int = 0
     failed: int = 0
+    notes: Sequence[str] | None = None
 
     @property
     def factor_bytes(self) -> int:
@@ -73,6 +75,8 @@ class Summary:
 
     def __str__(self) -> str:
         header = ("layer", "type", "parameters", "status", "factors / reason", "ranks", "KiB")
+        if self.notes is not None:
+            header = ("parameter", "shape", "elements", "status", "how", "ranks", "KiB")
         table = [header]
         for row in self.rows:
             size = (row.factor_bytes + row.inverse_bytes) / 1024
@@ -97,12 +101,16 @@ class Summary:
             for line in table
         ]
         lines.insert(1, "-" * max(len(line) for line in lines))
-        lines.append(
-            f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
-            f"of this process: factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
-            f"{self.inverse_bytes / 2**20:.2f} MiB"
-        )
-        lines.append(
-            f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}"
-        )
+        lines += self._closing()
         return "\n".join([self.title, *lines])
+
+    def _closing(self) -> list[str]:
+        share = f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order"
+        if self.notes is not None:
+            size = f"{self.total_bytes / 2**20:.2f} MiB"
+            return [f"{share} state of this process: {size}", *self.notes]
+        return [
+            f"{share} state of this process: factors {self.factor_bytes / 2**20:.2f} MiB, "
+            f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
+            f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
+        ]

@@ -278,16 +278,20 @@ class World:
             dist.broadcast(flat, source, group=self.group)
             _scatter(flat, bucket)
 
+    def everybody(self, value: Any) -> list[Any]:
+        """Every rank's value of a small object that can be pickled, by rank."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def require_equal(self, description: Sequence[str], what: str) -> None:
         """Raise on every rank if the ranks' descriptions differ, naming the first difference.
 
         Raises:
             RankMismatchError: With the first line that differs, and the ranks it differs on.
         """
-        if self.size == 1:
-            return
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, list(description), group=self.group)
+        everyone = self.everybody(list(description))
         for rank, theirs in enumerate(everyone):
             if theirs == everyone[0]:
                 continue

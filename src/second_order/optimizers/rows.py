@@ -1,13 +1,17 @@
-"""The lines of ``summary()`` for optimizers with Kronecker factors."""
+"""The lines of ``summary()``: layers with Kronecker factors, parameters that eigenvectors span."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from second_order.kronecker.block import KroneckerBlock, LeftToBase
+from second_order.optimizers.flat import Piece
 from second_order.report import LayerRow
 
-__all__ = ["layer_rows"]
+__all__ = ["layer_rows", "parameter_rows"]
 
 
 SILENT = "no statistics have arrived: its forward is not called, or does not reach the loss"
@@ -49,3 +53,36 @@ def _status(block: KroneckerBlock) -> str:
     if not block.trainable:
         return "frozen"
     return "base" if block.silent else "preconditioned"
+
+
+def parameter_rows(
+    groups: Iterable[Mapping[str, Any]],
+    names: Mapping[int, str],
+    pieces: Sequence[Piece],
+    vectors: Tensor | None,
+) -> list[LayerRow]:
+    """A line for each parameter.
+
+    Args:
+        groups: Of the optimizer.
+        names: Of the parameters, by their id.
+        pieces: What this process has of the parameters.
+        vectors: Eigenvectors here, a row each; None before the first refresh.
+    """
+    here = {piece.param: piece.size for piece in pieces}
+    rows = []
+    for p in (p for group in groups for p in group["params"]):
+        spanned = p.requires_grad and vectors is not None
+        size = 0 if vectors is None else len(vectors) * here.get(p, 0) * vectors.element_size()
+        base = "base" if p.requires_grad else "frozen"
+        rows.append(
+            LayerRow(
+                name=names.get(id(p), "(not in the model)"),
+                kind="x".join(map(str, p.shape)) or "scalar",
+                parameters=p.numel(),
+                status="preconditioned" if spanned else base,
+                detail="spanned by the eigenvectors" if spanned else "",
+                factor_bytes=size,
+            )
+        )
+    return rows

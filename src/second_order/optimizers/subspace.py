@@ -121,8 +121,15 @@ class ColumnBasis(_Chunked):
         for item, content in zip(items, received, strict=True):
             if world.rank in item.destinations and content is not None:
                 here = slice(bounds[item.source], bounds[item.source + 1])
-                vectors[:, here] = content.view(mine, -1)
+                vectors[:, here] = content.view(mine, here.stop - here.start)
         return cls(vectors, chunks, world, count)
+
+    @classmethod
+    def of_all(cls, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> ColumnBasis:
+        """From all vectors, ``(r, n)``."""
+        cuts = row_bounds(len(vectors), world.size)
+        mine = vectors[cuts[world.rank] : cuts[world.rank + 1]]
+        return cls(mine.clone(), chunks, world, len(vectors))
 
     def coefficients(self, x: Sequence[Tensor]) -> Tensor:
         """V̂^{(p)ᵀ}x, ``(r_p,)``."""
@@ -180,6 +187,8 @@ class Subspace:
         values: ``(r,)`` û, the largest first; float64 on the CPU.
         residuals: ``(r,)``, float64 on the CPU.
         largest: k.
+        rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
+        rest_scale: s.
         momentum: Coefficients of the vectors that are ``basis.mine``.
         carried: This process's part of a vector, or None for zero.
         decayed: What is left of ``carried``.
@@ -189,6 +198,8 @@ class Subspace:
     values: Tensor
     residuals: Tensor
     largest: int
+    rates: Tensor
+    rest_scale: float
     momentum: Tensor
     carried: Tensor | None = None
     decayed: float = 1.0

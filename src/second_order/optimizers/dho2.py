@@ -1,0 +1,139 @@
+"""DHO2: FOSI over many processes ([D] algorithms 2 and 3; Sivan et al., FOSI, ICLR 2024).
+
+for the first warmup_steps:      w <- w + Base(g)
+every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch, its rows
+                                 spread over the processes; k largest and l smallest
+every step:                      g₁ = V̂V̂ᵀg,  g₂ = g − g₁
+                                 d₁ = −α V̂ diag(|û|⁻¹) V̂ᵀ mom(g₁),  d₂ = Base(g₂)
+                                 w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
+
+Steep directions get Newton steps of their own, so that the learning rate of the base is no longer
+held down by them. With one process this is FOSI. With P processes V̂ is kept in parts:
+
+layout    V̂ here    base's state here   elements moved a step
+row       n/P × r   n/P                 the gradient's all-reduce, in two halves, and 2r
+column    n × r/P   n                   all-reduces of n: the gradient, g₁, and the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from second_order.lanczos.hvp import LossFn, ProductMode
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.fosi import FOSIOptimizer
+from second_order.optimizers.fosi_options import FOSIOptions, Layout
+from second_order.optimizers.options import Interval, Schedule, own_keywords
+
+__all__ = ["DHO2"]
+
+
+class DHO2(FOSIOptimizer):
+    """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
+
+        optimizer = DHO2(model, lr=0.1, momentum=0.9)
+        optimizer.curvature_closure = lambda: criterion(model(x_curv), y_curv)
+
+    The curvature closure evaluates the loss on the curvature batch: some hundred examples, on each
+    process its own. It does not call ``backward``. It is asked when eigenpairs are due, and leaves
+    no trace in the model: buffers, random state and gradients are as before.
+
+    Args:
+        params_or_model: A module, whose trainable parameters are optimized, or parameters or
+            groups. Any architecture will do that can be differentiated twice.
+        model: The module, where ``params_or_model`` is not one. Needed only to keep its train/eval
+            mode, should the curvature closure change it, and for names in ``summary()``.
+        lr: Learning rate of the base.
+        base: Class of the first-order optimizer.
+        largest: k, how many of the largest eigenpairs get Newton steps.
+        smallest: l, how many of the smallest (most negative) ones; they are stepped away from.
+        curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
+            callable of the step.
+        warmup_steps: W, steps of the base alone before the first; None for ``curvature_interval``.
+        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
+            largest learning rate of the schedule and follows it from there; a callable of the step
+            is taken as it is.
+        lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the
+            k steepest directions are out of their way. None for the published values: 3 for SGD,
+            1 for other bases, which scale their steps themselves.
+        lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
+            max(4(k + l), 2 ln n).
+        lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
+        lanczos_dtype: Of the eigenvectors; None for float64 where a parameter is, else float32.
+        eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when
+            steps are divided by them.
+        subspace_momentum: β of the momentum in the eigenvectors' span; None for the base's own.
+        warm_start: Start a refresh from the last eigenvectors.
+        hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature
+            batch for a refresh; "recomputed" evaluates the closure again for each product, one
+            graph at a time in memory; "differences" takes finite differences of gradients, for what
+            cannot be differentiated twice. "auto": retained, or recomputed for several closures.
+            The last two need a closure that takes the same batch each time within a refresh.
+        layout: "row" keeps n/P rows of the eigenvectors and of the base's state on each process,
+            and suits bases that work element by element: SGD, Adam, AdamW, RMSprop. "column" keeps
+            r/P of the eigenvectors and all of the base's state, and suits every base.
+        seed: Of the first start vector.
+        curvature_closure: Returns the loss of the curvature batch, or (loss, number of examples) if
+            processes have unequal batches; or a sequence of such functions, one a micro-batch. May
+            be assigned later, or given to :meth:`step`.
+        grad_scaler: The ``GradScaler`` that scales the loss, where the optimizer averages the
+            gradients of several processes itself.
+        gradient_averaging: "auto" averages gradients over the processes, after giving all of them
+            the first one's parameters, unless DistributedDataParallel does; True or False: always
+            or never.
+        process_group: The processes to work with; None for the default group, if there is one.
+        **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
+
+    Attributes:
+        curvature_closure: As above; not copied with the optimizer, nor saved.
+
+    Raises:
+        TypeError: For an unknown keyword (naming the closest known one).
+        ValueError: For a value outside its bounds, with the bound and the remedy.
+        RankMismatchError: If the processes built different models or options.
+    """
+
+    def __init__(
+        self,
+        params_or_model: ParamsOrModel,
+        *,
+        model: nn.Module | None = None,
+        lr: float | Tensor,
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        largest: int = 10,
+        smallest: int = 0,
+        curvature_interval: Interval = 100,
+        warmup_steps: int | None = None,
+        newton_scale: Schedule = 0.1,
+        lr_scale_clip: float | None = None,
+        lanczos_iterations: int | None = None,
+        lanczos_tol: float = 1e-2,
+        lanczos_dtype: torch.dtype | None = None,
+        eigenvalue_floor: float = 1e-2,
+        subspace_momentum: float | None = None,
+        warm_start: bool = True,
+        hvp: ProductMode = "auto",
+        layout: Layout = "row",
+        seed: int = 0,
+        curvature_closure: LossFn | Sequence[LossFn] | None = None,
+        grad_scaler: Any = None,
+        gradient_averaging: str | bool = "auto",
+        process_group: Any = None,
+        **base_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            params_or_model,
+            model=model,
+            base=base,
+            base_kwargs={"lr": lr, **base_kwargs},
+            own_keywords=own_keywords(DHO2),
+            options=FOSIOptions.of(locals()),
+            curvature_closure=curvature_closure,
+            gradient_averaging=gradient_averaging,
+            grad_scaler=grad_scaler,
+            process_group=process_group,
+        )

@@ -1,0 +1,488 @@
+"""The step of FOSI ([F]) that DHO2 and MRDHO2 share.
+
+    every curvature_interval   û, V̂ <- extreme eigenpairs of the curvature batch's Hessian
+    every step                 g₁ = V̂V̂ᵀg,  g₂ = g − g₁
+                               d₁ = −α V̂ diag(|û|⁻¹) V̂ᵀ mom(g₁),  d₂ = Base(g₂)
+                               w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
+
+mom is the base's momentum, applied to g₁; s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip). d₂ is what the
+base has moved the parameters by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from second_order.errors import CurvatureError
+from second_order.lanczos.hvp import LossFn
+from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs, lanczos_dtype
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.flat_optimizer import FlatOptimizer
+from second_order.optimizers.fosi_options import FOSIOptions, check_newton_scale
+from second_order.optimizers.fosi_state import (
+    check_saved,
+    eigenpair_parts,
+    gather_eigenpairs,
+    load_eigenpairs,
+)
+from second_order.optimizers.keepers import is_sharded_checkpoint
+from second_order.optimizers.options import (
+    PEAK_LR,
+    check_interval,
+    follow_learning_rates,
+    value_at,
+)
+from second_order.optimizers.rows import parameter_rows
+from second_order.optimizers.subspace import (
+    Basis,
+    ColumnBasis,
+    RowBasis,
+    Subspace,
+    newton_rates,
+    rest_scale,
+)
+from second_order.report import Summary
+
+__all__ = ["CurvatureReport", "FOSIOptimizer"]
+
+
+@dataclass(frozen=True)
+class CurvatureReport:
+    """What the last refresh found, and what all of them took: numbers to log.
+
+    Attributes:
+        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
+            ascending order; float64 on the CPU. Empty before the first refresh.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair.
+        gradient_share: The share of the gradient that was in the subspace at the step of the last
+            refresh, ‖V̂ᵀg‖² / ‖g‖², 0 to 1; None before.
+        step: The step of the last refresh, -1 before the first.
+        products: Hessian-vector products of the last refresh.
+        total_products: Those of all refreshes of this process.
+        refreshes: How many there were.
+        failures: How many gave numbers that were not finite; the pairs from before are kept.
+        rest_scale: s, by which the base's step is stretched.
+    """
+
+    eigenvalues: Tensor
+    residuals: Tensor
+    gradient_share: float | None
+    step: int
+    products: int
+    total_products: int
+    refreshes: int
+    failures: int
+    rest_scale: float
+
+
+class FOSIOptimizer(FlatOptimizer):
+    """The split step, its refreshes, and its state in either layout."""
+
+    def __init__(
+        self,
+        params_or_model: ParamsOrModel,
+        *,
+        model: nn.Module | None,
+        base: type[torch.optim.Optimizer],
+        base_kwargs: dict[str, Any],
+        own_keywords: Iterable[str],
+        options: FOSIOptions,
+        curvature_closure: LossFn | Sequence[LossFn] | None,
+        gradient_averaging: str | bool,
+        grad_scaler: Any,
+        process_group: Any,
+    ) -> None:
+        self._options = options
+        self.curvature_closure = curvature_closure
+        self._given: LossFn | Sequence[LossFn] | None = None  # to this step
+        self._subspace: Subspace | None = None
+        self._newton: Tensor | None = None
+        self._before: list[Tensor] = []
+        self._closed = False
+        self._products = self._total_products = self._refreshes = self._failures = 0
+        self._refreshed_at = -1
+        self._share: Tensor | None = None
+        super().__init__(
+            params_or_model,
+            model=model,
+            base=base,
+            base_kwargs=base_kwargs,
+            own_keywords=own_keywords,
+            split_rows=options.layout == "row",
+            gradient_averaging=gradient_averaging,
+            grad_scaler=grad_scaler,
+            process_group=process_group,
+        )
+        self._knows_modules = isinstance(params_or_model, nn.Module) or model is not None
+        self._check_params()
+        shown = {k: v for k, v in vars(options).items() if not callable(v)}
+        self._finish_construction([f"options: {base.__name__} {shown}"])
+
+    # ------------------------------------------------------------------------------- the vector
+
+    def _check_params(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        devices = {p.device for p in params}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the parameters are on {sorted(map(str, devices))}: eigenvectors span all of "
+                f"them; put them on one device"
+            )
+        strange = [p.dtype for p in params if not p.is_floating_point()]
+        if strange:
+            raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
+        if len({bool(group.get("maximize")) for group in self.param_groups}) > 1:
+            raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+
+    def _replan(self) -> None:
+        self._check_params()
+
+    def _vector_changed(self) -> None:
+        self._before = []
+        if self._subspace is not None:
+            self._subspace = None
+            self._warn(
+                "the parameters that train have changed: the eigenpairs are dropped, and "
+                f"{type(self._base).__name__} goes on alone until the next refresh"
+            )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        assert self._layout is not None
+        return self._options.lanczos_dtype or lanczos_dtype(self._layout.params)
+
+    # -------------------------------------------------------------------------------- stepping
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        curvature_closure: LossFn | Sequence[LossFn] | None = None,
+    ) -> Any:
+        """Take one step: refresh the eigenpairs if they are due, split the gradient, step the base.
+
+        Args:
+            closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
+            curvature_closure: Evaluates the loss on the curvature batch, and does not call
+                ``backward``; asked if this step refreshes, in place of the optimizer's own.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            CurvatureError: On every process, if a refresh is due and there is no curvature
+                closure, or its loss cannot be evaluated or differentiated twice. Nothing has
+                changed then.
+        """
+        self._given = curvature_closure
+        try:
+            return super().step(closure)
+        finally:
+            self._given = None
+
+    def _start_averaging(self) -> Callable[[], None]:
+        self._follow_layout()
+        if self._due():
+            self._refresh()
+        return super()._start_averaging()
+
+    def _transform_gradients(self, average: Callable[[], None]) -> None:
+        super()._transform_gradients(average)
+        follow_learning_rates(self.param_groups)
+        if self._subspace is not None:
+            with record_function("second_order.split"):
+                self._split(self._subspace)
+
+    def _split(self, subspace: Subspace) -> None:
+        """``p.grad`` <- g₂, and mom takes in V̂ᵀg."""
+        gradients = [chunk.gradients(self._dtype) for chunk in self._chunks]
+        c = subspace.basis.coefficients(gradients)
+        if self._refreshed_at == self._steps:
+            self._share = self._measured_share(c, gradients)
+        subspace.basis.add(gradients, [-c] * len(gradients))
+        for chunk, gradient in zip(self._chunks, gradients, strict=True):
+            chunk.put_gradients(gradient)
+        self._newton = subspace.accumulate(c, *self._momentum_rule())
+        values = [chunk.values(self._dtype) for chunk in self._chunks]
+        if not self._before:
+            self._before = [torch.empty_like(value) for value in values]
+        torch._foreach_copy_(self._before, values)
+
+    def _momentum_rule(self) -> tuple[float, float, bool]:
+        """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg: the base's own ([F])."""
+        group = self.param_groups[0]
+        if self._options.subspace_momentum is not None:
+            return self._options.subspace_momentum, 1.0, False
+        betas = {str(g.get("betas", g.get("momentum"))) for g in self.param_groups}
+        if len(betas) > 1 and self._first_time("momentum"):
+            self._warn(
+                "momentum differs between the groups; in the eigenvectors' span that of the first "
+                "is used: subspace_momentum= sets another"
+            )
+        if "betas" in group:
+            beta = float(group["betas"][0])
+            return beta, 1.0 - beta, False
+        momentum = float(group.get("momentum") or 0.0)
+        gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
+        return momentum, gain, bool(group.get("nesterov"))
+
+    def _base_step(self) -> None:
+        super()._base_step()
+        if self._newton is not None and self._subspace is not None:
+            with record_function("second_order.newton"):
+                self._correct(self._subspace, self._newton)
+        self._newton = None
+        self._share_parameters()
+
+    def _correct(self, subspace: Subspace, newton: Tensor) -> None:
+        """Take the base's step out of the subspace, stretch it, and add the Newton step."""
+        values = [chunk.values(self._dtype) for chunk in self._chunks]
+        moved = self._before
+        for value, before in zip(values, moved, strict=True):
+            torch.sub(value, before, out=before)
+        c = subspace.basis.coefficients(moved)
+        s = subspace.rest_scale
+        if s != 1.0:
+            torch._foreach_add_(values, moved, alpha=s - 1.0)
+        step = newton * subspace.rates
+        steps = [-self._newton_scale(group) * step - s * c for group in self.param_groups]
+        subspace.basis.add(values, [steps[chunk.group] for chunk in self._chunks])
+        for chunk, value in zip(self._chunks, values, strict=True):
+            chunk.put_values(value)
+
+    def _newton_scale(self, group: dict[str, Any]) -> float | Tensor:
+        """α at this step, downhill or uphill."""
+        scale = value_at(self._options.newton_scale, self._steps)
+        check_newton_scale(scale)
+        scale = -float(scale) if group.get("maximize") else float(scale)
+        if callable(self._options.newton_scale):
+            return scale
+        # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
+        lr, peak = group["lr"], group[PEAK_LR]
+        if isinstance(lr, Tensor) or isinstance(peak, Tensor):
+            ratio: Tensor = lr / peak
+            return scale * torch.nan_to_num(ratio, 0.0)
+        return scale * (lr / peak) if peak > 0.0 else 0.0
+
+    # --------------------------------------------------------------------------------- curvature
+
+    def _due(self) -> bool:
+        if self._closed or self._options.wanted == 0 or self._steps < self._options.first_refresh:
+            return False
+        if self._refreshed_at < 0:
+            return True
+        every = value_at(self._options.curvature_interval, self._steps)
+        check_interval(f"curvature_interval at step {self._steps}: curvature_interval", every)
+        return self._steps - self._refreshed_at >= int(every)
+
+    def _refresh(self) -> None:
+        """û, V̂ <- the eigenpairs of the curvature batch, if they are finite."""
+        assert self._layout is not None
+        options, layout = self._options, self._layout
+        if not layout.params:
+            return
+        loss_fn = self._given if self._given is not None else self.curvature_closure
+        measured = Measured(
+            self._no_closure if loss_fn is None else loss_fn,
+            layout.params,
+            self._world,
+            self._dtype,
+            options.hvp,
+            self._model if self._knows_modules else None,
+            sign=-1.0 if self.param_groups[0].get("maximize") else 1.0,
+        )
+        with record_function("second_order.lanczos"), measured as space:
+            start = (
+                space.random(options.seed, 1.0)
+                if self._subspace is None or not options.warm_start
+                else self._subspace.basis.rows_of_sum(space.rows)
+            )
+            pairs = extreme_pairs(
+                space,
+                start,
+                options.largest,
+                options.smallest,
+                iterations=options.lanczos_iterations,
+                tol=options.lanczos_tol,
+                seed=options.seed,
+            )
+            space.raise_together()
+        self._refreshed_at = self._steps
+        self._refreshes += 1
+        self._products = pairs.iterations
+        self._total_products += pairs.iterations
+        if pairs.finite:
+            self._adopt_pairs(pairs)
+            return
+        self._failures += 1
+        kept = "no eigenpairs yet" if self._subspace is None else "the last eigenpairs are kept"
+        self._warn(
+            f"the curvature at step {self._steps} is not finite: {kept} (failure "
+            f"{self._failures} of {self._refreshes} refreshes)"
+        )
+
+    def _no_closure(self) -> Any:
+        raise CurvatureError(
+            f"the curvature is due at step {self._steps}, and there is no curvature closure: give "
+            f"{type(self).__name__}(..., curvature_closure=f), assign optimizer.curvature_closure "
+            f"= f, or call step(curvature_closure=f), with f a function that evaluates the loss on "
+            f"the curvature batch and returns it without calling backward()"
+        )
+
+    def _adopt_pairs(self, pairs: Pairs) -> None:
+        old = self._subspace
+        vector = None
+        if old is not None and self._momentum_rule()[0] > 0.0:
+            vector = old.momentum_vector(self._chunks)
+        del old
+        self._subspace = None
+        if self.state:
+            self._share_state()  # which lets go of the old vectors before there are new ones
+        basis = self._basis_of_rows(pairs.vectors())
+        self._subspace = self._subspace_of(basis, pairs.values, pairs.residuals, pairs.largest)
+        if vector is not None:
+            self._subspace.carry(vector, self._chunks)
+        if self.state:
+            self._share_state()
+
+    def _basis_of_rows(self, rows: Tensor) -> Basis:
+        assert self._layout is not None
+        if self._options.layout == "row" or self._world.size == 1:
+            return RowBasis(rows, self._chunks, self._world)
+        return ColumnBasis.of_rows(rows, self._chunks, self._layout.size, self._world)
+
+    def _subspace_of(
+        self, basis: Basis, values: Tensor, residuals: Tensor, largest: int
+    ) -> Subspace:
+        rates = newton_rates(values, self._options.eigenvalue_floor)[basis.mine]
+        clip = self._options.rest_clip(type(self._base))
+        return Subspace(
+            basis,
+            values,
+            residuals,
+            largest,
+            rates.to(basis.vectors.device, basis.vectors.dtype),
+            rest_scale(values, largest, clip),
+            basis.vectors.new_zeros(len(rates)),
+        )
+
+    def _measured_share(self, c: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """‖V̂ᵀg‖² / ‖g‖², on the device."""
+        inside = c.double().square().sum()
+        whole = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
+        sums = torch.stack([inside, whole.square().sum()])
+        if self._world.size > 1:  # one of the two is known in full by every process
+            sums[0 if self._options.layout == "row" else 1] /= self._world.size
+            self._world.start_sum([sums]).wait()
+        return sums[0] / sums[1]
+
+    @property
+    def curvature(self) -> CurvatureReport:
+        """The eigenvalues of the last refresh, and what refreshes took. Waits for the device."""
+        subspace, nothing = self._subspace, torch.empty(0, dtype=torch.float64)
+        return CurvatureReport(
+            nothing if subspace is None else subspace.values.clone(),
+            nothing if subspace is None else subspace.residuals.clone(),
+            None if self._share is None else float(self._share),
+            self._refreshed_at,
+            self._products,
+            self._total_products,
+            self._refreshes,
+            self._failures,
+            1.0 if subspace is None else subspace.rest_scale,
+        )
+
+    def close(self) -> None:
+        """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
+        self._closed, self._subspace = True, None
+        if self.state:
+            self._share_state()
+
+    # ------------------------------------------------------------------------ state and summary
+
+    def _counts(self) -> dict[str, int]:
+        return {"steps": self._steps, "refreshed_at": self._refreshed_at}
+
+    def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
+        if self._layout is None:
+            self._follow_layout()
+        assert self._layout is not None
+        counts = self._counts()
+        if self._world.size > 1 and self._subspace is not None:
+            return {p: dict(counts) for p in self._layout.params}
+        # A checkpoint that is read in place needs room for pairs, found or not.
+        room = self._options.wanted if is_sharded_checkpoint() else 0
+        parts = eigenpair_parts(self._subspace, self._layout, self._dtype, room)
+        return {p: {**counts, **parts.get(p, {})} for p in self._layout.params}
+
+    def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        check_saved(saved)
+
+    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        self._whole = self._sharded = self._subspace = self._share = None
+        self._signature = None
+        self._follow_layout()
+        assert self._layout is not None
+        self._refreshed_at = max(
+            (part.get("refreshed_at", -1) for part in saved.values()), default=-1
+        )
+        loaded = load_eigenpairs(saved, self._layout.params, self._dtype)
+        if loaded is None:
+            return
+        mine = slice(0, self._layout.size)
+        if self._split_rows:
+            offset = sum(p.size for p in self._layout.pieces if p.rank < self._world.rank)
+            mine = slice(offset, offset + sum(p.size for p in self._pieces))
+        basis: Basis
+        if self._options.layout == "row" or self._world.size == 1:
+            basis = RowBasis(loaded.vectors[:, mine].contiguous(), self._chunks, self._world)
+        else:
+            basis = ColumnBasis.of_all(loaded.vectors, self._chunks, self._world)
+        subspace = self._subspace_of(basis, loaded.values, loaded.residuals, loaded.largest)
+        subspace.momentum = loaded.momentum[basis.mine].clone()
+        subspace.carried = None if loaded.carried is None else loaded.carried[mine].clone()
+        subspace.decayed = loaded.decayed
+        self._subspace = subspace
+
+    def _is_spread(self) -> bool:
+        return super()._is_spread() or (self._world.size > 1 and self._subspace is not None)
+
+    def _gather_curvature(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
+        if self._subspace is None or self._layout is None:
+            return {}
+        return gather_eigenpairs(self._subspace, self._layout, self._world, ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Closures belong to the model that they were made for, and cannot be pickled.
+        return state | {"curvature_closure": None, "_given": None, "_before": []}
+
+    def summary(self) -> Summary:
+        """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
+        group, subspace = self.param_groups[0], self._subspace
+        title = (
+            f"{type(self).__name__} over {type(self._base).__name__}, lr {group['lr']}, "
+            f"{self._options.largest} largest and {self._options.smallest} smallest eigenpairs, "
+            f"layout {self._options.layout}, {self._world.size} process"
+            f"{'es' if self._world.size > 1 else ''}, step {self._steps}"
+        )
+        report = self.curvature
+        notes = ["no eigenpairs yet: the base steps alone"]
+        if subspace is not None:
+            values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
+            notes = [f"eigenvalues at step {report.step}: {values}"]
+        notes.append(
+            f"refreshes: {report.refreshes}, not finite: {report.failures}; Hessian-vector "
+            f"products: {report.total_products}"
+        )
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        vectors = None if subspace is None else subspace.basis.vectors
+        return Summary(
+            title, parameter_rows(self.param_groups, names, self._pieces, vectors), notes=notes
+        )

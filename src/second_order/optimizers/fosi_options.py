@@ -1,0 +1,126 @@
+"""The options of the FOSI step, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from second_order.lanczos.hvp import ProductMode
+from second_order.optimizers.options import (
+    Interval,
+    Schedule,
+    check_choice,
+    check_flag,
+    check_interval,
+    check_number,
+)
+
+__all__ = ["FOSIOptions", "Layout", "check_newton_scale"]
+
+Layout: TypeAlias = Literal["row", "column"]
+
+REST_CLIP = 3.0
+"""[F]'s bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
+
+
+@dataclass(frozen=True)
+class FOSIOptions:
+    """What the step is told; :class:`~second_order.DHO2` says what each means.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value outside its bounds.
+    """
+
+    largest: int
+    smallest: int
+    curvature_interval: Interval
+    warmup_steps: int | None
+    newton_scale: Schedule
+    lr_scale_clip: float | None
+    lanczos_iterations: int | None
+    lanczos_tol: float
+    lanczos_dtype: torch.dtype | None
+    eigenvalue_floor: float
+    subspace_momentum: float | None
+    warm_start: bool
+    hvp: ProductMode
+    layout: Layout
+    seed: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> FOSIOptions:
+        """From a mapping that has them among others, such as ``locals()``."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+    def __post_init__(self) -> None:
+        _check_whole("largest", self.largest, 0, "0 for none of them")
+        _check_whole("smallest", self.smallest, 0, "0 for none of them")
+        check_interval("curvature_interval", self.curvature_interval)
+        if self.warmup_steps is not None:
+            _check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
+        if self.lanczos_iterations is not None:
+            least = max(self.wanted, 1)
+            _check_whole(
+                "lanczos_iterations", self.lanczos_iterations, least, "4 (largest + smallest)"
+            )
+        if not callable(self.newton_scale):
+            check_newton_scale(self.newton_scale)
+        if self.lr_scale_clip is not None:
+            check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy="1.0 for no scaling")
+        check_number("lanczos_tol", self.lanczos_tol, low=0.0, remedy="1e-2 is the default")
+        check_number(
+            "eigenvalue_floor", self.eigenvalue_floor, low=0.0, high=1.0, remedy="0.01 is usual"
+        )
+        if self.subspace_momentum is not None:
+            check_number(
+                "subspace_momentum",
+                self.subspace_momentum,
+                low=0.0,
+                high=1.0,
+                open_high=True,
+                remedy="None for the base's own",
+            )
+        check_flag("warm_start", self.warm_start)
+        check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
+        check_choice("layout", self.layout, ("row", "column"))
+        _check_whole("seed", self.seed, 0, "0")
+        if self.lanczos_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"lanczos_dtype={self.lanczos_dtype} loses orthogonality; use torch.float32 or "
+                f"torch.float64"
+            )
+
+    @property
+    def wanted(self) -> int:
+        """How many eigenpairs there are to be, k + l."""
+        return self.largest + self.smallest
+
+    @property
+    def first_refresh(self) -> int:
+        """W, the steps of the base alone."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        interval = self.curvature_interval
+        return int(interval(0) if callable(interval) else interval)
+
+    def rest_clip(self, base: type[torch.optim.Optimizer]) -> float:
+        """The bound on s for a base."""
+        if self.lr_scale_clip is not None:
+            return self.lr_scale_clip
+        return REST_CLIP if base is torch.optim.SGD else 1.0
+
+
+def check_newton_scale(value: Any) -> None:
+    """Raise unless α is a number of at least 0."""
+    check_number("newton_scale", value, low=0.0, remedy="0.1 is the default, 1.0 a full step")
+
+
+def _check_whole(name: str, value: Any, low: int, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
+    if value < low:
+        raise ValueError(f"{name}={value} is below {low}; use {remedy}")
