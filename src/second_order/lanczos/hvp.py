@@ -13,10 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import CheckpointFunction
 
 from second_order.errors import CurvatureError
 from second_order.lanczos.undisturbed import RandomState, undisturbed
@@ -62,8 +65,8 @@ class Hessian:
         model: nn.Module | None = None,
     ) -> None:
         self._loss_fns: list[LossFn] = [loss_fns] if callable(loss_fns) else list(loss_fns)
-        if not self._loss_fns:
-            raise ValueError("the sequence of loss functions is empty; give one a micro-batch")
+        if mode not in get_args(ProductMode):
+            raise ValueError(f"hvp={mode!r} is not one of {', '.join(get_args(ProductMode))}")
         if mode == "auto":
             mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
         self._mode = mode
@@ -76,8 +79,10 @@ class Hessian:
         self._graphs: list[tuple[float, list[Tensor | None]]] = []
 
     def __enter__(self) -> Hessian:
+        if not self._loss_fns:
+            raise ValueError("the sequence of loss functions is empty; give one a micro-batch")
         self._aside = undisturbed(self.params, self._model)
-        self._aside.__enter__()
+        self._modules = self._aside.__enter__()
         try:
             self._random = RandomState(self.params)
             if self._mode == "retained":
@@ -116,7 +121,7 @@ class Hessian:
             else:
                 self.examples = 0.0
                 for loss_fn in self._loss_fns:
-                    self._random.restore()
+                    self._rewind()
                     examples, gradients = self._gradient(loss_fn, twice=True)
                     self.examples += examples
                     self._add_product(gradients, directions, examples, result, retain=False)
@@ -161,27 +166,41 @@ class Hessian:
         before = [p.detach().clone() for p in self.params]
         try:
             for sign in (1.0, -1.0):
-                with torch.no_grad():
-                    for p, w, v in zip(self.params, before, directions, strict=True):
-                        p.copy_(w).add_(v, alpha=sign * step)
+                for p, w, v in zip(self.params, before, directions, strict=True):
+                    p.data.copy_(w).add_(v, alpha=sign * step)
                 self.examples = 0.0
                 for loss_fn in self._loss_fns:
-                    self._random.restore()
+                    self._rewind()
                     examples, gradients = self._gradient(loss_fn, twice=False)
                     self.examples += examples
                     self._add(gradients, sign * examples / (2 * step), result)
         finally:
-            with torch.no_grad():
-                for p, w in zip(self.params, before, strict=True):
-                    p.copy_(w)
+            for p, w in zip(self.params, before, strict=True):
+                p.data.copy_(w)
+
+    def _rewind(self) -> None:
+        """Let the next evaluation start from where the first did."""
+        self._random.restore()
+        self._modules.rewind()
 
     def _gradient(self, loss_fn: LossFn, *, twice: bool) -> tuple[float, list[Tensor | None]]:
         """(examples, ∇L), with the graph of ∇L if it is to be differentiated again."""
         loss, examples = _checked(loss_fn())
-        with _explained(loss):
-            gradients = torch.autograd.grad(
-                loss, self.params, create_graph=twice, allow_unused=True
-            )
+        custom = _custom_functions(loss)
+        used: list[Any] = []
+        hooks = [node.register_prehook(partial(_note, used, f)) for node, f in custom]
+        try:
+            with _explained():
+                gradients = torch.autograd.grad(
+                    loss, self.params, create_graph=twice, allow_unused=True
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if twice:
+            _require_second_derivatives(used)
+        if any(g is None for g in gradients) and any(f is CheckpointFunction for _, f in custom):
+            raise CurvatureError(_REENTRANT)
         return examples, list(gradients)
 
 
@@ -205,7 +224,13 @@ def _checked(value: Any) -> tuple[Tensor, float]:
             "the curvature closure returned a loss without a graph; do not detach it, and do not "
             "evaluate it under torch.no_grad()"
         )
-    examples = float(examples)
+    try:
+        examples = float(examples)
+    except (TypeError, ValueError, RuntimeError):
+        raise CurvatureError(
+            f"the curvature closure returned (loss, {type(examples).__name__}); return the loss "
+            f"alone, or (loss, number of examples)"
+        ) from None
     if not 0.0 < examples < float("inf"):
         raise CurvatureError(
             f"the curvature closure returned {examples:g} examples; return (loss, number of "
@@ -215,10 +240,14 @@ def _checked(value: Any) -> tuple[Tensor, float]:
 
 
 _DIFFERENCES = 'or use hvp="differences"'
+_REENTRANT = (
+    "reentrant checkpointing cannot be differentiated by torch.autograd.grad; use "
+    "checkpoint(..., use_reentrant=False)"
+)
 
 
 @contextmanager
-def _explained(loss: Tensor | None = None) -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Turn what autograd says about a second derivative into what can be done about it."""
     try:
         yield
@@ -236,22 +265,8 @@ def _explained(loss: Tensor | None = None) -> Iterator[None]:
                 "cuDNN's recurrent layers cannot be differentiated twice; set "
                 f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"
             ) from error
-        if "aot_autograd" in text or "torch.compile" in text:
-            raise CurvatureError(
-                "a torch.compile-d function cannot be differentiated twice; evaluate the module "
-                f"that is not compiled in the curvature closure, {_DIFFERENCES}"
-            ) from error
-        if "heckpoint" in text:
-            raise CurvatureError(
-                "reentrant checkpointing cannot be differentiated by torch.autograd.grad; use "
-                "checkpoint(..., use_reentrant=False)"
-            ) from error
-        if "once_differentiable" in text:
-            raise CurvatureError(
-                f"{_custom_functions(loss)} cannot be differentiated twice: it is marked with "
-                f"@once_differentiable; write its backward in differentiable operations, "
-                f"{_DIFFERENCES}"
-            ) from error
+        if "use_reentrant=True" in text:
+            raise CurvatureError(_REENTRANT) from error
         missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", text)
         if missing:
             raise CurvatureError(
@@ -262,17 +277,41 @@ def _explained(loss: Tensor | None = None) -> Iterator[None]:
         raise CurvatureError(f"the loss could not be differentiated: {text}") from error
 
 
-def _custom_functions(loss: Tensor | None) -> str:
-    """The names of the custom autograd functions in a graph."""
-    names: dict[str, None] = {}
-    stack: list[Any] = [None if loss is None else loss.grad_fn]
-    seen = set()
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
+def _custom_functions(loss: Tensor) -> list[tuple[Any, Any]]:
+    """The nodes of a graph that are custom autograd functions, each with its function."""
+    found = []
+    stack: list[Any] = [loss.grad_fn]
+    seen = set(stack)
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            names[type(node).__name__.removesuffix("Backward")] = None
-        stack += [following for following, _ in node.next_functions]
-    return "the autograd.Function " + " or ".join(names) if names else "an autograd.Function"
+        function = getattr(node, "_forward_cls", None)
+        if function is not None:
+            found.append((node, function))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found
+
+
+def _note(used: list[Any], function: Any, _: Any) -> None:
+    used.append(function)
+
+
+def _require_second_derivatives(functions: Sequence[Any]) -> None:
+    """Raise if one has none: torch itself takes it for constant where the loss is linear in it."""
+    for function in functions:
+        if function.__name__ == "CompiledFunction":
+            raise CurvatureError(
+                "a torch.compile-d function cannot be differentiated twice; evaluate the module "
+                f"that is not compiled in the curvature closure, {_DIFFERENCES}"
+            )
+        if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
+            raise CurvatureError(
+                f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
+                f"marked with @once_differentiable; write its backward in differentiable "
+                f"operations, {_DIFFERENCES}"
+            )

@@ -176,7 +176,9 @@ def tridiagonalise(
         scale = max(scale, abs(alpha), beta)
         exhausted = beta <= 8 * torch.finfo(h.dtype).eps * scale
         off_diagonal.append(0.0 if exhausted else beta)
-        if j + 1 >= at_least and (exhausted or _agreed(space, diagonal, off_diagonal, finished)):
+        if j + 1 >= at_least and (
+            exhausted or _agreed(space, diagonal, off_diagonal, finished, h.device)
+        ):
             break
         d = _orthogonal(space, basis, seed + j + 1) if exhausted else h / beta
     return Tridiagonal(
@@ -192,12 +194,14 @@ def _agreed(
     diagonal: list[float],
     off_diagonal: list[float],
     finished: Callable[[Ritz], bool] | None,
+    device: torch.device,
 ) -> bool:
     """The first process's verdict: rounding may not part the others from it."""
     if finished is None:
         return False
     numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
-    return bool(space.first(torch.tensor([float(finished(_ritz(*numbers)))])))
+    verdict = float(finished(_ritz(*numbers)))
+    return bool(space.first(torch.tensor([verdict], device=device)))
 
 
 def _square(x: Tensor) -> Tensor:
@@ -215,7 +219,7 @@ def _orthogonal(space: Space, basis: Tensor, seed: int) -> Tensor | None:
     for _ in range(2):
         d.addmv_(basis.t(), space.total((basis @ d).double()).to(d.dtype), alpha=-1)
         norm = math.sqrt(float(space.total(_square(d))))
-        if not norm > 1e-3:
+        if not norm > 10 * torch.finfo(d.dtype).eps:
             return None
         d /= norm
     return d

@@ -307,9 +307,7 @@ def spectral_density(
     with Measured(loss_fn, params, _world(process_group), dtype, hvp, model) as space:
         length = min(iterations, space.size)
         for probe in range(probes):
-            run = tridiagonalise(
-                space, space.random(seed + probe, 1.0), length, at_least=1, finished=lambda _: False
-            )
+            run = tridiagonalise(space, space.random(seed + probe, 1.0), length)
             space.raise_together()
             if not run.finite:
                 raise CurvatureError("a Hessian-vector product is not finite; look at the loss")

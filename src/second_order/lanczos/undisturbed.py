@@ -30,17 +30,25 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
+# Otherwise its reducer would wait for a backward pass that never comes.
+_DDP_FLAGS = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+}
+
+
 class _Modules:
     """What the modules that are called have been before: buffers, DDP's reducer, cuDNN's RNNs."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = []
-        self._ddp: list[tuple[DistributedDataParallel, bool, bool]] = []
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._ddp: list[tuple[DistributedDataParallel, str, bool]] = []
         self._cudnn = torch.backends.cudnn.enabled
 
     def about_to_call(self, module: nn.Module, _: Any) -> None:
-        if id(module) in self._seen:
+        if torch.compiler.is_compiling() or id(module) in self._seen:
             return
         for part in module.modules():
             if id(part) in self._seen:
@@ -48,29 +56,31 @@ class _Modules:
             self._seen.add(id(part))
             for name, buffer in part._buffers.items():
                 if buffer is not None:
-                    entry = (part._buffers, name, buffer, buffer.detach().clone(), buffer._version)
+                    entry = (part._buffers, name, buffer, buffer.detach().clone())
                     self._buffers.append(entry)
             if isinstance(part, nn.RNNBase):  # cuDNN has no second derivative of them
                 torch.backends.cudnn.enabled = False
             if isinstance(part, DistributedDataParallel):
-                flags = part.require_backward_grad_sync, part.require_forward_param_sync
-                self._ddp.append((part, *flags))
-                # Otherwise its reducer would wait for a backward pass that never comes.
-                part.require_backward_grad_sync = part.require_forward_param_sync = False
+                for flag, value in _DDP_FLAGS.items():
+                    if hasattr(part, flag):
+                        self._ddp.append((part, flag, getattr(part, flag)))
+                        setattr(part, flag, value)
 
     def put_back(self) -> None:
         torch.backends.cudnn.enabled = self._cudnn
-        for ddp, backward, forward in self._ddp:
-            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = backward, forward
-        with torch.no_grad():
-            for place, name, buffer, value, version in self._buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)
-                place[name] = buffer
+        for ddp, flag, value in self._ddp:
+            setattr(ddp, flag, value)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Set the buffers back, unseen by the version counters: a graph outside may hold them."""
+        for place, name, buffer, value in self._buffers:
+            buffer.data.copy_(value)
+            place[name] = buffer
 
 
 @contextmanager
-def undisturbed(params: Sequence[Tensor], model: nn.Module | None = None) -> Iterator[None]:
+def undisturbed(params: Sequence[Tensor], model: nn.Module | None = None) -> Iterator[_Modules]:
     """Evaluate and differentiate inside, and find everything as before outside.
 
     Put back are torch's random state, every buffer of every module that is called, ``.grad`` of the
@@ -80,6 +90,9 @@ def undisturbed(params: Sequence[Tensor], model: nn.Module | None = None) -> Ite
     Args:
         params: The parameters differentiated with respect to.
         model: The module whose train/eval mode is kept.
+
+    Yields:
+        What puts the buffers back for another evaluation.
     """
     random, modules = RandomState(params), _Modules()
     gradients = [p.grad for p in params]
@@ -87,13 +100,15 @@ def undisturbed(params: Sequence[Tensor], model: nn.Module | None = None) -> Ite
     with ExitStack() as stack:
         stack.callback(random.restore)
         stack.callback(modules.put_back)
+        if model is not None:  # compiled code may call it unseen
+            modules.about_to_call(model, None)
         handle = register_module_forward_pre_hook(modules.about_to_call)
         stack.callback(handle.remove)
         try:
             for p in params:
                 p.grad = None
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                yield
+                yield modules
         finally:
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = gradient
