@@ -1,0 +1,419 @@
+"""Hessian-vector products: against closed forms and dense Hessians, and traceless for training.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ZOO
+from reference import cross_entropy, half_squared_error
+from reference import hessian as dense_hessian
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from second_order.errors import CurvatureError
+from second_order.lanczos import Hessian, eigenpairs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+EXACT = ["retained", "recomputed"]
+MODES = [*EXACT, "differences"]
+MLP = ZOO["mlp"]
+few = settings(max_examples=15, deadline=None)
+
+
+def products(loss_fns: Any, params: Iterable[Tensor], V: Tensor, mode: Any = "auto") -> Tensor:
+    """H V."""
+    with Hessian(loss_fns, list(params), mode=mode) as H:
+        columns = [H.product(v) for v in V.T]
+        assert H.products == len(columns)
+        return torch.stack(columns, 1) / H.examples
+
+
+def hessian(
+    loss_fns: Any, params: Iterable[Tensor], mode: Any = "auto", dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """All of it, a product with each unit vector."""
+    params = list(params)
+    size = sum(p.numel() for p in params)
+    return products(loss_fns, params, torch.eye(size, dtype=dtype), mode)
+
+
+def probes(params: Iterable[Tensor]) -> Tensor:
+    """Four random vectors, as columns."""
+    return torch.randn(sum(p.numel() for p in params), 4, dtype=torch.float64)
+
+
+def assert_close(actual: Tensor, expected: Tensor, mode: str = "retained", rtol: float = 0) -> None:
+    """To rounding for exact modes; relative to the largest element."""
+    rtol = rtol or (1e-6 if mode == "differences" else 1e-11)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=rtol * float(expected.abs().max()))
+
+
+def loss_of(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model and its loss on a batch."""
+    case = ZOO[name]
+    model, (x, y) = case.model(), case.batch(8)
+    return model, lambda: case.loss(model(x), y)
+
+
+# What the products are.
+
+
+@few
+@given(
+    st.integers(1, 7), st.integers(1, 4), st.integers(1, 4), st.integers(0, 99),
+    st.sampled_from(MODES),
+)  # fmt: skip
+def test_closed_forms(examples: int, inputs: int, outputs: int, seed: int, mode: str) -> None:
+    """Of linear, logistic and softmax regression, the first two with a bias."""
+    torch.manual_seed(seed)
+    x = torch.randn(examples, inputs).double()
+    rows = torch.cat([x, torch.ones(examples, 1)], 1)  # weight, then bias
+    one, many = nn.Linear(inputs, 1).double(), nn.Linear(inputs, outputs, bias=False).double()
+
+    y = torch.randn(examples, 1).double()
+    linear = hessian(lambda: functional.mse_loss(one(x), y), one.parameters(), mode)
+    assert_close(linear, 2 * rows.T @ rows / examples, mode)
+
+    y = torch.randint(2, (examples, 1)).double()
+    logistic = functional.binary_cross_entropy_with_logits
+    p = one(x).sigmoid().detach()
+    expected = rows.T @ (p * (1 - p) * rows) / examples
+    assert_close(hessian(lambda: logistic(one(x), y), one.parameters(), mode), expected, mode, 1e-6)
+
+    labels = torch.randint(outputs, (examples,))
+    p = many(x).softmax(1).detach()
+    expected = torch.zeros(many.weight.numel(), many.weight.numel()).double()
+    for q, r in zip(p, x, strict=True):
+        curvature = torch.diag(q) - torch.outer(q, q)
+        expected += torch.kron(curvature, torch.outer(r, r)) / examples
+    softmax = hessian(lambda: cross_entropy(many(x), labels), many.parameters(), mode)
+    torch.testing.assert_close(softmax, expected, rtol=1e-6, atol=1e-7)
+
+
+SMOOTH = ["mlp", "conv_grouped", "conv_circular", "norms", "attention", "embedding", "tied"]
+EVERY = [*SMOOTH, "batch_norm", "transformer", "unused", "lora", "shared_linear", "inplace"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_kind_of_layer_has_the_dense_hessian(name: str) -> None:
+    """In each mode; with kinks and with unused parameters too, whose rows are zero."""
+    case = ZOO[name]
+    model, loss = loss_of(name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = dense_hessian(copy.deepcopy(model), *case.batch(8), case.loss)
+    flags = [torch.full((p.numel(),), p.requires_grad) for p in model.parameters()]
+    V = probes(trained)
+    expected = expected[torch.cat(flags)][:, torch.cat(flags)] @ V
+    retained = products(loss, trained, V, "retained")
+    assert_close(retained, expected)
+    assert torch.equal(products(loss, trained, V, "recomputed"), retained)
+    if name in SMOOTH:
+        assert_close(products(loss, trained, V, "differences"), expected, "differences")
+    if name == "unused":
+        start = sum(p.numel() for p in model.get_submodule("first").parameters())
+        stop = start + sum(p.numel() for p in model.get_submodule("unused").parameters())
+        assert not retained[start:stop].any()
+
+
+def test_attention_needs_the_kernel_that_is_chosen_inside() -> None:
+    """Control: torch's own choice has no second derivative."""
+    model, loss = loss_of("transformer")
+    gradients = torch.autograd.grad(loss(), model.parameters(), create_graph=True)
+    with pytest.raises(RuntimeError, match=r"derivative for .* is not implemented"):
+        torch.autograd.grad([g.sum() for g in gradients], model.parameters(), allow_unused=True)
+
+
+def test_recurrent_layers() -> None:
+    lstm, head = nn.LSTM(3, 4, num_layers=2, batch_first=True).double(), nn.Linear(4, 2).double()
+    x, y = torch.randn(5, 6, 3).double(), torch.randn(5, 2).double()
+    inside = []
+
+    def loss() -> Tensor:
+        outputs = lstm(x)[0]
+        inside.append(torch.backends.cudnn.enabled)
+        return half_squared_error(head(outputs[:, -1]), y)
+
+    params = [*lstm.parameters(), *head.parameters()]
+    V = probes(params)
+    HV = products(loss, params, V)
+    assert_close(V.T @ HV, (V.T @ HV).T)
+    assert_close(products(loss, params, V, "differences"), HV, "differences")
+    assert inside == [False] * len(inside)
+    assert torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_some_of_the_parameters_have_their_block(mode: str) -> None:
+    model, loss = loss_of("mlp")
+    whole = hessian(loss, model.parameters())
+    named = dict(model.named_parameters())
+    chosen = ["4.bias", "0.weight"]  # in this order
+    parts = torch.arange(len(whole)).split([p.numel() for p in named.values()])
+    rows = torch.cat([parts[list(named).index(name)] for name in chosen])
+    block = hessian(loss, [named[name] for name in chosen], mode)
+    assert_close(block, whole[rows][:, rows], mode)
+
+
+@few
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.sampled_from(MODES))
+def test_micro_batches_are_one_batch(sizes: list[int], mode: str) -> None:
+    """By their counts of examples; without the counts they weigh the same, which is not it."""
+    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
+    params = list(model.parameters())
+    V = probes(params)
+    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    means = [lambda x=x, y=y: cross_entropy(model(x), y) for x, y in parts]
+    pairs = [lambda f=f, y=y: (f(), len(y)) for f, (_, y) in zip(means, parts, strict=True)]
+    expected = products(lambda: cross_entropy(model(x), y), params, V)
+    assert_close(products(pairs, params, V, mode), expected, mode)
+    if len(set(sizes)) > 1:
+        unweighted = products(means, params, V, mode)
+        with pytest.raises(AssertionError):
+            assert_close(unweighted, expected, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_linear_loss_has_no_curvature(mode: str) -> None:
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+    H = hessian(lambda: model(x).mean(), model.parameters(), mode)
+    assert float(H.abs().max()) < (1e-11 if mode == "differences" else 1e-300)
+    with Hessian(lambda: model(x).mean(), list(model.parameters()), mode=mode) as zero:
+        assert not zero.product(torch.zeros(8)).any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "rtol"),
+    [
+        (torch.float32, "retained", 1e-5),
+        (torch.float32, "differences", 5e-3),
+        (torch.bfloat16, "retained", 0.05),
+        (torch.bfloat16, "recomputed", 0.05),
+    ],
+)
+def test_parameters_in_other_dtypes(dtype: torch.dtype, mode: str, rtol: float) -> None:
+    """Products are in the dtype of the vector."""
+    model, (x, y) = MLP.model().to(dtype), MLP.batch(8)
+    reference = copy.deepcopy(model).double()
+    expected = hessian(lambda: cross_entropy(reference(x), y), reference.parameters())
+    H = hessian(
+        lambda: cross_entropy(model(x.to(dtype)), y), model.parameters(), mode, torch.float32
+    )
+    assert H.dtype == torch.float32
+    assert_close(H.double(), expected, rtol=rtol)
+
+
+def test_memory_formats_keep_the_order_of_the_parameters() -> None:
+    model, loss = loss_of("conv_grouped")
+    V = probes(model.parameters())
+    expected = products(loss, model.parameters(), V)
+    model.to(memory_format=torch.channels_last)
+    assert not all(p.is_contiguous() for p in model.parameters())
+    for mode in MODES:
+        assert_close(products(loss, model.parameters(), V, mode), expected, mode)
+
+
+# What is random or remembered stays the same for all products.
+
+
+class Noisy(nn.Module):
+    """Dropout, a part of it inside a checkpoint if wanted."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.first = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.5))
+        self.middle = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        middle = partial(checkpoint, self.middle, use_reentrant=False)
+        return self.head((middle if self.checkpointed else self.middle)(x))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_is_frozen(checkpointed: bool, mode: str) -> None:
+    """And what a checkpoint recomputes is what was dropped before; another seed drops others."""
+    torch.manual_seed(1)
+    model = Noisy(checkpointed).double()
+    plain = Noisy(False).double()
+    plain.load_state_dict(model.state_dict())
+    x, y = MLP.batch(8)
+    H = hessian(lambda: cross_entropy(model(x), y), model.parameters(), mode)
+    assert_close(H.T, H, mode)
+    with Hessian(lambda: cross_entropy(model(x), y), list(model.parameters()), mode=mode) as twice:
+        v = torch.randn(twice.size).double()
+        assert torch.equal(twice.product(v), twice.product(v))
+    expected = hessian(lambda: cross_entropy(plain(x), y), plain.parameters())
+    assert_close(H, expected, mode)
+    torch.manual_seed(2)
+    other = hessian(lambda: cross_entropy(plain(x), y), plain.parameters())
+    assert float((other - expected).abs().max()) > 0.1 * float(expected.abs().max())
+
+
+def test_buffers_start_anew_at_each_evaluation() -> None:
+    """Spectral norm's power iteration, constant to autograd, goes on at each forward pass."""
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh()).double()
+    x = torch.randn(7, 5).double()
+
+    def loss() -> Tensor:
+        return model(x).square().mean()
+
+    v = probes(model.parameters())[:, :1]
+    expected, differences = (
+        products(loss, model.parameters(), v, mode) for mode in ("retained", "differences")
+    )
+    repeated = v.expand(-1, 3)
+    assert torch.equal(
+        products(loss, model.parameters(), repeated, "recomputed"), expected.expand(-1, 3)
+    )
+    assert torch.equal(
+        products(loss, model.parameters(), repeated, "differences"), differences.expand(-1, 3)
+    )
+    model(x)
+    assert not torch.equal(products(loss, model.parameters(), v), expected)
+
+
+# What cannot be done is said, with what to do.
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+
+def half_mean_square(outputs: Tensor) -> Tensor:
+    return 0.5 * outputs.square().mean()
+
+
+def freed(outputs: Tensor) -> Tensor:
+    loss = outputs.square().mean()
+    loss.backward()
+    return loss
+
+
+def ctc(outputs: Tensor) -> Tensor:
+    targets, lengths = torch.ones(1, 2, dtype=torch.long), torch.tensor([len(outputs)])
+    return functional.ctc_loss(
+        outputs.log_softmax(-1)[:, None], targets, lengths, torch.tensor([2])
+    )
+
+
+def recomputed(outputs: Tensor) -> Tensor:
+    return checkpoint(torch.tanh, outputs, use_reentrant=True).square().mean()
+
+
+NOT_TWICE = [
+    (ctc, "_ctc_loss_backward has no derivative", "replace the operation"),
+    (lambda z: Cube.apply(z).square().mean(), "Function Cube", "differentiable operations"),
+    # Linear in it: torch's own second derivative is 0, without an error.
+    (lambda z: Cube.apply(z).mean(), "Function Cube", "differentiable operations"),
+]
+NOT_ONCE = [
+    (freed, "already freed", "without calling backward"),
+    (lambda z: z, r"shape \(7, 3\)", "mean or its sum"),
+    (lambda z: "loss", "returned str", "scalar tensor"),
+    (lambda z: None, "NoneType", "scalar tensor"),
+    (lambda z: z.square().mean().detach(), "without a graph", "do not detach"),
+    (lambda z: (z.square().mean(), 0), "0 examples", "at least one"),
+    (lambda z: (z.square().mean(), -1.0), "-1 examples", "at least one"),
+    (lambda z: (z.square().mean(), float("nan")), "nan examples", "at least one"),
+    (lambda z: (z.square().mean(), z.detach()), r"\(loss, Tensor\)", "loss alone"),
+    (lambda z: (z.square().mean(), None), r"\(loss, NoneType\)", "loss alone"),
+    (recomputed, "reentrant", "use_reentrant=False"),
+]
+
+
+@pytest.mark.parametrize(("function", "problem", "remedy"), [*NOT_TWICE, *NOT_ONCE])
+@pytest.mark.parametrize("mode", MODES)
+def test_errors_say_what_and_how(
+    mode: str, function: Callable[[Tensor], Any], problem: str, remedy: str
+) -> None:
+    """Differences of gradients need one derivative only."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(7, 4).double()
+
+    def loss() -> Any:
+        return function(model(x))
+
+    if mode == "differences" and (function, problem, remedy) in NOT_TWICE:
+        H = hessian(loss, model.parameters(), mode)
+        assert float(H.abs().max()) > 1e-3
+        assert_close(H.T, H, rtol=1e-5)
+        return
+    with pytest.raises(CurvatureError, match=f"(?s){problem}.*{remedy}") as caught:
+        eigenpairs(loss, model, largest=1, hvp=mode)
+    once = (function, problem, remedy) in NOT_ONCE
+    assert once or 'hvp="differences"' in str(caught.value)
+
+
+def test_what_is_not_differentiated_need_not_be_differentiable() -> None:
+    """A function below the parameters in question; and differences where it is above."""
+    body, head = nn.Linear(4, 3).double(), nn.Linear(3, 2).double()
+    x = torch.randn(7, 4).double()
+    expected = hessian(lambda: head(body(x) ** 3).square().mean(), head.parameters())
+    loss = lambda: head(Cube.apply(body(x))).square().mean()  # noqa: E731
+    assert_close(hessian(loss, head.parameters()), expected)
+    expected = hessian(lambda: head(body(x) ** 3).square().mean(), body.parameters())
+    assert_close(hessian(loss, body.parameters(), "differences"), expected, "differences")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reentrant_checkpoints_do_not_hide_parameters(mode: str) -> None:
+    """Those inside one are not in the graph that autograd sees, and would count for nothing."""
+    model, x = nn.Linear(4, 3), torch.randn(7, 4, requires_grad=True)
+    with pytest.raises(CurvatureError, match="use_reentrant=False"):
+        eigenpairs(
+            lambda: checkpoint(model, x, use_reentrant=True).square().mean(),
+            model,
+            largest=1,
+            hvp=mode,
+        )
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+@pytest.mark.parametrize("loss", [torch.mean, half_mean_square])
+def test_compiled_modules(loss: Callable[[Tensor], Tensor]) -> None:
+    """Where the loss is linear in what they compute, torch alone gives no error but zeros."""
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(7, 4)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def eigenvalues(f: Any, mode: Any) -> Tensor:
+        return eigenpairs(lambda: loss(f(x)), model, largest=1, hvp=mode).eigenvalues
+
+    with pytest.raises(CurvatureError, match=r"torch\.compile.*not compiled"):
+        eigenvalues(compiled, "retained")
+    found, expected = eigenvalues(compiled, "differences"), eigenvalues(model, "retained")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+
+
+def test_arguments_outside_their_bounds() -> None:
+    model, loss = loss_of("mlp")
+    with pytest.raises(ValueError, match="empty"), Hessian([], list(model.parameters())):
+        pass
+    with pytest.raises(ValueError, match="'dense' is not one of auto, retained"):
+        Hessian(loss, list(model.parameters()), mode="dense")  # type: ignore[arg-type]

@@ -1,0 +1,435 @@
+"""The Lanczos engine: eigenpairs and spectral density, on one process and on many.
+
+The loss ½wᵀAw has the Hessian A: `quadratic(A)`. Functions that take (rank, world_size, ...) run on
+the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ZOO
+from reference import cross_entropy, hessian
+from torch import Tensor, nn
+
+from second_order.distributed.collectives import World
+from second_order.errors import CurvatureError
+from second_order.lanczos import Eigenpairs, eigenpairs, spectral_density
+from second_order.lanczos.lanczos import LocalSpace, tridiagonalise
+from second_order.lanczos.spectrum import Measured, default_iterations, extreme_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+MLP = ZOO["mlp"]
+few = settings(max_examples=15, deadline=None)
+
+
+def symmetric(eigenvalues: Iterable[float], seed: int = 0) -> Tensor:
+    """A matrix with these eigenvalues and random eigenvectors."""
+    values = torch.tensor([*eigenvalues], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    Q = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator).double())[0]
+    return Q @ torch.diag(values) @ Q.T
+
+
+def quadratic(
+    A: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A loss with the Hessian A, and its parameters."""
+    w = nn.Parameter(torch.ones(len(A), dtype=dtype))
+    A = A.to(dtype)
+    return lambda: 0.5 * w @ A @ w, [w]
+
+
+def of_quadratic(A: Tensor, **options: Any) -> Eigenpairs:
+    return eigenpairs(*quadratic(A), **{"largest": 2, **options})
+
+
+def both_ends(A: Tensor, largest: int, smallest: int) -> Tensor:
+    """As `Eigenpairs.eigenvalues` has them."""
+    values = torch.linalg.eigvalsh(A)
+    return torch.cat([values.flip(0)[:largest], values[:smallest]])
+
+
+def explicit_residuals(pairs: Eigenpairs, A: Tensor) -> Tensor:
+    V = pairs.eigenvectors.double()
+    return (V @ A - pairs.eigenvalues[:, None] * V).norm(dim=1)
+
+
+def assert_pairs(pairs: Eigenpairs, A: Tensor, tol: float = 1e-10) -> None:
+    """Orthonormal vectors, the stated residuals, both ends of the spectrum."""
+    scale = float(torch.linalg.matrix_norm(A, 2)) or 1.0
+    wanted = len(pairs.eigenvalues)
+    V = pairs.eigenvectors.double()
+    torch.testing.assert_close(V @ V.T, torch.eye(wanted).double(), rtol=0, atol=tol)
+    expected = both_ends(A, pairs.largest, wanted - pairs.largest)
+    torch.testing.assert_close(pairs.eigenvalues, expected, rtol=0, atol=tol * scale)
+    residuals = explicit_residuals(pairs, A)
+    torch.testing.assert_close(pairs.residuals, residuals, rtol=0, atol=tol * scale)
+
+
+# The recurrence.
+
+
+@few
+@given(
+    st.integers(1, 40), st.integers(1, 50), st.integers(0, 99),
+    st.sampled_from([(torch.float64, 1e-12), (torch.float32, 2e-6)]),
+    st.sampled_from(["spread", "low rank", "clustered"]),
+)  # fmt: skip
+def test_the_basis_is_orthonormal_and_makes_it_tridiagonal(
+    size: int, iterations: int, seed: int, precision: tuple[torch.dtype, float], kind: str
+) -> None:
+    dtype, tol = precision
+    values = {
+        "spread": [10.0 ** (i / 5) for i in range(size)],
+        "low rank": [float(i) if i < 4 else 0.0 for i in range(size)],
+        "clustered": [1.0 + 1e-3 * (i % 5) for i in range(size)],
+    }[kind]
+    A = symmetric(values, seed).to(dtype)
+    space = LocalSpace(lambda d: A @ d, size, dtype)
+    run = tridiagonalise(space, space.random(seed, 3.0), iterations, at_least=iterations)
+    assert run.finite
+    assert len(run.diagonal) == min(size, iterations)
+    D = run.basis.double()
+    torch.testing.assert_close(D @ D.T, torch.eye(len(D)).double(), rtol=0, atol=tol)
+    inner = run.off_diagonal[:-1]
+    B = torch.diag(run.diagonal) + torch.diag(inner, 1) + torch.diag(inner, -1)
+    scale = max(values)
+    torch.testing.assert_close(D @ A.double() @ D.T, B, rtol=0, atol=10 * tol * scale)
+
+
+def test_without_reorthogonalisation_it_would_not_be() -> None:
+    """Control: the three-term recurrence alone."""
+    A = symmetric(10.0 ** (i / 5) for i in range(40))
+    D = [nn.functional.normalize(torch.randn(40).double(), dim=0)]
+    beta, before = 0.0, torch.zeros(40).double()
+    for _ in range(39):
+        h = A @ D[-1] - beta * before
+        h -= (D[-1] @ h) * D[-1]
+        beta, before = float(h.norm()), D[-1]
+        D.append(h / beta)
+    basis = torch.stack(D)
+    assert float((basis @ basis.T - torch.eye(40)).abs().max()) > 0.1
+
+
+def test_the_default_length() -> None:
+    assert default_iterations(10**6, 1) == math.ceil(2 * math.log(10**6))
+    assert default_iterations(10**6, 13) == 52
+    assert default_iterations(20, 13) == 20
+    assert [default_iterations(n, 1) for n in (1, 2, 3)] == [1, 2, 3]
+
+
+# Eigenpairs.
+
+
+@few
+@given(
+    st.lists(st.floats(-5, 5), min_size=1, max_size=25),
+    st.integers(0, 4), st.integers(0, 4), st.integers(0, 99),
+)  # fmt: skip
+def test_a_full_run_finds_both_ends(
+    values: list[float], largest: int, smallest: int, seed: int
+) -> None:
+    """Distinct eigenvalues, as many as there are unknowns."""
+    values = [value + i for i, value in enumerate(sorted(values))]
+    largest = min(max(largest, 1), len(values))
+    smallest = min(smallest, len(values) - largest)
+    A = symmetric(values, seed)
+    pairs = of_quadratic(
+        A, largest=largest, smallest=smallest, iterations=len(A), tol=0.0, seed=seed
+    )
+    assert pairs.products == len(A)
+    assert_pairs(pairs, A)
+
+
+@pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
+def test_networks(hvp: Any) -> None:
+    """Both ends against the dense Hessian's, and the vectors parameter by parameter."""
+    model, (x, y) = MLP.model(), MLP.batch(12)
+    H = hessian(model, x, y, cross_entropy)
+    pairs = eigenpairs(
+        lambda: cross_entropy(model(x), y), model,
+        largest=4, smallest=3, iterations=60, tol=1e-9, hvp=hvp,
+    )  # fmt: skip
+    assert_pairs(pairs, H, 1e-6 if hvp == "differences" else 1e-10)
+    assert pairs.converged.all() or hvp == "differences"
+    parts = pairs.parts(model.parameters())
+    assert [part.shape for part in parts] == [(7, *p.shape) for p in model.parameters()]
+    assert torch.equal(torch.cat([part.flatten(1) for part in parts], 1), pairs.eigenvectors)
+
+
+def test_residuals_are_true_before_convergence() -> None:
+    A = symmetric(1.1**i for i in range(50))
+    pairs = of_quadratic(A, largest=3, smallest=2, iterations=12, tol=1e-6)
+    residuals = explicit_residuals(pairs, A)
+    torch.testing.assert_close(pairs.residuals, residuals, rtol=1e-9, atol=1e-12)
+    assert float(residuals.max()) > 0.01
+    assert pairs.converged.tolist() == (residuals <= 1e-6 * pairs.eigenvalues.abs()).tolist()
+    assert not pairs.converged.all()
+    distances = (pairs.eigenvalues[:, None] - torch.linalg.eigvalsh(A)).abs().min(dim=1).values
+    assert (distances <= residuals + 1e-12).all(), "an eigenvalue within the residual"
+
+
+def test_it_stops_where_all_pairs_are_within_tol() -> None:
+    A = symmetric(1.2**i for i in range(60))
+    products = []
+    for tol in (0.0, 1e-8, 1e-2):
+        pairs = of_quadratic(A, largest=3, iterations=50, tol=tol)
+        products.append(pairs.products)
+        assert pairs.converged.all()
+    assert products[0] == 50 > products[1] > products[2] > 3
+    shorter = of_quadratic(A, largest=3, iterations=products[1] - 1, tol=1e-8)
+    assert not shorter.converged.all(), "no product is made in vain"
+    one_end = of_quadratic(A, largest=1, iterations=50, tol=1e-8)
+    assert one_end.products < products[1]
+
+
+def test_products_are_counted() -> None:
+    calls = 0
+    loss, params = quadratic(symmetric(range(30)))
+
+    def counting() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return loss()
+
+    pairs = eigenpairs([counting], params, largest=2, iterations=11, tol=0.0, hvp="recomputed")
+    assert pairs.products == calls == 11
+    assert eigenpairs(loss, params, largest=2).products == default_iterations(30, 2) == 8
+
+
+def test_a_start_in_an_invariant_subspace_stays_in_it() -> None:
+    """The sum of r exact eigenvectors ends after r products, of however small a share of one."""
+    A = symmetric(range(1, 31))
+    values, Q = torch.linalg.eigh(A)
+    for shares in ([1.0, 1.0, 1.0], [1.0, 1e-3, 50.0]):
+        start = Q[:, -3:] @ torch.tensor(shares).double()
+        pairs = of_quadratic(A, largest=3, iterations=30, tol=1e-6, start=start)
+        assert pairs.products == 3
+        assert_pairs(pairs, A, 1e-9)
+    inner = of_quadratic(A, largest=2, iterations=30, tol=1e-6, start=Q[:, 10] + Q[:, 12])
+    torch.testing.assert_close(inner.eigenvalues, values[[12, 10]], rtol=1e-10, atol=0)
+    assert inner.products == 2
+    # One eigenvector is not enough for two pairs: it goes on from a random vector.
+    more = of_quadratic(A, largest=2, iterations=30, tol=1e-9, start=Q[:, -1].clone())
+    assert_pairs(more, A, 1e-9)
+
+
+def test_a_warm_start_saves_products() -> None:
+    A = symmetric(1.1**i for i in range(60))
+    cold = of_quadratic(A, largest=4, iterations=60, tol=1e-3)
+    changed = A + 1e-3 * symmetric(range(60), seed=1)
+    again = of_quadratic(changed, largest=4, iterations=60, tol=1e-3)
+    start = cold.eigenvectors.sum(0)
+    warm = of_quadratic(changed, largest=4, iterations=60, tol=1e-3, start=start)
+    assert warm.products < again.products
+    assert torch.equal(start, cold.eigenvectors.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "values",
+    [[0.0] * 12, [3.0] * 12, [-2.0] * 12, [5.0] + [0.0] * 11, [4.0, 2.0, -1.0] + [0.0] * 9,
+     [1.0] * 6 + [2.0] * 6, [1e-30] * 12, [1e25] * 6 + [2e25] * 6],
+    ids=["zero", "identity", "negative", "rank 1", "rank 3", "two", "tiny", "huge"],
+)  # fmt: skip
+def test_exhausted_krylov_spaces(values: list[float], dtype: torch.dtype) -> None:
+    """A random start sees one vector of each eigenspace; further ones come from fresh vectors."""
+    A = symmetric(values).to(dtype).double()
+    loss, params = quadratic(A, dtype)
+    tol = 1e-10 if dtype == torch.float64 else 5e-6
+    for largest, smallest in ((1, 0), (1, 1), (12, 0), (6, 6), (5, 4)):
+        pairs = eigenpairs(
+            loss, params, largest=largest, smallest=smallest, iterations=12, dtype=dtype
+        )
+        scale = float(A.abs().max()) or 1.0
+        residuals = explicit_residuals(pairs, A)
+        assert float(residuals.max()) <= 3 * tol * scale
+        torch.testing.assert_close(pairs.residuals, residuals, rtol=0, atol=3 * tol * scale)
+        V = pairs.eigenvectors.double()
+        torch.testing.assert_close(V @ V.T, torch.eye(len(V)).double(), rtol=0, atol=tol)
+        if largest + smallest in (2, 12):  # the extreme ones of the spectrum without multiplicity
+            ends = both_ends(A, largest, smallest)
+            torch.testing.assert_close(pairs.eigenvalues, ends, rtol=0, atol=10 * tol * scale)
+
+
+def test_the_last_direction_may_be_nearly_missed() -> None:
+    """This seed's 30th random vector has 4e-4 of its length outside of the other 29."""
+    for dtype, tol in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        space = LocalSpace(torch.zeros_like, 30, dtype)
+        pairs = extreme_pairs(space, space.random(17400, 1.0), 30, 0, seed=17400)
+        assert pairs.finite
+        V = pairs.vectors()
+        torch.testing.assert_close(V @ V.T, torch.eye(30, dtype=dtype), rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_small_problems(size: int) -> None:
+    """Fewer unknowns than iterations, and all eigenpairs."""
+    A = symmetric(range(-1, size - 1))
+    for largest in range(size + 1):
+        pairs = of_quadratic(A, largest=largest, smallest=size - largest, iterations=40)
+        assert pairs.products == size
+        assert_pairs(pairs, A)
+
+
+@few
+@given(st.integers(0, 2**31), st.integers(0, 2**31))
+def test_seeds(first: int, second: int) -> None:
+    """The same one, the same bits; another one, the same eigenpairs but for signs."""
+    A = symmetric(1.3**i for i in range(20))
+    a, b, again = (
+        of_quadratic(A, largest=2, smallest=1, iterations=20, tol=1e-12, seed=seed)
+        for seed in (first, second, first)
+    )
+    assert torch.equal(a.eigenvectors, again.eigenvectors)
+    assert torch.equal(a.eigenvalues, again.eigenvalues)
+    torch.testing.assert_close(a.eigenvalues, b.eigenvalues, rtol=1e-9, atol=1e-9)
+    overlaps = (a.eigenvectors * b.eigenvectors).sum(1).abs()
+    torch.testing.assert_close(overlaps, torch.ones(3).double(), rtol=0, atol=1e-8)
+
+
+def test_the_seed_is_not_torchs() -> None:
+    A = symmetric(range(20))
+    a = of_quadratic(A, iterations=5)
+    torch.rand(1)
+    assert torch.equal(a.eigenvectors, of_quadratic(A, iterations=5).eigenvectors)
+    other = of_quadratic(A, iterations=5, seed=1)
+    assert not torch.allclose(a.eigenvalues, other.eigenvalues, rtol=1e-6)
+
+
+def test_float32_parameters_and_the_dtypes_of_results() -> None:
+    model, (x, y) = MLP.model(torch.float32), MLP.batch(12, torch.float32)
+    H = hessian(MLP.model(), *MLP.batch(12), cross_entropy)
+    loss = lambda: cross_entropy(model(x), y)  # noqa: E731
+    pairs = eigenpairs(loss, model, largest=3, smallest=1, iterations=60, tol=1e-4)
+    assert pairs.eigenvectors.dtype == torch.float32
+    assert pairs.eigenvalues.dtype == pairs.residuals.dtype == torch.float64
+    assert pairs.converged.all()
+    assert_pairs(pairs, H, 2e-5)
+    assert eigenpairs(loss, model, dtype=torch.float64).eigenvectors.dtype == torch.float64
+
+
+def test_the_negative_of_a_loss() -> None:
+    A = symmetric(range(5))
+    loss, params = quadratic(A)
+    v = torch.randn(5).double()
+    with Measured(loss, params, World.alone(), torch.float64, "auto", None, -1.0) as space:
+        torch.testing.assert_close(space.apply(v), -A @ v)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model, (x, y) = MLP.model(), MLP.batch(12)
+    model[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    loss = lambda: cross_entropy(model(x), y)  # noqa: E731
+    a, b = eigenpairs(loss, model), eigenpairs(loss, iter(trained))
+    assert a.eigenvectors.shape[1] == sum(p.numel() for p in trained)
+    assert torch.equal(a.eigenvectors, b.eigenvectors)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
+def test_losses_that_are_not_finite(hvp: Any, value: float) -> None:
+    loss, params = quadratic(symmetric(range(5)))
+    for estimate in (eigenpairs, spectral_density):
+        with pytest.raises(CurvatureError, match="not finite"):
+            estimate(lambda: loss() * value, params, hvp=hvp)
+
+
+def test_a_product_that_fails_later_ends_the_run() -> None:
+    A, calls = symmetric(range(9)), itertools.count()
+
+    def product(d: Tensor) -> Tensor:
+        return A @ d if next(calls) < 3 else d * math.nan
+
+    space = LocalSpace(product, 9, torch.float64)
+    pairs = extreme_pairs(space, space.random(0, 1.0), 2, 0)
+    assert (pairs.finite, pairs.iterations, len(pairs.values)) == (False, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"largest": 0}, "together between 1 and the number of unknowns, 5"),
+        ({"largest": 6}, "together between 1"),
+        ({"largest": 3, "smallest": 3}, "together between 1"),
+        ({"largest": -1, "smallest": 3}, "at least 0"),
+        ({"largest": 2, "iterations": 1}, "below largest"),
+        ({"start": torch.ones(4)}, r"start has shape .*n = 5"),
+        ({"hvp": "dense"}, "not one of auto"),
+    ],
+)
+def test_arguments_outside_their_bounds(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_quadratic(symmetric(range(5)), **options)
+
+
+def test_parameters_there_are_none() -> None:
+    with pytest.raises(ValueError, match="no parameter that requires"):
+        eigenpairs(lambda: torch.ones(()), nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ValueError, match="at least 1"):
+        spectral_density(*quadratic(symmetric(range(5))), probes=0)
+
+
+# The spectral density.
+
+
+@few
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 99))
+def test_a_full_run_is_the_quadrature_of_its_probes(size: int, probes: int, seed: int) -> None:
+    """Mean of zᵀf(H)z / zᵀz over the probes z, exactly, for any f."""
+    A = symmetric([0.5 * i - 3 for i in range(size)], seed)
+    density = spectral_density(*quadratic(A), probes=probes, iterations=size, seed=seed)
+    assert density.products == probes * size
+    torch.testing.assert_close(
+        density.weights.sum(1), torch.ones(probes).double(), rtol=0, atol=1e-12
+    )
+    space = LocalSpace(lambda d: d, size, torch.float64)
+    Z = torch.stack([space.random(seed + i, 1.0) for i in range(probes)])
+    functions: Sequence[Any] = [lambda x: x, torch.square, torch.exp]
+    for function, f_of_A in zip(functions, [A, A @ A, torch.matrix_exp(A)], strict=True):
+        means = ((Z @ f_of_A) * Z).sum(1) / Z.square().sum(1)
+        assert density.expectation(function) == pytest.approx(float(means.mean()), rel=1e-9)
+
+
+def test_moments_are_traces() -> None:
+    """tr H / n and tr H² / n of a network, over many probes."""
+    model, (x, y) = MLP.model(), MLP.batch(12)
+    H = hessian(model, x, y, cross_entropy)
+    density = spectral_density(
+        lambda: cross_entropy(model(x), y), model, probes=200, iterations=4
+    )  # four products are exact up to the seventh moment
+    for function, power in ((lambda x: x, H), (torch.square, H @ H)):
+        trace = float(power.trace()) / len(H)
+        spread = math.sqrt(2 * float(power.square().sum()) / 200) / len(H)
+        assert density.expectation(function) == pytest.approx(trace, abs=4 * spread)
+        assert density.expectation(function) != pytest.approx(2 * trace, abs=4 * spread)
+
+
+def test_on_a_grid_it_is_the_histogram_of_the_spectrum() -> None:
+    """A quarter of the eigenvalues at −2, half at 0, a quarter at 3; n = 400."""
+    A = torch.tensor([-2.0] * 100 + [0.0] * 200 + [3.0] * 100).double()
+    w = nn.Parameter(torch.ones(400).double())
+    density = spectral_density(lambda: 0.5 * (A * w * w).sum(), [w], probes=20, iterations=10)
+    assert density.nodes.shape == density.weights.shape == (20, 10)
+    assert density.products == 60, "three products exhaust the space"
+    assert not density.weights[:, 3:].any()
+    grid = torch.linspace(-4, 5, 9001)
+    curve = density.on(grid, 0.1)
+    step = 9 / 9000
+    assert float(curve.sum()) * step == pytest.approx(1.0, abs=1e-6)
+    for center, share in ((-2.0, 0.25), (0.0, 0.5), (3.0, 0.25)):
+        near = (grid - center).abs() < 0.5
+        assert float(curve[near].sum()) * step == pytest.approx(share, abs=0.03)
+    far = (grid - 1.5).abs() < 0.5
+    assert float(curve[far].sum()) * step < 1e-6
