@@ -3,6 +3,9 @@
 optimizer = make(KAISA, model, base=torch.optim.Adam)
 take(model, optimizer, batch)
 factors(optimizer)["0"]  # (A, G) of the layer named "0"
+
+`each_system` is for what holds of every optimizer, `each_kronecker` for what looks at factors;
+`curvature_of` is what either knows of the curvature.
 """
 
 from __future__ import annotations
@@ -11,20 +14,22 @@ import copy
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from reference import cross_entropy
 from torch import Tensor, nn
 
-from second_order import DPKFAC, KAISA
+from second_order import DHO2, DPKFAC, KAISA
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reference import Batch, Factors
 
     from second_order import SecondOrderOptimizer
 
-SYSTEMS: list[type[SecondOrderOptimizer]] = [KAISA, DPKFAC]
+KRONECKER: list[type[SecondOrderOptimizer]] = [KAISA, DPKFAC]
+SYSTEMS: list[type[SecondOrderOptimizer]] = [*KRONECKER, DHO2]
 EXACT = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 PLAIN: dict[str, Any] = {
     "lr": 0.05,
@@ -37,6 +42,14 @@ PLAIN: dict[str, Any] = {
     "refresh_warmup_steps": 0,
     **EXACT,
 }
+PAIRS: dict[str, Any] = {
+    "lr": 0.05,
+    "largest": 3,
+    "smallest": 1,
+    "warmup_steps": 1,
+    "curvature_interval": 2,
+    "newton_scale": 0.5,
+}
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "Adam": (torch.optim.Adam, {"lr": 0.01}),
@@ -46,13 +59,53 @@ BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+def _named(value: Any) -> str | None:
+    return value.__name__ if isinstance(value, type) else None
+
+
+each_system = pytest.mark.parametrize("System", SYSTEMS, ids=_named)
+each_kronecker = pytest.mark.parametrize("System", KRONECKER, ids=_named)
+eigenpairs_only = pytest.mark.parametrize("System", [DHO2], ids=_named)
+each_variant = pytest.mark.parametrize(
+    ("System", "options"),
+    [
+        *(
+            pytest.param(System, {"fisher": fisher}, id=f"{System.__name__}-{fisher}")
+            for System in KRONECKER
+            for fisher in ("empirical", "sampled")
+        ),
+        pytest.param(DHO2, {}, id="DHO2"),
+    ],
+)
+
+
 def make(
     System: type[SecondOrderOptimizer], params_or_model: Any, /, **options: Any
 ) -> Any:  # whatever the system has beyond the contract
-    """A system in float64 with `PLAIN` options, as far as it has them, and those given."""
+    """A system in float64 with `PLAIN` or `PAIRS`, as far as it has them, and those given."""
     known = inspect.signature(System).parameters
-    plain = {name: value for name, value in PLAIN.items() if name in known}
+    ours = PAIRS if issubclass(System, DHO2) else PLAIN
+    plain = {name: value for name, value in ours.items() if name in known}
     return System(params_or_model, **{**plain, **options})
+
+
+def base_only(System: type[SecondOrderOptimizer]) -> dict[str, Any]:
+    """Options that leave everything to the base."""
+    return {"largest": 0, "smallest": 0} if System is DHO2 else {"skip_layers": ["*"]}
+
+
+def asking(
+    model: nn.Module,
+    optimizer: Any,
+    batch: Batch,
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+) -> dict[str, Any]:
+    """What `step` is to be given besides its closure: the curvature's, where there is one."""
+    if not isinstance(optimizer, DHO2):
+        return {}
+    inner: Any = getattr(model, "_orig_mod", model)  # a compiled one has no second derivatives
+    x, y = batch
+    return {"curvature_closure": lambda: loss(inner(x), y)}
 
 
 def take(
@@ -66,7 +119,7 @@ def take(
     optimizer.zero_grad()
     value = loss(model(x), y)
     value.backward()
-    optimizer.step()
+    optimizer.step(**asking(model, optimizer, batch, loss))
     return value.detach()
 
 
@@ -77,6 +130,19 @@ def factors(optimizer: Any) -> dict[str, Factors]:
         for block in optimizer._blocks
         if block.factors is not None
     }
+
+
+def curvature_of(optimizer: Any) -> dict[str, tuple[Tensor, ...]]:
+    """Copies of what an optimizer knows of the curvature; nothing where it knows nothing."""
+    if not isinstance(optimizer, DHO2):
+        return dict(factors(optimizer))
+    subspace = optimizer._subspace
+    if subspace is None:
+        return {}
+    vectors = subspace.basis.vectors
+    carried = vectors[0] * 0.0 if subspace.carried is None else subspace.carried * subspace.decayed
+    known = (subspace.values, vectors, subspace.residuals, subspace.momentum, carried)
+    return {"eigenpairs": tuple(value.clone() for value in known)}
 
 
 def hook_count(model: nn.Module) -> int:
@@ -98,15 +164,25 @@ def _tensors(values: Iterable[Tensor] | nn.Module) -> Iterator[Tensor]:
     return iter(values)
 
 
+def assert_same_curvature(
+    actual: Mapping[str, Sequence[Tensor]],
+    expected: Mapping[str, Sequence[Tensor]],
+    rtol: float = 1e-10,
+) -> None:
+    """Raise unless both know as much, equal up to rounding."""
+    assert actual.keys() == expected.keys()
+    assert actual, "nothing is known of the curvature"
+    for name, values in expected.items():
+        for found, value in zip(actual[name], values, strict=True):
+            atol = rtol * float(value.abs().max())
+            torch.testing.assert_close(found, value, rtol=rtol, atol=atol)
+
+
 def assert_same_factors(
     actual: dict[str, Factors], expected: dict[str, Factors], rtol: float = 1e-10
 ) -> None:
     """Raise unless both have the same layers with factors equal up to rounding."""
-    assert actual.keys() == expected.keys()
-    assert actual, "no layer has factors"
-    for name, (A, G) in expected.items():
-        torch.testing.assert_close(actual[name][0], A, rtol=rtol, atol=rtol * float(A.abs().max()))
-        torch.testing.assert_close(actual[name][1], G, rtol=rtol, atol=rtol * float(G.abs().max()))
+    assert_same_curvature(actual, expected, rtol)
 
 
 def identity_curvature(
@@ -114,10 +190,14 @@ def identity_curvature(
 ) -> Any:
     """A system over `model` whose factors are identities and stay so, and whose damping is 0.
 
+    One of eigenpairs waits for them for ever.
+
     Args:
         plain: the base alone on a copy of the model, before its first step.
         batch: of the model's inputs, to bring a checkpoint into being.
     """
+    if System is DHO2:
+        return make(System, model, warmup_steps=10**9, **options)
     options = {
         "damping": 0.0,
         "symmetry_aware": False,  # factors as matrices, not triangles

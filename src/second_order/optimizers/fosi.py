@@ -159,6 +159,9 @@ class FOSIOptimizer(FlatOptimizer):
 
     # -------------------------------------------------------------------------------- stepping
 
+    def _nothing_captured(self) -> bool:
+        return self._given is None
+
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -433,7 +436,7 @@ class FOSIOptimizer(FlatOptimizer):
             (part.get("refreshed_at", -1) for part in saved.values()), default=-1
         )
         loaded = load_eigenpairs(saved, self._layout.params, self._dtype)
-        if loaded is None:
+        if loaded is None or self._closed:
             return
         mine = slice(0, self._layout.size)
         if self._split_rows:

@@ -62,9 +62,9 @@ def eigenpair_parts(
         )
     elif room:
         r, device = min(room, layout.size), layout.params[0].device
-        nothing = torch.zeros(r, dtype=torch.float64)
+        values, residuals = (torch.zeros(r, dtype=torch.float64) for _ in range(2))
         vectors = torch.zeros((r, layout.size), dtype=dtype, device=device)
-        here = Loaded(nothing, vectors, nothing, 0, vectors.new_zeros(r), None, 1.0)
+        here = Loaded(values, vectors, residuals, 0, vectors.new_zeros(r), None, 1.0)
     else:
         return {}
     if here.carried is None and room:
