@@ -1,0 +1,222 @@
+"""DHO2's curvature closure: how it is given, how it fails, and that a refresh leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import same
+from pairs import ADAM, BATCHES, CASE, CURVED, SGD, alike, closure_of, dho2, go, take
+from ranks import assert_same_trajectory, vector
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from second_order import DHO2, CurvatureError, SecondOrderWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def test_the_closure_is_given_in_three_ways() -> None:
+    trajectories = []
+    for how in ("constructor", "assignment", "step", "step before own"):
+        model = CASE.model()
+        good = closure_of(model)
+        bad = closure_of(model, CASE.batch(5, seed=1))
+        own = {"constructor": good, "step before own": bad}.get(how)
+        optimizer = dho2(model, curvature_closure=own, momentum=0.9)
+        if how == "assignment":
+            optimizer.curvature_closure = good
+        given = {"curvature_closure": good} if how.startswith("step") else {}
+        trajectory = []
+        for x, y in BATCHES:
+
+            def closure(
+                x: Tensor = x, y: Tensor = y, model: Any = model, opt: Any = optimizer
+            ) -> Any:
+                opt.zero_grad()
+                loss = cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure, **given).detach() > 0.0
+            trajectory.append(vector(model))
+        trajectories.append(trajectory)
+    for trajectory in trajectories[1:]:
+        assert same(trajectory, trajectories[0])
+
+
+def test_micro_batches_weigh_by_their_examples_however_products_are_made() -> None:
+    x, y = CURVED
+
+    def closures(model: nn.Module, *cuts: int) -> list[Callable[[], Any]]:
+        def one(a: int, b: int) -> Callable[[], Any]:
+            return lambda: (cross_entropy(model(x[a:b]), y[a:b]), b - a)
+
+        return [one(a, b) for a, b in zip((0, *cuts), (*cuts, len(x)), strict=True)]
+
+    model = CASE.model()
+    expected = go(model, dho2(model), BATCHES)
+    for hvp, cuts, rtol in (
+        ("auto", (), 1e-9),
+        ("auto", (4, 11), 1e-9),
+        ("retained", (4, 11), 1e-9),
+        ("recomputed", (), 1e-9),
+        ("differences", (7,), 1e-4),
+    ):
+        model = CASE.model()
+        options = {} if rtol < 1e-4 else {"lanczos_tol": 1e-6, "lanczos_iterations": 40}
+        optimizer = dho2(model, curvature_closure=closures(model, *cuts), hvp=hvp, **options)
+        assert_same_trajectory(go(model, optimizer, BATCHES), expected, rtol, (hvp, cuts))
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (1 - x.tanh() ** 2)
+
+
+def freed(model: nn.Module) -> Tensor:
+    loss = closure_of(model)()
+    loss.backward()
+    return loss
+
+
+def broken(model: nn.Module) -> Tensor:
+    raise KeyError("the file of the batch")
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "freed": (freed, CurvatureError, r"without calling backward\(\)"),
+    "vector": (lambda model: model(CURVED[0]).sum(1), CurvatureError, r"\(30,\).*mean or its sum"),
+    "detached": (lambda model: closure_of(model)().detach(), CurvatureError, "detach"),
+    "none": (lambda model: None, CurvatureError, "NoneType"),
+    "once": (
+        lambda model: cross_entropy(Once.apply(model(CURVED[0])), CURVED[1]),
+        CurvatureError,
+        "Once.*once_differentiable.*differences",
+    ),
+    "its own": (broken, KeyError, "the file of the batch"),
+    "missing": (None, CurvatureError, r"DHO2\(..., curv.*assign.*step\(curv.*=f\)"),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_closure_that_fails_leaves_all_as_it_was_and_training_goes_on(
+    name: str, first: bool
+) -> None:
+    function, error, text = WRONG[name]
+    at = 2 if first else 6
+    kwargs = {"momentum": 0.9}
+    model, straight = CASE.model(), CASE.model()
+    expected = go(straight, dho2(straight, **kwargs), BATCHES)
+    optimizer = dho2(model, **kwargs)
+    go(model, optimizer, BATCHES[:at])
+    x, y = BATCHES[at]
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.curvature_closure = None if function is None else lambda: function(model)
+    gradients = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    before = copy.deepcopy(
+        (model.state_dict(), optimizer.state_dict(), optimizer.curvature.products)
+    )
+    random = torch.get_rng_state()
+    with pytest.raises(error, match=text):
+        optimizer.step()
+    assert alike(before[0], model.state_dict())
+    assert alike(before[1], optimizer.state_dict())
+    assert before[2] == optimizer.curvature.products
+    assert torch.equal(random, torch.get_rng_state())
+    for p, (gradient, values) in zip(model.parameters(), gradients, strict=True):
+        assert p.grad is gradient
+        assert torch.equal(gradient, values)
+    optimizer.curvature_closure = closure_of(model)
+    optimizer.step()
+    assert same([vector(model), *go(model, optimizer, BATCHES[at + 1 :])], expected[at:])
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.outer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
+def test_a_refresh_disturbs_neither_chance_nor_buffers_nor_gradients_nor_mode(hvp: Any) -> None:
+    """A curvature that is never finite leaves the base alone, whose run must not notice it."""
+    torch.manual_seed(0)
+    plain = Noisy().double()
+    model = copy.deepcopy(plain)
+    x, y = CURVED
+
+    def spoiled() -> Tensor:
+        model.inner.eval()
+        model.outer(model.inner[1](model.inner[0](x))).sum()
+        model.train()
+        loss = cross_entropy(model(x), y)
+        model.inner.eval()
+        return loss * math.nan
+
+    torch.manual_seed(1)
+    expected = go(plain, ADAM(plain.parameters(), lr=0.01), BATCHES)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    optimizer = DHO2(
+        model,
+        base=ADAM,
+        lr=0.01,
+        warmup_steps=0,
+        curvature_interval=1,
+        hvp=hvp,
+        curvature_closure=spoiled,
+    )
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always", SecondOrderWarning)
+        assert same(go(model, optimizer, BATCHES), expected)
+    assert len(messages) == len(BATCHES) == optimizer.curvature.failures
+    assert "step 0 is not finite: no eigenpairs yet" in str(messages[0].message)
+    assert torch.equal(after, torch.get_rng_state())
+    assert same(model, plain)
+    # And one that succeeds.
+    optimizer.curvature_closure = closure_of(model)
+    take(model, optimizer, BATCHES[0])
+    take(plain, SGD(plain.parameters(), lr=0.0), BATCHES[0])
+    assert optimizer.curvature.eigenvalues.isfinite().all()
+    assert len(optimizer.curvature.eigenvalues) == 10
+    for part, other in zip(model.modules(), plain.modules(), strict=True):
+        assert part.training
+        assert same(part.buffers(), other.buffers())
+
+
+def test_a_curvature_that_is_not_finite_keeps_the_last_pairs() -> None:
+    """It is as if the refresh had not been due, but for the counts and the warning."""
+    steady, model = CASE.model(), CASE.model()
+    expected = go(steady, dho2(steady, momentum=0.9, curvature_interval=100), BATCHES[:10])
+    optimizer = dho2(model, momentum=0.9)
+    found = go(model, optimizer, BATCHES[:6])
+    values = optimizer.curvature.eigenvalues
+    optimizer.curvature_closure = lambda: closure_of(model)() * math.inf
+    with pytest.warns(SecondOrderWarning, match="step 6 is not finite: the last eigenpairs are"):
+        found += go(model, optimizer, BATCHES[6:10])
+    assert same(found, expected)
+    report = optimizer.curvature
+    assert torch.equal(report.eigenvalues, values)
+    assert (report.failures, report.refreshes, report.step) == (1, 2, 6)
+    assert "not finite: 1" in str(optimizer.summary())
