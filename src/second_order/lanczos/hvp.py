@@ -49,6 +49,7 @@ class Hessian:
     Attributes:
         size: n, the number of unknowns.
         examples: The weight of this process's batch, once it has been evaluated.
+        loss: Its loss times that weight.
         products: How many products have been made.
 
     Raises:
@@ -75,6 +76,7 @@ class Hessian:
         self._sizes = [p.numel() for p in self.params]
         self.size = sum(self._sizes)
         self.examples = 0.0
+        self.loss: Tensor | float = 0.0
         self.products = 0
         self._graphs: list[tuple[float, list[Tensor | None]]] = []
 
@@ -87,7 +89,6 @@ class Hessian:
             self._random = RandomState(self.params)
             if self._mode == "retained":
                 self._graphs = [self._gradient(f, twice=True) for f in self._loss_fns]
-                self.examples = sum(examples for examples, _ in self._graphs)
         except BaseException:
             self.__exit__()
             raise
@@ -119,11 +120,10 @@ class Hessian:
                 for examples, gradients in self._graphs:
                     self._add_product(gradients, directions, examples, result, retain=True)
             else:
-                self.examples = 0.0
+                self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
                     self._rewind()
                     examples, gradients = self._gradient(loss_fn, twice=True)
-                    self.examples += examples
                     self._add_product(gradients, directions, examples, result, retain=False)
         return result
 
@@ -168,11 +168,10 @@ class Hessian:
             for sign in (1.0, -1.0):
                 for p, w, v in zip(self.params, before, directions, strict=True):
                     p.data.copy_(w).add_(v, alpha=sign * step)
-                self.examples = 0.0
+                self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
                     self._rewind()
                     examples, gradients = self._gradient(loss_fn, twice=False)
-                    self.examples += examples
                     self._add(gradients, sign * examples / (2 * step), result)
         finally:
             for p, w in zip(self.params, before, strict=True):
@@ -186,6 +185,8 @@ class Hessian:
     def _gradient(self, loss_fn: LossFn, *, twice: bool) -> tuple[float, list[Tensor | None]]:
         """(examples, ∇L), with the graph of ∇L if it is to be differentiated again."""
         loss, examples = _checked(loss_fn())
+        self.examples += examples
+        self.loss += examples * loss.detach().double()
         custom = _custom_functions(loss)
         used: list[Any] = []
         hooks = [node.register_prehook(partial(_note, used, f)) for node, f in custom]

@@ -18,7 +18,7 @@ column    n × r/P   n                   all-reduces of n: the gradient, g₁, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,19 @@ class DHO2(FOSIOptimizer):
         lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the
             k steepest directions are out of their way. None for the published values: 3 for SGD,
             1 for other bases, which scale their steps themselves.
+        lr_scale_guard: Let s grow by half at a refresh, and take that back where the loss of the
+            curvature batch has risen since the last one: a learning rate that the base bears alone
+            may be too long times 3. False for s as published.
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
             max(4(k + l), 2 ln n).
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
         lanczos_dtype: Of the eigenvectors; None for float64 where a parameter is, else float32.
         eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when
             steps are divided by them.
-        subspace_momentum: β of the momentum in the eigenvectors' span; None for the base's own.
+        subspace_momentum: Of the gradient in the eigenvectors' span. "average": the base's β, as a
+            running average, so that α means the same whatever the base's momentum. "base": just as
+            the base does it, which for SGD with β sums up 1 / (1 − β) as much ([F] with α = 0.01
+            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
         warm_start: Start a refresh from the last eigenvectors.
         hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature
             batch for a refresh; "recomputed" evaluates the closure again for each product, one
@@ -110,11 +116,12 @@ class DHO2(FOSIOptimizer):
         warmup_steps: int | None = None,
         newton_scale: Schedule = 0.1,
         lr_scale_clip: float | None = None,
+        lr_scale_guard: bool = True,
         lanczos_iterations: int | None = None,
         lanczos_tol: float = 1e-2,
         lanczos_dtype: torch.dtype | None = None,
         eigenvalue_floor: float = 1e-2,
-        subspace_momentum: float | None = None,
+        subspace_momentum: float | Literal["average", "base"] = "average",
         warm_start: bool = True,
         hvp: ProductMode = "auto",
         layout: Layout = "row",

@@ -11,6 +11,7 @@ base has moved the parameters by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,10 @@ from second_order.optimizers.subspace import (
 from second_order.report import Summary
 
 __all__ = ["CurvatureReport", "FOSIOptimizer"]
+
+# The guard of s: how it grows at a refresh, what it loses after one at which the loss has risen,
+# and by which share the loss may rise, which it does by chance.
+GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ class FOSIOptimizer(FlatOptimizer):
         self._closed = False
         self._products = self._total_products = self._refreshes = self._failures = 0
         self._refreshed_at = -1
+        self._batch_loss = math.inf
+        self._bound = 1.0  # on s, by the guard
         self._share: Tensor | None = None
         super().__init__(
             params_or_model,
@@ -218,10 +225,10 @@ class FOSIOptimizer(FlatOptimizer):
         torch._foreach_copy_(self._before, values)
 
     def _momentum_rule(self) -> tuple[float, float, bool]:
-        """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg: the base's own ([F])."""
-        group = self.param_groups[0]
-        if self._options.subspace_momentum is not None:
-            return self._options.subspace_momentum, 1.0, False
+        """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
+        group, chosen = self.param_groups[0], self._options.subspace_momentum
+        if isinstance(chosen, float | int):
+            return float(chosen), 1.0 - chosen, False
         betas = {str(g.get("betas", g.get("momentum"))) for g in self.param_groups}
         if len(betas) > 1 and self._first_time("momentum"):
             self._warn(
@@ -232,6 +239,8 @@ class FOSIOptimizer(FlatOptimizer):
             beta = float(group["betas"][0])
             return beta, 1.0 - beta, False
         momentum = float(group.get("momentum") or 0.0)
+        if chosen == "average":
+            return momentum, 1.0 - momentum, bool(group.get("nesterov"))
         gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
         return momentum, gain, bool(group.get("nesterov"))
 
@@ -316,11 +325,13 @@ class FOSIOptimizer(FlatOptimizer):
                 seed=options.seed,
             )
             space.raise_together()
+            loss = space.loss()
         self._refreshed_at = self._steps
         self._refreshes += 1
         self._products = pairs.iterations
         self._total_products += pairs.iterations
-        if pairs.finite:
+        if pairs.finite and math.isfinite(loss):
+            self._guard(loss)
             self._adopt_pairs(pairs)
             return
         self._failures += 1
@@ -329,6 +340,12 @@ class FOSIOptimizer(FlatOptimizer):
             f"the curvature at step {self._steps} is not finite: {kept} (failure "
             f"{self._failures} of {self._refreshes} refreshes)"
         )
+
+    def _guard(self, loss: float) -> None:
+        """Let s grow while the loss of the curvature batch does not rise."""
+        risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
+        self._bound = max(1.0, self._bound * (SHRINK if risen else GROWTH))
+        self._batch_loss = loss
 
     def _no_closure(self) -> Any:
         raise CurvatureError(
@@ -365,6 +382,9 @@ class FOSIOptimizer(FlatOptimizer):
     ) -> Subspace:
         rates = newton_rates(values, self._options.eigenvalue_floor)[basis.mine]
         clip = self._options.rest_clip(type(self._base))
+        self._bound = min(self._bound, clip)
+        if self._options.lr_scale_guard:
+            clip = self._bound
         return Subspace(
             basis,
             values,
@@ -409,8 +429,13 @@ class FOSIOptimizer(FlatOptimizer):
 
     # ------------------------------------------------------------------------ state and summary
 
-    def _counts(self) -> dict[str, int]:
-        return {"steps": self._steps, "refreshed_at": self._refreshed_at}
+    def _counts(self) -> dict[str, float]:
+        return {
+            "steps": self._steps,
+            "refreshed_at": self._refreshed_at,
+            "batch_loss": self._batch_loss,
+            "rest_scale_bound": self._bound,
+        }
 
     def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
         if self._layout is None:
@@ -435,6 +460,9 @@ class FOSIOptimizer(FlatOptimizer):
         self._refreshed_at = max(
             (part.get("refreshed_at", -1) for part in saved.values()), default=-1
         )
+        for part in saved.values():
+            self._batch_loss = part.get("batch_loss", math.inf)
+            self._bound = part.get("rest_scale_bound", 1.0)
         loaded = load_eigenpairs(saved, self._layout.params, self._dtype)
         if loaded is None or self._closed:
             return

@@ -41,11 +41,12 @@ class FOSIOptions:
     warmup_steps: int | None
     newton_scale: Schedule
     lr_scale_clip: float | None
+    lr_scale_guard: bool
     lanczos_iterations: int | None
     lanczos_tol: float
     lanczos_dtype: torch.dtype | None
     eigenvalue_floor: float
-    subspace_momentum: float | None
+    subspace_momentum: float | Literal["average", "base"]
     warm_start: bool
     hvp: ProductMode
     layout: Layout
@@ -75,15 +76,18 @@ class FOSIOptions:
         check_number(
             "eigenvalue_floor", self.eigenvalue_floor, low=0.0, high=1.0, remedy="0.01 is usual"
         )
-        if self.subspace_momentum is not None:
+        if isinstance(self.subspace_momentum, str):
+            check_choice("subspace_momentum", self.subspace_momentum, ("average", "base"))
+        else:
             check_number(
                 "subspace_momentum",
                 self.subspace_momentum,
                 low=0.0,
                 high=1.0,
                 open_high=True,
-                remedy="None for the base's own",
+                remedy="use 'average' for that of the base",
             )
+        check_flag("lr_scale_guard", self.lr_scale_guard)
         check_flag("warm_start", self.warm_start)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
         check_choice("layout", self.layout, ("row", "column"))
