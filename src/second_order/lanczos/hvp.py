@@ -65,7 +65,9 @@ class Hessian:
         mode: ProductMode = "auto",
         model: nn.Module | None = None,
     ) -> None:
-        self._loss_fns: list[LossFn] = [loss_fns] if callable(loss_fns) else list(loss_fns)
+        self._loss_fns: list[LossFn] = (
+            list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
+        )
         if mode not in get_args(ProductMode):
             raise ValueError(f"hvp={mode!r} is not one of {', '.join(get_args(ProductMode))}")
         if mode == "auto":
@@ -83,6 +85,12 @@ class Hessian:
     def __enter__(self) -> Hessian:
         if not self._loss_fns:
             raise ValueError("the sequence of loss functions is empty; give one a micro-batch")
+        for loss_fn in self._loss_fns:
+            if not callable(loss_fn):
+                raise TypeError(
+                    f"the curvature closure is {loss_fn!r}; give a function that returns the loss "
+                    f"of the curvature batch, or a sequence of such functions"
+                )
         self._aside = undisturbed(self.params, self._model)
         self._modules = self._aside.__enter__()
         try:
