@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from models import ZOO
-from ranks import vector
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -60,6 +59,11 @@ def go(
         take(model, optimizer, batch)
         trajectory.append(vector(model))
     return trajectory
+
+
+def vector(model: nn.Module) -> Tensor:
+    """A copy of all parameters, of any memory format."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def alike(a: Any, b: Any) -> bool:

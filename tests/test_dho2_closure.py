@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import same
-from pairs import ADAM, BATCHES, CASE, CURVED, SGD, alike, closure_of, dho2, go, take
-from ranks import assert_same_trajectory, vector
+from pairs import ADAM, BATCHES, CASE, CURVED, SGD, alike, closure_of, dho2, go, take, vector
+from ranks import assert_same_trajectory
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable

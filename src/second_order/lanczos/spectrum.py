@@ -149,7 +149,7 @@ class Eigenpairs:
         """The eigenvectors a parameter at a time: ``(k + l, *p.shape)`` for each."""
         shapes = [p.shape for p in params]
         pieces = self.eigenvectors.split([shape.numel() for shape in shapes], dim=1)
-        return [v.reshape(-1, *shape) for v, shape in zip(pieces, shapes, strict=True)]
+        return [v.reshape(len(v), *shape) for v, shape in zip(pieces, shapes, strict=True)]
 
 
 def eigenpairs(

@@ -124,13 +124,17 @@ class Chunk:
         return self.pieces[0].group
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The parameters, flat: a view of a single one of this dtype, a copy otherwise."""
-        return self._flat([piece.of(piece.param) for piece in self.pieces], dtype)
+        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy."""
+        parts = [piece.of(piece.param) for piece in self.pieces]
+        if len(parts) == 1 and self.pieces[0].param.grad is None:
+            return parts[0].to(dtype, copy=True)
+        return self._flat(parts, dtype)
 
     def put_values(self, flat: Tensor) -> None:
-        """Write the parameters."""
+        """Write the parameters that have a gradient: the others stay, as with any optimizer."""
         for piece, part in zip(self.pieces, flat.split(self.sizes), strict=True):
-            piece.put(piece.param, part)
+            if piece.param.grad is not None:
+                piece.put(piece.param, part)
 
     def gradients(self, dtype: torch.dtype) -> Tensor:
         """The gradients, flat, as :meth:`values`; zeros where there is none."""

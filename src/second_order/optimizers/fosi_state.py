@@ -110,7 +110,7 @@ def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]
     sizes = [p.numel() for p in params]
     parts: dict[Tensor, dict[str, Any]] = {}
     for p, vectors in zip(params, whole.vectors.split(sizes, dim=1), strict=True):
-        parts[p] = {VECTORS: vectors.view(-1, *p.shape)}
+        parts[p] = {VECTORS: vectors.view(len(vectors), *p.shape)}
     if whole.carried is not None:
         for p, carried in zip(params, whole.carried.split(sizes), strict=True):
             parts[p][CARRIED] = carried.view(p.shape)
@@ -155,7 +155,11 @@ def load_eigenpairs(
         return None
     device = params[0].device
     vectors = torch.cat(
-        [part[VECTORS].to(device, dtype).reshape(len(part[VECTORS]), -1) for part in parts], dim=1
+        [
+            part[VECTORS].to(device, dtype).reshape(len(part[VECTORS]), p.numel())
+            for p, part in zip(params, parts, strict=True)
+        ],
+        dim=1,
     )
     carried = None
     if all(CARRIED in part for part in parts):
