@@ -1,15 +1,33 @@
-"""Steps: whatever runs between two calls of `step`, the right statistics are taken, once."""
+"""Steps: whatever runs between two calls of `step`, the right statistics are taken, once.
+
+An optimizer of eigenpairs takes none: it trains as if nothing had run.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
 import warnings
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS, assert_same_factors, factors, make, same, take
+from contract import (
+    BASES,
+    asking,
+    assert_same_curvature,
+    assert_same_factors,
+    curvature_of,
+    each_kronecker,
+    each_system,
+    each_variant,
+    eigenpairs_only,
+    factors,
+    make,
+    same,
+    take,
+)
 from models import CLASSES, ZOO, Checkpointed, Pool
 from reference import (
     captured,
@@ -24,10 +42,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.optim.swa_utils import update_bn
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from second_order import SecondOrderWarning
+from second_order import DHO2, CurvatureError, SecondOrderWarning
+from second_order.optimizers import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,10 +54,7 @@ if TYPE_CHECKING:
     from models import Case
     from reference import Batch, Factors, Loss
 
-pytestmark = [
-    pytest.mark.parametrize("System", SYSTEMS, ids=lambda system: system.__name__),
-    pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4)
 LR, DAMPING = 0.05, 0.1  # those of `make`
@@ -73,9 +89,16 @@ def messages(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
 
 
+def assert_near(a: nn.Module, b: nn.Module, rtol: float = 1e-8, atol: float = 1e-12) -> None:
+    """Raise unless the parameters are equal up to rounding."""
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
+
+
 # The step itself.
 
 
+@each_kronecker
 def test_factors_are_those_of_the_batch_and_the_step_is_their_dense_solve(System: Any) -> None:
     """The plain case that the others of this file are compared with; no clip unless asked for."""
     model = MLP.model()
@@ -93,6 +116,7 @@ def test_factors_are_those_of_the_batch_and_the_step_is_their_dense_solve(System
         torch.testing.assert_close(new.bias, old.bias - LR * bias, rtol=1e-8, atol=1e-12)
 
 
+@each_kronecker
 def test_without_a_clip_the_step_is_longer(System: Any) -> None:
     model, twin = MLP.model(), MLP.model()
     take(model, make(System, model, kl_clip=None), BATCHES[0])
@@ -105,6 +129,7 @@ def test_without_a_clip_the_step_is_longer(System: Any) -> None:
     assert moved[0] > 10 * moved[1] > 0
 
 
+@each_system
 def test_closure_is_called_once_with_gradients_enabled_and_its_loss_returned(System: Any) -> None:
     """Lightning runs forward and backward inside `step(closure)`."""
     model, twin = MLP.model(), MLP.model()
@@ -120,6 +145,8 @@ def test_closure_is_called_once_with_gradients_enabled_and_its_loss_returned(Sys
             calls.append(loss)
             return loss
 
+        if System is DHO2:
+            optimizer.curvature_closure = asking(model, optimizer, (x, y))["curvature_closure"]
         with torch.no_grad():
             returned = optimizer.step(closure)
         assert returned is calls[-1]
@@ -130,6 +157,7 @@ def test_closure_is_called_once_with_gradients_enabled_and_its_loss_returned(Sys
     assert optimizer.step(closure=lambda: 3.5) == 3.5
 
 
+@each_kronecker
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_between_forward_and_backward_keeps_the_pair(
     System: Any, set_to_none: bool
@@ -146,6 +174,7 @@ def test_zero_grad_between_forward_and_backward_keeps_the_pair(
     assert weights(optimizer) == {1}
 
 
+@each_kronecker
 def test_zero_grad_drops_the_statistics_of_completed_passes_only(System: Any) -> None:
     """As it drops their gradients."""
     model = MLP.model()
@@ -159,6 +188,7 @@ def test_zero_grad_drops_the_statistics_of_completed_passes_only(System: Any) ->
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 def test_statistics_are_taken_only_every_so_many_steps(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model, factor_update_steps=2, inv_update_steps=4)
@@ -169,6 +199,7 @@ def test_statistics_are_taken_only_every_so_many_steps(System: Any) -> None:
     assert seen == [{1}, {1}, {1.95}, {1.95}]
 
 
+@each_kronecker
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_steps_in_between_cost_nothing(System: Any, fisher: str) -> None:
     """No input is saved for a step that will not look at it, nor does it count at the next."""
@@ -198,6 +229,7 @@ def test_steps_in_between_cost_nothing(System: Any, fisher: str) -> None:
     assert counts[1] == 0
 
 
+@each_kronecker
 def test_two_backwards_through_one_graph_are_two_passes_of_the_same_statistics(System: Any) -> None:
     """`retain_graph=True`: the inputs are still there, and the mean over passes is what it was."""
     model = MLP.model()
@@ -211,6 +243,7 @@ def test_two_backwards_through_one_graph_are_two_passes_of_the_same_statistics(S
     assert weights(optimizer) == {1}
 
 
+@each_kronecker
 def test_two_losses_of_one_forward(System: Any) -> None:
     """Each backward is a pass with statistics of its own: A as before, G their mean."""
     model = MLP.model()
@@ -225,6 +258,7 @@ def test_two_losses_of_one_forward(System: Any) -> None:
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 def test_nothing_of_a_pass_is_held_after_its_backward(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model)
@@ -277,13 +311,14 @@ def scaled(model: nn.Module, optimizer: Any, scaler: Any, batch: Batch, unscale:
     if unscale:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1e6)
-    scaler.step(optimizer)
+    scaler.step(optimizer, **asking(model, optimizer, batch))
     scaler.update()
 
 
+@each_system
 @pytest.mark.parametrize("unscale", [False, True])
 @each_scaler
-def test_factors_with_and_without_loss_scaling_agree(
+def test_curvature_with_and_without_loss_scaling_agrees(
     System: Any, scaler: str, unscale: bool
 ) -> None:
     """Captured gradients carry the scale S and G its square, whatever S is at the time."""
@@ -293,13 +328,14 @@ def test_factors_with_and_without_loss_scaling_agree(
     for batch in BATCHES:
         scaled(model, optimizer, scaling, batch, unscale)
         take(twin, plain, batch)
-        assert_same_factors(factors(optimizer), factors(plain))
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-12)
+        if System is not DHO2 or plain.curvature.refreshes:
+            assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
+        assert_near(model, twin)
     if scaling.is_enabled():
         assert scaling.get_scale() > 1024
 
 
+@each_kronecker
 def test_a_scaler_that_the_optimizer_was_not_told_of_is_refused(System: Any) -> None:
     """The captured gradients would carry its scale, and training would stall without a word."""
     model = MLP.model()
@@ -309,6 +345,21 @@ def test_a_scaler_that_the_optimizer_was_not_told_of_is_refused(System: Any) -> 
         scaled(model, optimizer, SCALERS["torch.amp"](), BATCHES[0], unscale=False)
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     scaled(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), BATCHES[0], unscale=False)
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("scaler", ["torch.amp", "torch.cpu.amp"])
+def test_one_process_of_eigenpairs_need_not_be_told_of_its_scaler(System: Any, scaler: str) -> None:
+    """Gradients come unscaled, and the curvature closure's loss was never scaled."""
+    model, twin = MLP.model(), MLP.model()
+    optimizer, plain = make(System, model), make(System, twin)
+    scaling = SCALERS[scaler]()
+    for batch in BATCHES:
+        scaled(model, optimizer, scaling, batch, unscale=False)
+        take(twin, plain, batch)
+    assert scaling.get_scale() > 1024
+    assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
+    assert_near(model, twin)
 
 
 def infinite_gradient(layer: nn.Module) -> Any:
@@ -327,17 +378,19 @@ def infinite_gradient(layer: nn.Module) -> Any:
     return layer.register_forward_hook(hook)
 
 
+@each_system
 @pytest.mark.parametrize("where", ["everywhere", "first layer", "last layer"])
 @pytest.mark.parametrize("scaler", ["torch.amp", "torch.cpu.amp"])
 def test_a_step_skipped_by_the_scaler_leaves_no_trace(System: Any, scaler: str, where: str) -> None:
     """Statistics of the skipped pass are dropped, also those of layers that saw no infinity."""
     model, twin = MLP.model(), MLP.model()
     scaling, other = SCALERS[scaler](), SCALERS[scaler]()
-    optimizer = make(System, model, grad_scaler=scaling)
-    plain = make(System, twin, grad_scaler=other)
+    own = {"warmup_steps": 0} if System is DHO2 else {}
+    optimizer = make(System, model, grad_scaler=scaling, **own)
+    plain = make(System, twin, grad_scaler=other, **own)
     scaled(model, optimizer, scaling, BATCHES[0], unscale=False)
     scaled(twin, plain, other, BATCHES[0], unscale=False)
-    before, known = copy.deepcopy(model), factors(optimizer)
+    before, known = copy.deepcopy(model), curvature_of(optimizer)
     x, y = BATCHES[3]
     if where == "everywhere":
         scaled(model, optimizer, scaling, (x * float("inf"), y), unscale=False)
@@ -347,15 +400,15 @@ def test_a_step_skipped_by_the_scaler_leaves_no_trace(System: Any, scaler: str, 
         hook.remove()
     assert scaling.get_scale() == 512  # the scaler did skip the step
     assert same(model, before)
-    assert_same_factors(factors(optimizer), known, rtol=0)
+    assert_same_curvature(curvature_of(optimizer), known, rtol=0)
     for batch in BATCHES[1:]:
         scaled(model, optimizer, scaling, batch, unscale=False)
         scaled(twin, plain, other, batch, unscale=False)
-    assert_same_factors(factors(optimizer), factors(plain))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-12)
+    assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
+    assert_near(model, twin)
 
 
+@each_kronecker
 def test_an_infinite_gradient_without_a_scaler_leaves_factors_finite_and_is_counted(
     System: Any,
 ) -> None:
@@ -387,6 +440,7 @@ def test_an_infinite_gradient_without_a_scaler_leaves_factors_finite_and_is_coun
 # Autocast.
 
 
+@each_kronecker
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_factors_under_autocast_are_float32_and_near_the_float64_reference(
     System: Any, dtype: torch.dtype
@@ -410,6 +464,34 @@ def test_factors_under_autocast_are_float32_and_near_the_float64_reference(
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@eigenpairs_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eigenvalues_under_autocast_are_near_those_of_float64(
+    System: Any, dtype: torch.dtype
+) -> None:
+    """The curvature closure evaluates under autocast as well; vectors are float32."""
+    case = ZOO["conv"]
+    x, y = case.batch(64)
+    exact, model = case.model(), case.model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=dtype == torch.float16)
+    own = {"warmup_steps": 0, "smallest": 0, "lanczos_tol": 1e-3, "lanczos_iterations": 60}
+    plain, optimizer = make(System, exact, **own), make(System, model, grad_scaler=scaler, **own)
+    take(exact, plain, (x, y))
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return cross_entropy(model(x.float()), y)
+
+    scaler.scale(loss()).backward()
+    scaler.step(optimizer, curvature_closure=loss)
+    found, right = (o.curvature.eigenvalues for o in (optimizer, plain))
+    assert float((found - right).norm() / right.norm()) < 3e-2
+    vectors = optimizer.state_dict()["state"][0]["curvature"]["eigenvectors"]
+    assert vectors.dtype == torch.float32
+    assert_near(model.double(), exact, rtol=0, atol=5e-3)
+
+
+@each_kronecker
 @pytest.mark.parametrize("where", ["outside", "inside", "sampled"])
 def test_sums_under_autocast_are_not_rounded_wherever_the_backward_runs(
     System: Any, where: str
@@ -433,6 +515,7 @@ def test_sums_under_autocast_are_not_rounded_wherever_the_backward_runs(
     assert not torch.equal(exact.bfloat16().double(), exact)
 
 
+@each_kronecker
 def test_a_residual_added_in_place_under_autocast_is_as_legal_as_without_us(System: Any) -> None:
     """Autocast lets autograd save a bf16 copy, so the layer's float32 input is free to change."""
 
@@ -472,24 +555,29 @@ def test_a_residual_added_in_place_under_autocast_is_as_legal_as_without_us(Syst
 ACCUMULATING = ["mlp", "conv_grouped", "shared_linear", "sequence_mlp", "inplace"]
 
 
+@each_system
 @pytest.mark.parametrize("name", ACCUMULATING)
 @pytest.mark.parametrize("k", [2, 4])
 def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None:
     """With the loss of each divided by k, as one does; a module called twice included."""
     case = ZOO[name]
     model, twin = case.model(), case.model()
-    optimizer, plain = make(System, model, accumulation_steps=k), make(System, twin)
+    declared = {} if System is DHO2 else {"accumulation_steps": k}
+    optimizer, plain = make(System, model, **declared), make(System, twin)
     for x, y in case.batches(3):
         optimizer.zero_grad()
-        for part_x, part_y in zip(x.chunk(k), y.chunk(k), strict=True):
+        parts = list(zip(x.chunk(k), y.chunk(k), strict=True))
+        for part_x, part_y in parts:
             (case.loss(model(part_x), part_y) / k).backward()
-        optimizer.step()
+        asked = [asking(model, optimizer, part, case.loss) for part in parts]
+        optimizer.step(**{name: [each[name] for each in asked] for name in asked[0]})
         take(twin, plain, (x, y), case.loss)
-        assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
+        if System is not DHO2:
+            assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)
+        assert_near(model, twin, atol=1e-11)
 
 
+@each_kronecker
 def test_accumulation_that_is_not_declared_shows(System: Any) -> None:
     """The control: loss / 2 makes G four times smaller."""
     model = MLP.model()
@@ -502,6 +590,7 @@ def test_accumulation_that_is_not_declared_shows(System: Any) -> None:
     torch.testing.assert_close(factors(optimizer)["4"][1] * 4, expected["4"][1])
 
 
+@each_kronecker
 def test_unequal_micro_batches_are_weighted_by_examples(System: Any) -> None:
     """A sum of losses has gradients that do not depend on how the batch is cut."""
     model = MLP.model()
@@ -514,6 +603,7 @@ def test_unequal_micro_batches_are_weighted_by_examples(System: Any) -> None:
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 @pytest.mark.parametrize("n", [1, 4, 8])
 def test_gradient_factors_do_not_depend_on_the_size_of_the_batch(System: Any, n: int) -> None:
     """A batch of n copies of one example has the factors of that example."""
@@ -522,6 +612,7 @@ def test_gradient_factors_do_not_depend_on_the_size_of_the_batch(System: Any, n:
     assert_same_factors(found, reference(MLP.model(), (x, y)))
 
 
+@each_kronecker
 def test_accumulation_with_loss_scaling(System: Any) -> None:
     model = MLP.model()
     expected = reference(model, BATCHES[0])
@@ -559,6 +650,7 @@ def refresh_batch_norm(model: nn.Module, batch: Batch) -> None:
     update_bn([batch[0]], model)
 
 
+@each_kronecker
 @pytest.mark.parametrize(
     ("forward", "fisher"),
     [
@@ -592,6 +684,7 @@ def test_a_forward_that_sees_no_backward_changes_no_factor(
                 assert torch.equal(value, before[index]["curvature"][key])
 
 
+@each_kronecker
 def test_validation_between_forward_and_backward_changes_nothing(System: Any) -> None:
     model = MLP.model()
     expected = reference(model, BATCHES[0])
@@ -605,6 +698,7 @@ def test_validation_between_forward_and_backward_changes_nothing(System: Any) ->
     assert weights(optimizer) == {1}
 
 
+@each_kronecker
 def test_a_model_in_eval_mode_that_trains_is_preconditioned(System: Any) -> None:
     """Fine-tuning with frozen batch norm: `requires_grad` counts, not `training`."""
     case = ZOO["batch_norm"]
@@ -615,9 +709,66 @@ def test_a_model_in_eval_mode_that_trains_is_preconditioned(System: Any) -> None
     assert_same_factors(factors(optimizer), expected)
 
 
+def average(model: nn.Module, batch: Batch) -> None:
+    ema = AveragedModel(model)
+    cross_entropy(ema(batch[0]), batch[1]).backward()
+    ema.update_parameters(model)
+
+
+@each_system
+@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])
+@pytest.mark.parametrize(
+    "disturb", [validate, no_grad_in_training_mode, forward_without_backward, average]
+)
+def test_a_step_is_what_it_would_be_without_passes_beside_it(
+    System: Any, disturb: Callable[[nn.Module, Batch], None], when: str
+) -> None:
+    model, twin = MLP.model(), MLP.model()
+    optimizer, plain = make(System, model), make(System, twin)
+    for (x, y), other in pairwise(BATCHES):
+        optimizer.zero_grad()
+        if when == "before the forward":
+            disturb(model, other)
+        loss = cross_entropy(model(x), y)
+        if when == "before the backward":
+            disturb(model, other)
+            optimizer.zero_grad()
+        loss.backward()
+        if when == "before the step":
+            disturb(model, other)
+        optimizer.step(**asking(model, optimizer, (x, y)))
+        take(twin, plain, (x, y))
+        assert same(model, twin)
+        if System is not DHO2 or plain.curvature.refreshes:
+            assert_same_curvature(curvature_of(optimizer), curvature_of(plain), rtol=0)
+
+
+@eigenpairs_only
+def test_batch_norm_has_the_running_statistics_of_training_alone(System: Any) -> None:
+    """The curvature's passes are not among them; a model in eval mode stays there, and trains."""
+    case = ZOO["batch_norm"]
+    model, twin = case.model(), case.model()
+    optimizer = make(System, model)
+    for batch in case.batches(4):
+        twin.load_state_dict(model.state_dict())
+        take(model, optimizer, batch)
+        twin(batch[0])
+        assert same(model.buffers(), twin.buffers())
+    assert optimizer.curvature.refreshes == 2
+    model.eval()
+    before = copy.deepcopy(model)
+    for batch in case.batches(2):
+        take(model, optimizer, batch)
+    assert optimizer.curvature.refreshes == 3
+    assert not any(part.training for part in model.modules())
+    assert same(model.buffers(), before.buffers())
+    assert not any(map(torch.equal, model.parameters(), before.parameters()))
+
+
 # Activations: in place, checkpointed, offloaded.
 
 
+@each_kronecker
 @pytest.mark.parametrize(
     "activation", [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardtanh], ids=lambda a: a.__name__
 )
@@ -644,6 +795,26 @@ def test_in_place_activation_after_a_layer_equals_the_plain_one(
     assert_same_factors(models[1][2], models[0][2])
 
 
+@eigenpairs_only
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardtanh], ids=lambda a: a.__name__
+)
+def test_in_place_activations_train_as_plain_ones(System: Any, activation: Any) -> None:
+    models = []
+    for inplace in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 2), activation(inplace=inplace), nn.Flatten(),
+            nn.Linear(64, 6), activation(inplace=inplace), nn.Linear(6, CLASSES),
+        ).double()  # fmt: skip
+        optimizer = make(System, model)
+        for batch in ZOO["conv"].batches(3):
+            take(model, optimizer, batch)
+        assert optimizer.curvature.refreshes == 1
+        models.append(model)
+    assert_near(*models)
+
+
 def fixed_labels(y: Tensor) -> Callable[[Any], Tensor]:
     """A likelihood with the labels of the data: "sampled" then has the empirical factors."""
     return lambda outputs: functional.cross_entropy(
@@ -651,6 +822,7 @@ def fixed_labels(y: Tensor) -> Callable[[Any], Tensor]:
     )
 
 
+@each_kronecker
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_equals_plain(System: Any, reentrant: bool) -> None:
     """The forward runs twice, the statistics count once."""
@@ -666,6 +838,57 @@ def test_activation_checkpointing_equals_plain(System: Any, reentrant: bool) -> 
     assert_same_factors(models[1][1], models[0][1])
     for p, q in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@eigenpairs_only
+def test_non_reentrant_checkpointing_trains_as_plain(System: Any) -> None:
+    models = []
+    for mode in (None, False):
+        torch.manual_seed(0)
+        model = Checkpointed(mode).double()
+        optimizer = make(System, model)
+        for batch in BATCHES:
+            take(model, optimizer, batch)
+        models.append(model)
+    assert_near(*models)
+
+
+@eigenpairs_only
+def test_reentrant_checkpointing_is_refused_with_the_remedy_and_may_be_left_out_of_the_curvature(
+    System: Any,
+) -> None:
+    """Nothing has changed then, and the step may be taken again."""
+    torch.manual_seed(0)
+    model = Checkpointed(True).double()
+    optimizer = make(System, model, warmup_steps=0)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CurvatureError, match=r"checkpoint\(\.\.\., use_reentrant=False\)"):
+        take(model, optimizer, BATCHES[0])
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+    def loss() -> Tensor:
+        model.reentrant = None
+        try:
+            return cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])
+        finally:
+            model.reentrant = True
+
+    optimizer.step(curvature_closure=loss)
+    torch.manual_seed(0)
+    plain = Checkpointed(None).double()
+    take(plain, make(System, plain, warmup_steps=0), BATCHES[0])
+    assert_near(model, plain)
+
+
+@eigenpairs_only
+def test_offloaded_activations_train_as_plain_ones(System: Any) -> None:
+    model, twin = MLP.model(), MLP.model()
+    optimizer, plain = make(System, model), make(System, twin)
+    for batch in BATCHES:
+        with save_on_cpu():
+            take(model, optimizer, batch)
+        take(twin, plain, batch)
+    assert_near(model, twin)
 
 
 class Repeated(nn.Module):
@@ -689,6 +912,7 @@ class Repeated(nn.Module):
         return self.head(x)
 
 
+@each_kronecker
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_a_layer_used_twice_in_checkpoints_has_the_lumped_statistics(
     System: Any, reentrant: bool | None
@@ -703,6 +927,7 @@ def test_a_layer_used_twice_in_checkpoints_has_the_lumped_statistics(
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 def test_checkpointed_activations_are_not_held(System: Any) -> None:
     """The memory that non-reentrant checkpointing frees stays free."""
     for mode, freed in ((None, False), (False, True)):
@@ -717,6 +942,7 @@ def test_checkpointed_activations_are_not_held(System: Any) -> None:
         assert "middle.1" in factors(optimizer)
 
 
+@each_kronecker
 def test_inputs_are_saved_through_the_saved_tensor_hooks_in_force(System: Any) -> None:
     """Offloading takes our copy of the input along, as it takes autograd's own."""
     model = MLP.model()
@@ -732,6 +958,7 @@ def test_inputs_are_saved_through_the_saved_tensor_hooks_in_force(System: Any) -
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 def test_save_on_cpu_equals_plain(System: Any) -> None:
     model = MLP.model()
     expected = reference(model, BATCHES[0])
@@ -746,6 +973,7 @@ def test_save_on_cpu_equals_plain(System: Any) -> None:
 # Layers used several times, or not at all; tied and frozen ones.
 
 
+@each_kronecker
 @pytest.mark.parametrize("name", ["shared_linear", "shared_conv"])
 def test_a_layer_used_twice_has_the_lumped_statistics(System: Any, name: str) -> None:
     case = ZOO[name]
@@ -765,6 +993,7 @@ class TiedLinears(nn.Module):
         return self.head(torch.tanh(self.b(torch.tanh(self.a(self.first(x))))))
 
 
+@each_kronecker
 @pytest.mark.parametrize("bias", [True, False])
 def test_tied_layers_are_one_block_with_the_lumped_statistics(System: Any, bias: bool) -> None:
     torch.manual_seed(0)
@@ -779,6 +1008,7 @@ def test_tied_layers_are_one_block_with_the_lumped_statistics(System: Any, bias:
     assert len(names) == len(set(names)) == 3
 
 
+@each_kronecker
 def test_tied_weights_of_different_kinds_go_to_the_base(System: Any) -> None:
     case = ZOO["tied"]
     model = case.model()
@@ -792,6 +1022,7 @@ def test_tied_weights_of_different_kinds_go_to_the_base(System: Any) -> None:
     assert bool(gradient.isfinite().all())
 
 
+@each_kronecker
 def test_a_layer_unused_in_a_forward_keeps_what_it_knows(System: Any) -> None:
     """Its gradient is None, as for the base alone; the others are preconditioned."""
 
@@ -823,6 +1054,7 @@ def test_a_layer_unused_in_a_forward_keeps_what_it_knows(System: Any) -> None:
     assert not torch.equal(model.middle.weight, weight)
 
 
+@each_kronecker
 def test_a_layer_that_is_never_used_takes_nothing_from_the_others(System: Any) -> None:
     case = ZOO["unused"]
     model = case.model()
@@ -834,6 +1066,101 @@ def test_a_layer_that_is_never_used_takes_nothing_from_the_others(System: Any) -
     assert model.unused.weight.grad is None
 
 
+@eigenpairs_only
+@pytest.mark.parametrize("packed_below", [2, flat.PACKED_BELOW])
+@pytest.mark.parametrize("base", BASES)
+def test_a_layer_without_a_gradient_stays_as_it_is(
+    System: Any, base: str, packed_below: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is None, as for the base alone: eigenvectors that are not exact reach it not."""
+    Base, options = BASES[base]
+    case = ZOO["unused"]
+    model = case.model()
+    monkeypatch.setattr(flat, "PACKED_BELOW", packed_below)
+    optimizer = make(System, model, base=Base, lanczos_iterations=5, lanczos_tol=1.0, **options)
+    unused = [p.detach().clone() for p in model.unused.parameters()]
+    used = [p.detach().clone() for p in model.first.parameters()]
+    for batch in case.batches(4):
+        take(model, optimizer, batch)
+    assert optimizer.curvature.refreshes == 2
+    assert model.unused.weight.grad is None
+    assert same(model.unused.parameters(), unused)
+    assert not same(model.first.parameters(), used)
+
+
+@eigenpairs_only
+def test_frozen_parameters_rest_and_thawed_ones_are_spanned_again(System: Any) -> None:
+    """Each change drops the eigenpairs, and the base goes on alone until the next refresh."""
+    model = MLP.model()
+    optimizer = make(System, model, momentum=0.9)
+    for batch in BATCHES[:2]:
+        take(model, optimizer, batch)
+    size = sum(p.numel() for p in model.parameters())
+    middle = sum(p.numel() for p in model[2].parameters())
+    assert curvature_of(optimizer)["eigenpairs"][1].shape == (4, size)
+    for frozen in (True, False):
+        model[2].requires_grad_(not frozen)
+        status = {row.name: row.status for row in optimizer.summary().rows}
+        assert (status["2.weight"] == "frozen") == frozen
+        weights = copy.deepcopy(model)
+        with pytest.warns(SecondOrderWarning, match="the parameters that train have changed"):
+            take(model, optimizer, BATCHES[2])
+        assert not curvature_of(optimizer)
+        take(model, optimizer, BATCHES[3])
+        vectors = curvature_of(optimizer)["eigenpairs"][1]
+        assert vectors.shape == (4, size - middle if frozen else size)
+        assert same(model[2], weights[2]) == frozen
+        assert not same(model[0], weights[0])
+        saved = optimizer.state_dict()["state"]
+        assert ("eigenvectors" in saved[2]["curvature"]) != frozen
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("what", ["layer", "bias"])
+def test_what_is_frozen_at_construction_is_not_spanned_until_it_thaws(
+    System: Any, what: str
+) -> None:
+    model = MLP.model()
+    parts = list(model[0].parameters()) if what == "layer" else [model[0].bias]
+    for p in parts:
+        p.requires_grad_(False)
+    optimizer = make(System, list(model.parameters()), model=model)
+    before = [p.detach().clone() for p in parts]
+    for batch in BATCHES[:2]:
+        take(model, optimizer, batch)
+    size = sum(p.numel() for p in model.parameters())
+    held = sum(p.numel() for p in parts)
+    assert curvature_of(optimizer)["eigenpairs"][1].shape == (4, size - held)
+    assert same(parts, before)
+    for p in parts:
+        p.requires_grad_(True)
+    for batch in BATCHES[2:]:
+        take(model, optimizer, batch)
+    assert curvature_of(optimizer)["eigenpairs"][1].shape == (4, size)
+    assert not any(map(torch.equal, parts, before))
+
+
+NETWORKS = ("shared_linear", "tied", "lora", "norms", "transformer", "attention", "language_model")
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("name", NETWORKS)
+def test_any_network_learns_its_batch(System: Any, name: str) -> None:
+    """Tied, shared and frozen weights, norms, attention, embeddings: all are one vector."""
+    case = ZOO[name]
+    model = case.model()
+    frozen = [p.detach().clone() for p in model.parameters() if not p.requires_grad]
+    optimizer = make(System, model, base=torch.optim.Adam, lr=0.03)
+    losses = [float(take(model, optimizer, case.batch(), case.loss)) for _ in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert optimizer.curvature.refreshes == 10
+    assert optimizer.curvature.failures == 0
+    assert same([p for p in model.parameters() if not p.requires_grad], frozen)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert curvature_of(optimizer)["eigenpairs"][1].shape == (4, trained)
+
+
+@each_kronecker
 def test_freeze_train_and_unfreeze(System: Any) -> None:
     """`requires_grad` is looked at in each step: a frozen layer rests, a thawed one is back."""
     model = MLP.model()
@@ -857,6 +1184,7 @@ def test_freeze_train_and_unfreeze(System: Any) -> None:
         torch.testing.assert_close(average, ((weight - 1) * old + new) / weight)
 
 
+@each_kronecker
 def test_the_input_of_a_frozen_layer_is_not_held_and_its_passes_do_not_count(System: Any) -> None:
     """Autograd saves no input for a frozen weight, and neither do we."""
     model = MLP.model()
@@ -875,6 +1203,7 @@ def test_the_input_of_a_frozen_layer_is_not_held_and_its_passes_do_not_count(Sys
     assert_same_factors({"2": factors(optimizer)["2"]}, expected)
 
 
+@each_kronecker
 def test_layers_frozen_at_construction_and_thawed_later(System: Any) -> None:
     """Given as parameters, they are in the groups from the start."""
     model = MLP.model()
@@ -889,6 +1218,7 @@ def test_layers_frozen_at_construction_and_thawed_later(System: Any) -> None:
     assert {row.name: row.status for row in optimizer.summary().rows}["0"] == "preconditioned"
 
 
+@each_kronecker
 @pytest.mark.parametrize("when", ["at construction", "later"])
 def test_one_frozen_bias(System: Any, when: str) -> None:
     """A loses its homogeneous coordinate, the weight is preconditioned, the bias stays."""
@@ -910,6 +1240,7 @@ def test_one_frozen_bias(System: Any, when: str) -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@each_kronecker
 def test_a_bias_whose_weight_is_frozen_is_trained_by_the_base(System: Any) -> None:
     model = MLP.model()
     model[2].weight.requires_grad_(False)
@@ -921,6 +1252,7 @@ def test_a_bias_whose_weight_is_frozen_is_trained_by_the_base(System: Any) -> No
     torch.testing.assert_close(model[2].bias, expected, rtol=1e-12, atol=1e-14)
 
 
+@each_kronecker
 def test_low_rank_adapters_beside_frozen_layers(System: Any) -> None:
     case = ZOO["lora"]
     model = case.model()
@@ -936,6 +1268,7 @@ def test_low_rank_adapters_beside_frozen_layers(System: Any) -> None:
 # Attention, and modules that have no factors.
 
 
+@each_kronecker
 def test_a_transformer_encoder_layer_trains_and_out_proj_is_named_once(System: Any) -> None:
     """`nn.MultiheadAttention` reads `out_proj.weight` and never calls the module."""
     torch.manual_seed(0)
@@ -955,6 +1288,7 @@ def test_a_transformer_encoder_layer_trains_and_out_proj_is_named_once(System: A
     assert {"1.linear1", "1.linear2"} <= factors(optimizer).keys()
 
 
+@each_kronecker
 def test_the_summary_says_which_layers_gave_no_statistics(System: Any) -> None:
     """After a step that `out_proj` took no part in, it is the base's, and counts as such."""
     case = ZOO["transformer"]
@@ -970,6 +1304,7 @@ def test_the_summary_says_which_layers_gave_no_statistics(System: Any) -> None:
     assert summary.preconditioned_share == pytest.approx(ours / total)
 
 
+@each_kronecker
 def test_a_layer_without_statistics_is_named_once_also_when_others_come_and_go(
     System: Any,
 ) -> None:
@@ -993,6 +1328,7 @@ def test_a_layer_without_statistics_is_named_once_also_when_others_come_and_go(
     assert sum("'late'" in text for text in messages(caught)) == 1
 
 
+@each_kronecker
 def test_unsupported_modules_go_to_the_base_and_are_listed_once(System: Any) -> None:
     case = ZOO["transformer"]
     model = case.model()
@@ -1016,6 +1352,7 @@ def test_unsupported_modules_go_to_the_base_and_are_listed_once(System: Any) -> 
     assert not torch.equal(model[1].attention.in_proj_weight, start[1].attention.in_proj_weight)
 
 
+@each_kronecker
 def test_what_the_base_has_gets_its_gradient_as_it_is(System: Any) -> None:
     case = ZOO["norms"]
     model = case.model()
@@ -1039,25 +1376,44 @@ def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@each_variant
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("given", ["the model", "the compiled model"])
-@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_compiled_model_when_the_optimizer_is_made_before_the_first_run(
-    System: Any, fisher: str, given: str
+    System: Any, options: dict[str, Any], given: str
 ) -> None:
     model, twin = MLP.model(), MLP.model()
     compiled = torch.compile(model, backend="aot_eager")
-    own = {"fisher": fisher}
-    optimizer = make(System, model if given == "the model" else compiled, **own)
-    plain = make(System, twin, **own)
+    optimizer = make(System, model if given == "the model" else compiled, **options)
+    plain = make(System, twin, **options)
     for batch in BATCHES[:3]:
         take(compiled, optimizer, batch)
         take(twin, plain, batch)
-    assert_same_factors(factors(optimizer), factors(plain))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-12)
+    assert_same_curvature(curvature_of(optimizer), curvature_of(plain), rtol=1e-9)
+    assert_near(model, twin)
 
 
+@eigenpairs_only
+@pytest.mark.usefixtures("dynamo")
+def test_eigenpairs_do_not_care_when_the_model_was_compiled_nor_give_way_to_it(
+    System: Any,
+) -> None:
+    """Nothing is hung on the model; the closure must evaluate the one that is not compiled."""
+    model = MLP.model()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(BATCHES[0][0])
+    optimizer = make(System, compiled, warmup_steps=0)
+    x, y = BATCHES[0]
+    cross_entropy(compiled(x), y).backward()
+    with pytest.raises(CurvatureError, match="evaluate the module that is not compiled"):
+        optimizer.step(curvature_closure=lambda: cross_entropy(compiled(x), y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecondOrderWarning)
+        take(compiled, optimizer, BATCHES[0])
+    assert optimizer.curvature.refreshes == 1
+
+
+@each_kronecker
 @pytest.mark.usefixtures("dynamo")
 def test_inductor(System: Any) -> None:
     """Slow, for its C++ compiler, whose kernels do not care for hooks that eager would run."""
@@ -1078,6 +1434,7 @@ def test_inductor(System: Any) -> None:
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-12)
 
 
+@each_kronecker
 @pytest.mark.usefixtures("dynamo")
 def test_compiled_model_that_ran_before_the_optimizer_was_made_gives_a_warning_with_the_remedy(
     System: Any,
@@ -1097,6 +1454,7 @@ def test_compiled_model_that_ran_before_the_optimizer_was_made_gives_a_warning_w
 # torch.func, higher derivatives.
 
 
+@each_kronecker
 def test_function_transforms_work_on_a_watched_model_and_leave_no_statistics(System: Any) -> None:
     """`torch.func.grad` and `vmap` of it: per-example gradients of a model in training."""
     model = MLP.model()
@@ -1121,6 +1479,7 @@ CONVOLUTIONS = [name for name in ZOO if name.startswith("conv")]
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a batch
 
 
+@each_kronecker
 @pytest.mark.parametrize(
     ("name", "channels_last"),
     [
@@ -1154,6 +1513,33 @@ def test_convolutions_of_every_kind_in_both_layouts(
                 torch.testing.assert_close(found, start - LR * change, rtol=1e-8, atol=1e-10)
 
 
+@eigenpairs_only
+@pytest.mark.parametrize("packed_below", [2, flat.PACKED_BELOW])
+@pytest.mark.parametrize("base", ["SGD", "Adam"])
+@pytest.mark.parametrize("name", ["conv", "conv3d"])
+def test_channels_last_trains_as_contiguous(
+    System: Any, name: str, base: str, packed_below: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters packed together, and each by itself where it is, as large ones are."""
+    Base, options = BASES[base]
+    case = ZOO[name]
+    plain, model = case.model(), case.model()
+    layout = LAYOUTS[case.batch()[0].dim()]
+    model = model.to(memory_format=layout)
+    assert not all(p.is_contiguous() for p in model.parameters())
+    expected = make(System, plain, base=Base, **options)
+    for batch in case.batches(4):
+        take(plain, expected, batch)
+    monkeypatch.setattr(flat, "PACKED_BELOW", packed_below)
+    optimizer = make(System, model, base=Base, **options)
+    for x, y in case.batches(4):
+        take(model, optimizer, (x.to(memory_format=layout), y))
+    assert len(optimizer._chunks) == (1 if packed_below > 2 else len(list(model.parameters())))
+    assert optimizer.curvature.refreshes == 2
+    assert_near(model, plain, rtol=1e-7, atol=1e-9)
+
+
+@each_kronecker
 def test_a_non_contiguous_sequence_into_a_linear(System: Any) -> None:
     class Transposed(nn.Module):
         """Positions first, as attention has them: (N, T, d) -> (T, N, d) and back."""
@@ -1174,6 +1560,7 @@ def test_a_non_contiguous_sequence_into_a_linear(System: Any) -> None:
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 def test_input_by_keyword(System: Any) -> None:
     class Keyword(nn.Module):
         def __init__(self) -> None:
@@ -1197,6 +1584,7 @@ def sampled(System: Any, model: nn.Module, likelihood: Any = "categorical", **op
     return make(System, model, fisher="sampled", likelihood=likelihood, **options)
 
 
+@each_kronecker
 def test_sampled_fisher_touches_no_gradient_and_no_random_state(System: Any) -> None:
     """Labels come from a generator of their own, gradients from a backward of their own."""
     model, twin = MLP.model(), MLP.model()
@@ -1215,6 +1603,7 @@ def test_sampled_fisher_touches_no_gradient_and_no_random_state(System: Any) -> 
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-15)
 
 
+@each_kronecker
 def test_sampled_labels_are_drawn_anew_each_step_and_the_same_in_each_run(System: Any) -> None:
     runs = []
     for _ in range(2):
@@ -1232,6 +1621,7 @@ def test_sampled_labels_are_drawn_anew_each_step_and_the_same_in_each_run(System
         assert torch.equal(one, other)
 
 
+@each_kronecker
 @pytest.mark.parametrize("name", ["mlp", "inplace", "conv_strided", "shared_linear", "batch_norm"])
 def test_sampled_fisher_with_the_datas_labels_is_the_empirical_one(System: Any, name: str) -> None:
     case = ZOO[name]
@@ -1246,6 +1636,7 @@ def test_sampled_fisher_with_the_datas_labels_is_the_empirical_one(System: Any, 
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 def test_sampled_fisher_under_non_reentrant_checkpointing(System: Any) -> None:
     x, y = BATCHES[0]
     torch.manual_seed(0)
@@ -1259,6 +1650,7 @@ def test_sampled_fisher_under_non_reentrant_checkpointing(System: Any) -> None:
     assert weights(optimizer) == {1}
 
 
+@each_kronecker
 def test_sampled_fisher_under_autocast(System: Any) -> None:
     case = ZOO["conv"]
     x, y = case.batch(32)
@@ -1282,6 +1674,7 @@ def test_sampled_fisher_under_autocast(System: Any) -> None:
     assert all(bool(f.isfinite().all()) for pair in factors(optimizer).values() for f in pair)
 
 
+@each_kronecker
 def test_sampled_fisher_is_told_neither_of_scaling_nor_of_accumulation(System: Any) -> None:
     """Its loss is its own: neither S nor 1/k is in it."""
     model = MLP.model()
@@ -1334,6 +1727,7 @@ def logits_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
+@each_kronecker
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 @pytest.mark.parametrize("form", FORMS)
 def test_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str) -> None:
@@ -1349,6 +1743,7 @@ def test_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str
     assert float(found[0]["layer"][1].abs().sum()) > 0
 
 
+@each_kronecker
 @pytest.mark.parametrize(
     "form", [lambda logits: {"hidden": logits}, lambda logits: 3, lambda logits: (3, logits)]
 )
@@ -1362,6 +1757,7 @@ def test_sampled_fisher_refuses_outputs_without_logits_and_names_the_remedy(
     del optimizer
 
 
+@each_kronecker
 def test_sampled_fisher_with_a_callable_takes_any_output(System: Any) -> None:
     x, y = BATCHES[0]
     torch.manual_seed(0)
@@ -1376,6 +1772,7 @@ def test_sampled_fisher_with_a_callable_takes_any_output(System: Any) -> None:
     assert_same_factors(factors(optimizer), expected)
 
 
+@each_kronecker
 def test_sampled_fisher_tells_when_the_model_itself_is_never_called(System: Any) -> None:
     model = MLP.model()
     optimizer = sampled(System, model)
@@ -1387,6 +1784,7 @@ def test_sampled_fisher_tells_when_the_model_itself_is_never_called(System: Any)
         optimizer.step()
 
 
+@each_kronecker
 def test_sampled_fisher_survives_zero_grad_between_forward_and_backward(System: Any) -> None:
     """Some training loops reset gradients there; only completed passes are dropped."""
     model = MLP.model()
@@ -1399,6 +1797,7 @@ def test_sampled_fisher_survives_zero_grad_between_forward_and_backward(System: 
     assert all(float(G.abs().sum()) > 0 for _, G in factors(optimizer).values())
 
 
+@each_kronecker
 def test_sampled_fisher_holds_no_input_of_a_layer_called_by_itself(System: Any) -> None:
     model = MLP.model()
     optimizer = sampled(System, model)
@@ -1409,6 +1808,7 @@ def test_sampled_fisher_holds_no_input_of_a_layer_called_by_itself(System: Any) 
     assert [ref.expired() for ref in alive] == [True]
 
 
+@each_kronecker
 def test_sampled_fisher_of_a_model_that_detaches_its_logits(System: Any) -> None:
     """There is nothing to differentiate then: no statistics, and no error from inside a forward."""
 

@@ -253,6 +253,10 @@ _REENTRANT = (
     "reentrant checkpointing cannot be differentiated by torch.autograd.grad; use "
     "checkpoint(..., use_reentrant=False)"
 )
+_COMPILED = (
+    "a torch.compile-d function cannot be differentiated twice; evaluate the module that is not "
+    f"compiled in the curvature closure, {_DIFFERENCES}"
+)
 
 
 @contextmanager
@@ -274,6 +278,8 @@ def _explained() -> Iterator[None]:
                 "cuDNN's recurrent layers cannot be differentiated twice; set "
                 f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"
             ) from error
+        if "donated buffer" in text:
+            raise CurvatureError(_COMPILED) from error
         if "use_reentrant=True" in text:
             raise CurvatureError(_REENTRANT) from error
         missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", text)
@@ -314,10 +320,7 @@ def _require_second_derivatives(functions: Sequence[Any]) -> None:
     """Raise if one has none: torch itself takes it for constant where the loss is linear in it."""
     for function in functions:
         if function.__name__ == "CompiledFunction":
-            raise CurvatureError(
-                "a torch.compile-d function cannot be differentiated twice; evaluate the module "
-                f"that is not compiled in the curvature closure, {_DIFFERENCES}"
-            )
+            raise CurvatureError(_COMPILED)
         if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
             raise CurvatureError(
                 f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
