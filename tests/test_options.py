@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS, hook_count
+from contract import (
+    SYSTEMS,
+    asking,
+    each_kronecker,
+    each_system,
+    eigenpairs_only,
+    hook_count,
+    take,
+)
 from models import ZOO
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,16 +23,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DPKFAC, KAISA, SecondOrderWarning
+from second_order import DHO2, DPKFAC, KAISA, SecondOrderWarning
 from second_order.distributed.assignment import gradient_worker_count
+from second_order.optimizers.options import own_keywords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-each_system = pytest.mark.parametrize("System", SYSTEMS, ids=lambda system: system.__name__)
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
 
@@ -32,30 +40,50 @@ def mlp() -> nn.Module:
     return ZOO["mlp"].model()
 
 
+def takes(System: Any, option: str) -> bool:
+    return option in inspect.signature(System).parameters
+
+
+def rows(table: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The rows of a table, by option, each with every system whose or whose base's option it is."""
+    return [
+        pytest.param(System, *row, id=f"{System.__name__}-{row[0]}-{_shown(row[1])}")
+        for row in table
+        for System in SYSTEMS
+        if takes(System, row[0]) or takes(SGD, row[0]) or takes(Adam, row[0])
+    ]
+
+
+def _shown(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
+
+
 # Keywords.
 
 
-@each_system
-@pytest.mark.parametrize(
-    ("wrong", "base", "close"),
-    [
-        ("dampin", SGD, "damping"),
-        ("kl_clp", SGD, "kl_clip"),
-        ("factor_update_freq", SGD, "factor_update_steps"),
-        ("grad_worker_frac", SGD, "grad_worker_fraction"),
-        ("gradient_exchnge", SGD, "gradient_exchange"),
-        ("momentun", SGD, "momentum"),
-        ("weight_deacy", SGD, "weight_decay"),
-        ("beta", Adam, "betas"),
-        ("amsgrd", Adam, "amsgrad"),
-    ],
-)
+UNKNOWN = [
+    ("damping", "dampin", SGD),
+    ("kl_clip", "kl_clp", SGD),
+    ("factor_update_steps", "factor_update_freq", SGD),
+    ("grad_worker_fraction", "grad_worker_frac", SGD),
+    ("gradient_exchange", "gradient_exchnge", SGD),
+    ("curvature_interval", "curvature_intervall", SGD),
+    ("warmup_steps", "warmup", SGD),
+    ("lanczos_iterations", "lanczos_iteration", Adam),
+    ("newton_scale", "newton_lr_scale", Adam),
+    ("curvature_closure", "curvature_closur", SGD),
+    ("momentum", "momentun", SGD),
+    ("weight_decay", "weight_deacy", SGD),
+    ("betas", "beta", Adam),
+    ("amsgrad", "amsgrd", Adam),
+]
+
+
+@pytest.mark.parametrize(("System", "close", "wrong", "base"), rows(UNKNOWN))
 def test_unknown_keyword_names_the_closest_known_one(
-    System: Any, wrong: str, base: Any, close: str
+    System: Any, close: str, wrong: str, base: Any
 ) -> None:
     """Among those of the system and of the base."""
-    if not (takes(System, close) or takes(base, close)):
-        pytest.skip("not an option of this system")
     with pytest.raises(TypeError, match=f"unknown keyword '{wrong}'.*did you mean '{close}'"):
         System(mlp(), lr=0.1, base=base, **{wrong: 0.5})
 
@@ -116,11 +144,15 @@ def test_every_option_of_ours_is_keyword_only_and_none_is_the_bases(System: Any)
 
 
 @each_system
-def test_parameters_without_a_model_are_refused_with_the_line_to_write(System: Any) -> None:
+def test_parameters_without_a_model_are_refused_where_layers_are_looked_at(System: Any) -> None:
+    """With the line to write."""
     model, name = mlp(), System.__name__
-    with pytest.raises(TypeError) as error:
+    if System is DHO2:
         System(model.parameters(), lr=0.1)
-    assert f"write {name}(params, model=model, lr=...)" in str(error.value)
+    else:
+        with pytest.raises(TypeError) as error:
+            System(model.parameters(), lr=0.1)
+        assert f"write {name}(params, model=model, lr=...)" in str(error.value)
     with pytest.raises(TypeError, match="two models"):
         System(model, model=mlp(), lr=0.1)
     with pytest.raises(TypeError, match=r"model='resnet' is not a torch\.nn\.Module"):
@@ -142,7 +174,14 @@ def test_a_module_stands_for_its_trainable_parameters(System: Any) -> None:
 def test_a_refusal_leaves_the_model_as_it_was(System: Any) -> None:
     model = mlp()
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    for wrong in ({"damping": -1.0}, {"flavour": 1}, {"base": torch.optim.LBFGS}, {"solver": "x"}):
+    for wrong in (
+        {"damping": -1.0},
+        {"flavour": 1},
+        {"base": torch.optim.LBFGS},
+        {"solver": "x"},
+        {"layout": "x"},
+        {"largest": -1},
+    ):
         with pytest.raises((TypeError, ValueError)):
             System(model, lr=0.1, **wrong)
     with pytest.raises(ValueError, match="learning rate"):
@@ -169,6 +208,21 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("inv_update_steps", -3, "inv_update_steps=-3 is below 1; use 1 for every step"),
     ("accumulation_steps", 0, "accumulation_steps=0 is below 1.*use 1"),
     ("max_consecutive_failures", 0, "max_consecutive_failures=0 is below 1.*use"),
+    ("largest", -1, "largest=-1 is below 0; use 0 for none"),
+    ("smallest", -2, "smallest=-2 is below 0; use 0 for none"),
+    ("curvature_interval", 0, "curvature_interval=0 is below 1; use 1 for every step"),
+    ("warmup_steps", -1, "warmup_steps=-1 is below 0; use 0 to begin with a refresh"),
+    ("newton_scale", -0.1, r"newton_scale=-0\.1 is outside \[0, inf\]; 0\.1 is the default"),
+    ("newton_scale", float("nan"), r"newton_scale=nan is outside \[0, inf\]; 0\.1 is the default"),
+    ("lr_scale_clip", 0.5, r"lr_scale_clip=0\.5 is outside \[1, inf\]; 1\.0 for no scaling"),
+    ("lanczos_iterations", 9, r"lanczos_iterations=9 is below 10; use 4 \(largest \+ smallest\)"),
+    ("lanczos_tol", -1e-3, r"lanczos_tol=-0\.001 is outside \[0, inf\]; 1e-2 is the default"),
+    ("lanczos_tol", float("nan"), r"lanczos_tol=nan is outside \[0, inf\]; 1e-2 is the default"),
+    ("eigenvalue_floor", -0.1, r"eigenvalue_floor=-0\.1 is outside \[0, 1\]; 0\.01 is usual"),
+    ("eigenvalue_floor", 1.1, r"eigenvalue_floor=1\.1 is outside \[0, 1\]; 0\.01 is usual"),
+    ("subspace_momentum", 1.0, r"subspace_momentum=1\.0 is outside \[0, 1\); use 'average'"),
+    ("subspace_momentum", -0.1, r"subspace_momentum=-0\.1 is outside \[0, 1\); use 'average'"),
+    ("seed", -1, "seed=-1 is below 0; use 0"),
 ]
 CHOICES: list[tuple[str, Any, str]] = [
     ("solver", "eigne", "solver='eigne' is not one of 'eigen', 'inverse'; did you mean 'eigen'"),
@@ -182,6 +236,15 @@ CHOICES: list[tuple[str, Any, str]] = [
     ("gradient_averaging", "always", "gradient_averaging='always' is not one of 'auto', True"),
     ("factor_dtype", torch.float16, r"factor_dtype=torch\.float16 .*65504\); use torch\.float32"),
     ("inv_dtype", torch.int64, r"inv_dtype=torch\.int64 is not one of float32, float64"),
+    (
+        "lanczos_dtype",
+        torch.bfloat16,
+        r"lanczos_dtype=torch\.bfloat16 loses orthogonality; use torch\.float32 or torch\.float64",
+    ),
+    ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
+    ("hvp", None, "hvp=None is not one of 'auto', 'retained', 'recomputed', 'differences'"),
+    ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
+    ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),
 ]
 OWN_CHOICES: list[tuple[Any, str, Any, str]] = [
     (KAISA, "assignment", "memroy", "'compute', 'memory'; did you mean 'memory'"),
@@ -208,6 +271,22 @@ TYPES: list[tuple[str, Any, str]] = [
     ("skip_layers", 5, "skip_layers=5 is not a sequence of patterns; write skip_layers"),
     ("symmetry_aware", "no", "symmetry_aware='no'.*True"),
     ("colocate_factors", "no", "colocate_factors='no'.*True"),
+    ("largest", 2.0, r"largest=2\.0 is not a whole number; use 0 for none"),
+    ("largest", True, "largest=True is not a whole number; use 0 for none"),
+    ("smallest", None, "smallest=None is not a whole number; use 0 for none"),
+    ("curvature_interval", 1.5, r"curvature_interval=1\.5 is not a whole number of steps; use"),
+    ("curvature_interval", None, "curvature_interval=None is not a whole number of steps; use 1"),
+    ("warmup_steps", 0.5, r"warmup_steps=0\.5 is not a whole number; use 0 to begin with"),
+    ("newton_scale", "auto", "newton_scale='auto' is not a number; 0.1 is the default"),
+    ("newton_scale", None, "newton_scale=None is not a number; 0.1 is the default"),
+    ("lr_scale_clip", "off", "lr_scale_clip='off' is not a number; 1.0 for no scaling"),
+    ("lr_scale_guard", 1, "lr_scale_guard=1 is not a flag; use True or False"),
+    ("lanczos_iterations", 40.0, r"lanczos_iterations=40\.0 is not a whole number; use 4 \(larg"),
+    ("lanczos_tol", None, "lanczos_tol=None is not a number; 1e-2 is the default"),
+    ("eigenvalue_floor", "0.1", "eigenvalue_floor='0.1' is not a number; 0.01 is usual"),
+    ("subspace_momentum", True, "subspace_momentum=True is not a number; use 'average'"),
+    ("warm_start", "no", "warm_start='no' is not a flag; use True or False"),
+    ("seed", "42", "seed='42' is not a whole number; use 0"),
     ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
     ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
     ("base", nn.Linear, "is not an optimizer class; pass the class itself"),
@@ -217,21 +296,14 @@ TYPES: list[tuple[str, Any, str]] = [
 ]
 
 
-def takes(System: Any, option: str) -> bool:
-    return option in inspect.signature(System).parameters
-
-
 def case_id(value: Any) -> str | None:
     return value if isinstance(value, str) and value.isidentifier() else None
 
 
-@each_system
-@pytest.mark.parametrize(("option", "value", "message"), NUMBERS + CHOICES, ids=case_id)
+@pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
 def test_wrong_value_raises_with_value_bound_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
-    if not takes(System, option):
-        pytest.skip("not an option of this system")
     with pytest.raises(ValueError, match=message):
         System(mlp(), lr=0.1, **{option: value})
 
@@ -244,21 +316,24 @@ def test_wrong_choice_raises_with_those_of_the_system(
         System(mlp(), lr=0.1, **{option: value})
 
 
-@each_system
-@pytest.mark.parametrize(("option", "value", "message"), TYPES, ids=case_id)
+@pytest.mark.parametrize(("System", "option", "value", "message"), rows(TYPES))
 def test_wrong_type_raises_with_value_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
-    if not takes(System, option):
-        pytest.skip("not an option of this system")
     with pytest.raises(TypeError, match=message):
         System(mlp(), lr=0.1, **{option: value})
 
 
-@each_system
+@eigenpairs_only
+def test_every_option_is_in_a_table_of_wrong_values(System: Any) -> None:
+    """But for those that every optimizer has, and the closure, which is tested by itself."""
+    tested = {row[0] for row in NUMBERS + CHOICES + TYPES}
+    others = {"model", "lr", "process_group", "curvature_closure"}
+    assert set(own_keywords(System)) - tested == others
+
+
+@each_kronecker
 def test_there_are_no_eigenvectors_to_refine_in_the_inverse_solve(System: Any) -> None:
-    if not takes(System, "eigen_refresh"):
-        pytest.skip("not an option of this system")
     message = "eigen_refresh='warm' starts from eigenvectors.*use solver='eigen', or leave"
     with pytest.raises(ValueError, match=message):
         System(mlp(), lr=0.1, eigen_refresh="warm", solver="inverse")
@@ -273,34 +348,32 @@ def test_an_instance_for_a_base_is_refused(System: Any) -> None:
 
 
 def train_twice(optimizer: Any, model: nn.Module) -> None:
-    for x, y in ZOO["mlp"].batches(2):
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    for batch in ZOO["mlp"].batches(2):
+        take(model, optimizer, batch)
 
 
-@each_system
-@pytest.mark.parametrize(
-    ("option", "schedule", "error", "message"),
-    [
-        ("damping", lambda step: -1.0, ValueError, r"damping=-1\.0 is outside"),
-        ("factor_decay", lambda step: 1.0, ValueError, r"factor_decay=1\.0 is outside"),
-        ("kl_clip", lambda step: 0.0, ValueError, r"kl_clip=0\.0 is outside"),
-        ("factor_update_steps", lambda step: 0, ValueError, "factor_update_steps.*=0 is below 1"),
-        (
-            "inv_update_steps",
-            lambda step: 0.5,
-            TypeError,
-            r"inv_update_steps.*=0\.5 is not a whole",
-        ),
-    ],
-)
+SCHEDULES = [
+    ("damping", -1.0, ValueError, r"damping=-1\.0 is outside"),
+    ("factor_decay", 1.0, ValueError, r"factor_decay=1\.0 is outside"),
+    ("kl_clip", 0.0, ValueError, r"kl_clip=0\.0 is outside"),
+    ("factor_update_steps", 0, ValueError, "factor_update_steps.*=0 is below 1"),
+    ("inv_update_steps", 0.5, TypeError, r"inv_update_steps.*=0\.5 is not a whole"),
+    ("newton_scale", -1.0, ValueError, r"newton_scale=-1\.0 is outside"),
+    ("newton_scale", "fast", TypeError, "newton_scale='fast' is not a number"),
+    ("curvature_interval", 0, ValueError, "curvature_interval.*=0 is below 1"),
+    ("curvature_interval", 0.5, TypeError, r"curvature_interval.*=0\.5 is not a whole"),
+]
+
+
+@pytest.mark.parametrize(("System", "option", "value", "error", "message"), rows(SCHEDULES))
 def test_a_callable_is_held_to_the_same_bounds_and_named(
-    System: Any, option: str, schedule: Callable[[int], Any], error: Any, message: str
+    System: Any, option: str, value: Any, error: Any, message: str
 ) -> None:
     model = mlp()
-    options: dict[str, Any] = {option: schedule}
-    if takes(System, "refresh_warmup_steps"):
-        options["refresh_warmup_steps"] = 0
+    options: dict[str, Any] = {option: lambda step: value}
+    for warm_up in ("refresh_warmup_steps", "warmup_steps"):
+        if takes(System, warm_up):
+            options[warm_up] = 0
     with pytest.raises(error, match=message):  # the first step asks no interval
         train_twice(System(model, lr=0.1, **options), model)
 
@@ -309,19 +382,19 @@ def test_a_callable_is_held_to_the_same_bounds_and_named(
 def test_callables_are_asked_with_the_number_of_the_step(System: Any) -> None:
     asked: list[int] = []
 
-    def damping(step: int) -> float:
+    def scale(step: int) -> float:
         asked.append(step)
         return 0.1
 
     model = mlp()
-    optimizer = System(model, lr=0.1, damping=damping)
-    for x, y in ZOO["mlp"].batches(3):
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    own = {"newton_scale": scale, "warmup_steps": 0} if System is DHO2 else {"damping": scale}
+    optimizer = System(model, lr=0.1, **own)
+    for batch in ZOO["mlp"].batches(3):
+        take(model, optimizer, batch)
     assert sorted(set(asked)) == [0, 1, 2]
 
 
-@each_system
+@each_kronecker
 @pytest.mark.parametrize("form", [list, tuple, iter])
 def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., Any]) -> None:
     model = ZOO["norms"].model()
@@ -332,10 +405,58 @@ def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., 
     assert rows["4"].status == "preconditioned"
 
 
-@each_system
+@each_kronecker
 def test_boundary_values_are_accepted(System: Any) -> None:
     System(mlp(), lr=0.0, damping=0, factor_decay=0.0, kl_clip=None, skip_layers=[])
     System(mlp(), lr=torch.tensor(0.1), damping=0.99, kl_clip=1)
+
+
+@eigenpairs_only
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"largest": 0, "smallest": 1, "newton_scale": 0, "lr_scale_clip": 1, "lanczos_tol": 0},
+        {"largest": 1, "lanczos_iterations": 1, "eigenvalue_floor": 0, "subspace_momentum": 0},
+        {"largest": 200, "curvature_interval": 1, "eigenvalue_floor": 1, "lr_scale_guard": False},
+        {
+            "largest": 5,
+            "smallest": 200,
+            "newton_scale": 1,
+            "hvp": "recomputed",
+            "warm_start": False,
+        },
+        {"lr": 0.0, "layout": "column", "lanczos_dtype": torch.float32, "seed": 7},
+    ],
+    ids=str,
+)
+def test_boundary_values_are_accepted_and_taken_steps_with(
+    System: Any, options: dict[str, Any]
+) -> None:
+    """More pairs than there are parameters are as many as there are parameters."""
+    model = mlp()
+    optimizer = System(model, warmup_steps=0, **{"lr": 0.01, **options})
+    train_twice(optimizer, model)
+    wanted = options.get("largest", 10) + options.get("smallest", 0)
+    size = sum(p.numel() for p in model.parameters())
+    assert len(optimizer.curvature.eigenvalues) == min(wanted, size)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("closure", [3, "loss", [None], torch.tensor(1.0)], ids=str)
+def test_a_curvature_closure_that_is_no_function_is_refused_with_the_remedy(
+    System: Any, closure: Any
+) -> None:
+    model = mlp()
+    optimizer = System(model, lr=0.1, warmup_steps=0, curvature_closure=closure)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = ZOO["mlp"].batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises((TypeError, ValueError), match=r"curvature closure.*function"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.step(**asking(model, optimizer, (x, y)))
+    assert optimizer.curvature.refreshes == 1
 
 
 # Gradient workers.
@@ -416,7 +537,7 @@ def test_sharded_parameters_are_refused_with_the_remedy(world: World, system: in
     assert "use DistributedDataParallel" in message
 
 
-@each_system
+@each_kronecker
 def test_a_skipped_container_takes_along_all_that_is_inside(System: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     with pytest.warns(SecondOrderWarning, match="without curvature"):
@@ -425,7 +546,7 @@ def test_a_skipped_container_takes_along_all_that_is_inside(System: Any) -> None
     assert status == {"0": "preconditioned", "1.0": "base", "1.1": "base"}
 
 
-@each_system
+@each_kronecker
 def test_a_pattern_that_matches_nothing_is_told(System: Any) -> None:
     with pytest.warns(SecondOrderWarning, match="'haed' matches no module"):
         System(mlp(), lr=0.1, skip_layers=["haed"])
