@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import factors, make, take
+from contract import SYSTEMS, each_system, eigenpairs_only, factors, make, take
 from models import ZOO
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -46,6 +46,22 @@ def test_relative_damping_is_free_of_the_scale_of_the_loss(scale: float) -> None
     other = {**options, "lr": 0.05 * scale}
     for p, q in zip(trained(options), trained(other, scale), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("scale", [1e-5, 1e4])
+def test_newton_steps_are_free_of_the_scale_of_the_loss(System: Any, scale: float) -> None:
+    """c times the loss: c times the eigenvalues and the gradient, and 1/c times the base's rate."""
+    trajectories = []
+    for c in (1.0, scale):
+        model = MLP.model()
+        optimizer = make(System, model, lr=0.05 / c, momentum=0.9)
+        for batch in BATCHES[:6]:
+            take(model, optimizer, batch, lambda outputs, y, c=c: c * cross_entropy(outputs, y))
+        assert optimizer.curvature.refreshes == 3
+        trajectories.append([p.detach() for p in model.parameters()])
+    for p, q in zip(*trajectories, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("positions", [1, 2, 5])
@@ -214,16 +230,17 @@ def test_a_checkpoint_gives_a_failing_layer_all_its_tries_again(
     take(model, optimizer, BATCHES[2])
 
 
+@each_system
 def test_processes_that_were_launched_but_not_joined_are_told(
-    monkeypatch: pytest.MonkeyPatch,
+    System: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(SecondOrderWarning, match=r"each process trains alone; call .*init_process"):
-        KAISA(MLP.model(), lr=0.1)
+        System(MLP.model(), lr=0.1)
     monkeypatch.setenv("WORLD_SIZE", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error", SecondOrderWarning)
-        KAISA(MLP.model(), lr=0.1)
+        System(MLP.model(), lr=0.1)
 
 
 def test_a_copied_input_that_is_changed_in_place_is_dropped_and_told() -> None:
@@ -307,20 +324,25 @@ def test_optimizers_share_their_groups(world: World) -> None:
     assert world.run(groups_of_many, 4) == [2, 2, 2, 2]
 
 
-def warm_up_from_zero(rank: int, world_size: int) -> list[Tensor]:
+def warm_up_from_zero(rank: int, world_size: int, system: int, zeros: bool) -> list[Tensor]:
     """lr 0 at first, and a rank that has nothing to learn from at that step."""
     model = MLP.model()
-    optimizer = make(KAISA, model, lr=0.0)
-    if rank == 0:
-        x, y = BATCHES[0]
-        cross_entropy(model(x), y).backward()
+    optimizer = make(SYSTEMS[system], model, lr=0.0)
+    x, y = BATCHES[0]
+    if rank == 0 or zeros:
+        (cross_entropy(model(x), y) * float(rank == 0)).backward()
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.05
-    take(model, optimizer, BATCHES[1])
+    for batch in BATCHES[1:4]:
+        take(model, optimizer, batch)
     return [p.detach() for p in model.parameters()]
 
 
 @quiet
-def test_a_first_step_with_lr_zero_keeps_the_ranks_together(world: World) -> None:
-    first, second = world.run(warm_up_from_zero, 2)
+@pytest.mark.parametrize("zeros", [False, True], ids=["no gradient", "gradients of zero"])
+@pytest.mark.parametrize("system", range(len(SYSTEMS)))
+def test_a_first_step_with_lr_zero_keeps_the_ranks_together(
+    world: World, system: int, zeros: bool
+) -> None:
+    first, second = world.run(warm_up_from_zero, 2, system, zeros, timeout=30)
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))

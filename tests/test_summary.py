@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import SYSTEMS, make, take
+from contract import each_kronecker, each_system, eigenpairs_only, make, take
 from models import ZOO
 from reference import cross_entropy
 from torch import nn
@@ -14,14 +14,13 @@ from torch import nn
 from second_order import DPKFAC, LayerRow, Summary
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-each_system = pytest.mark.parametrize("System", SYSTEMS, ids=lambda system: system.__name__)
 
 
 def by_name(optimizer: Any) -> dict[str, LayerRow]:
     return {row.name: row for row in optimizer.summary().rows}
 
 
-@each_system
+@each_kronecker
 def test_a_row_for_every_layer_with_its_kind_parameters_and_sizes(System: Any) -> None:
     model = ZOO["conv_grouped"].model()
     rows = by_name(make(System, model))
@@ -40,14 +39,18 @@ def test_a_row_for_every_layer_with_its_kind_parameters_and_sizes(System: Any) -
     "name", ["norms", "transformer", "tied", "shared_linear", "lora", "unused", "language_model"]
 )
 def test_every_parameter_of_the_optimizer_is_counted_once(System: Any, name: str) -> None:
-    model = ZOO[name].model()
-    rows = make(System, model).summary().rows
+    case = ZOO[name]
+    model = case.model()
+    optimizer = make(System, model)
+    for batch in case.batches(2):
+        take(model, optimizer, batch, case.loss)
+    rows = optimizer.summary().rows
     owned = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(row.parameters for row in rows) == owned
     assert len({row.name for row in rows}) == len(rows)
 
 
-@each_system
+@each_kronecker
 def test_parameters_of_no_module_are_the_bases(System: Any) -> None:
     """A temperature beside the model is in the groups, so it is in the table."""
     model, temperature = ZOO["mlp"].model(), nn.Parameter(torch.ones(5))
@@ -58,7 +61,72 @@ def test_parameters_of_no_module_are_the_bases(System: Any) -> None:
     assert summary.preconditioned_share == pytest.approx(count / (count + 5))
 
 
-@each_system
+@eigenpairs_only
+def test_a_row_for_every_parameter_also_for_those_of_no_module(System: Any) -> None:
+    """Status and bytes are those of the moment."""
+    case = ZOO["mlp"]
+    model, temperature = case.model(), nn.Parameter(torch.ones(5, dtype=torch.float64))
+    model[2].bias.requires_grad_(False)
+    optimizer = make(System, [*model.parameters(), temperature], model=model)
+    names = [name for name, _ in model.named_parameters()]
+    frozen, loose = names.index("2.bias"), len(names)
+    for step, batch in enumerate(case.batches(2)):
+        rows = optimizer.summary().rows
+        assert [row.name for row in rows] == [*names, "(not in the model)"]
+        assert rows[0].kind == "7x5"
+        assert [row.parameters for row in rows] == [
+            p.numel() for p in (*model.parameters(), temperature)
+        ]
+        assert {row.status for i, row in enumerate(rows) if i != frozen} == {"base"}
+        assert rows[frozen].status == "frozen"
+        assert optimizer.summary().total_bytes == 0
+        assert f"step {step}" in optimizer.summary().title
+        take(model, optimizer, batch)
+    rows = optimizer.summary().rows
+    assert {row.status for i, row in enumerate(rows) if i != frozen} == {"preconditioned"}
+    assert rows[frozen].status == "frozen"
+    for i, row in enumerate(rows):
+        assert row.factor_bytes + row.inverse_bytes == (
+            0 if i == frozen else 4 * 8 * row.parameters
+        )
+    summary = optimizer.summary()
+    state = optimizer.state_dict()["state"].values()
+    saved = [entry["curvature"].get("eigenvectors") for entry in state]
+    assert summary.total_bytes == sum(v.nbytes for v in saved if v is not None)
+    assert summary.preconditioned_share == pytest.approx(1 - 6 / sum(r.parameters for r in rows))
+    assert rows[loose].parameters == 5
+
+
+@eigenpairs_only
+def test_the_table_of_parameters_reads_as_text(System: Any) -> None:
+    case = ZOO["transformer"]
+    model = case.model()
+    optimizer = make(System, model, base=torch.optim.AdamW, lr=0.125)
+    title = "DHO2 over AdamW, lr 0.125, 3 largest and 1 smallest eigenpairs, layout row, 1 process"
+    assert str(optimizer.summary()).startswith(f"{title}, step 0\n")
+    assert "no eigenpairs yet: the base steps alone" in str(optimizer.summary())
+    for batch in case.batches(2):
+        take(model, optimizer, batch)
+    summary, report = optimizer.summary(), optimizer.curvature
+    text = str(summary)
+    lines = text.splitlines()
+    assert lines[0] == f"{title}, step 2"
+    table = [line for line in lines if line.split(" ")[0] in {row.name for row in summary.rows}]
+    assert len(table) == len(summary.rows) == len(list(model.parameters()))
+    for row in summary.rows:
+        (line,) = (line for line in table if line.split(" ")[0] == row.name)
+        for text_of_row in (row.kind, row.detail, f"{row.parameters:,}"):
+            assert text_of_row in line
+    starts = {line.index(row.status) for row, line in zip(summary.rows, table, strict=True)}
+    assert len(starts) == 1, "columns are not aligned"
+    values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
+    assert f"eigenvalues at step 1: {values}" in text
+    products = f"refreshes: 1, not finite: 0; Hessian-vector products: {report.total_products}"
+    assert products in lines[-1]
+    assert "100.0% of the parameters preconditioned" in text
+
+
+@each_kronecker
 def test_the_bases_rows_tell_why(System: Any) -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +146,7 @@ def test_the_bases_rows_tell_why(System: Any) -> None:
     assert not any(row.factor_bytes or row.computed_by for n, row in rows.items() if n != "0")
 
 
-@each_system
+@each_kronecker
 def test_status_follows_requires_grad(System: Any) -> None:
     model = ZOO["mlp"].model()
     optimizer = make(System, model)
@@ -92,7 +160,7 @@ def test_status_follows_requires_grad(System: Any) -> None:
     assert by_name(optimizer)["2"].computed_by == ""
 
 
-@each_system
+@each_kronecker
 @pytest.mark.parametrize("symmetry_aware", [True, False])
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -125,7 +193,7 @@ def test_bytes_are_those_of_the_tensors(
     assert summary.factor_bytes == sum(t.nbytes for t in saved if t is not None)
 
 
-@each_system
+@each_kronecker
 def test_share_of_the_parameters_that_are_preconditioned(System: Any) -> None:
     model = ZOO["norms"].model()
     optimizer = make(System, model)
@@ -141,7 +209,7 @@ def test_share_of_the_parameters_that_are_preconditioned(System: Any) -> None:
     assert "0.0%" in str(Summary("nothing", []))
 
 
-@each_system
+@each_kronecker
 def test_the_table_reads_as_text(System: Any) -> None:
     model = ZOO["transformer"].model()
     optimizer = make(System, model, base=torch.optim.AdamW, lr=0.125, skip_layers=["1.down"])
@@ -163,7 +231,7 @@ def test_the_table_reads_as_text(System: Any) -> None:
     assert len(starts) == 1, "columns are not aligned"
 
 
-@each_system
+@each_kronecker
 def test_sizes_in_the_table_are_of_this_process(System: Any) -> None:
     row = LayerRow("fc", "Linear", 12345, "preconditioned", "A 3², G 2²", "", 3 * 2**20, 2**20)
     text = str(Summary("title", [row], dropped=3, failed=1))
@@ -174,7 +242,7 @@ def test_sizes_in_the_table_are_of_this_process(System: Any) -> None:
     assert "100.0% of the parameters" in text
 
 
-@each_system
+@each_kronecker
 def test_dropped_statistics_are_counted_until_the_end(System: Any) -> None:
     model = ZOO["mlp"].model()
     optimizer = make(System, model, lr=0.0)
@@ -192,7 +260,7 @@ def test_dropped_statistics_are_counted_until_the_end(System: Any) -> None:
     assert optimizer.summary().dropped == dropped
 
 
-@each_system
+@each_kronecker
 def test_failing_decompositions_are_counted_and_recover(
     System: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

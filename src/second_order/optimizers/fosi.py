@@ -32,7 +32,7 @@ from second_order.optimizers.fosi_state import (
     gather_eigenpairs,
     load_eigenpairs,
 )
-from second_order.optimizers.keepers import is_sharded_checkpoint
+from second_order.optimizers.keepers import is_checkpointing, is_sharded_checkpoint
 from second_order.optimizers.options import (
     PEAK_LR,
     check_interval,
@@ -167,7 +167,8 @@ class FOSIOptimizer(FlatOptimizer):
     # -------------------------------------------------------------------------------- stepping
 
     def _nothing_captured(self) -> bool:
-        return self._given is None
+        # Gradients of one rank alone may all be zero, and the others would wait for it.
+        return self._given is None and (not self._averages or is_checkpointing())
 
     def step(
         self,

@@ -18,7 +18,13 @@ from second_order.distributed.collectives import World
 from second_order.distributed.parcels import Parts, Shapes, deliver_parts
 from second_order.kronecker.block import KroneckerBlock
 
-__all__ = ["Keepers", "gather_factors", "is_sharded_checkpoint", "move_factors"]
+__all__ = [
+    "Keepers",
+    "gather_factors",
+    "is_checkpointing",
+    "is_sharded_checkpoint",
+    "move_factors",
+]
 
 Keepers: TypeAlias = tuple[int, int] | None
 """The ranks that keep A and G of a layer; None if every rank keeps both."""
@@ -131,14 +137,24 @@ def _deliver_factors(
     return received
 
 
+def is_checkpointing() -> bool:
+    """Whether torch.distributed.checkpoint is calling."""
+    return _checkpointing() is not None
+
+
 def is_sharded_checkpoint() -> bool:
     """Whether ``state_dict`` is being asked by torch.distributed.checkpoint for this rank's part.
 
     It is not where the caller has asked for the full state on one rank.
     """
+    frame = _checkpointing()
+    return frame is not None and not getattr(frame.f_locals.get("info"), "full_state_dict", False)
+
+
+def _checkpointing() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            return not getattr(frame.f_locals.get("info"), "full_state_dict", False)
+            return frame
         frame = frame.f_back
-    return False
+    return None
