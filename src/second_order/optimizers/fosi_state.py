@@ -19,7 +19,15 @@ from second_order.optimizers.flat import FlatLayout
 from second_order.optimizers.shards import gather_rows
 from second_order.optimizers.subspace import ColumnBasis, Subspace
 
-__all__ = ["Loaded", "check_saved", "eigenpair_parts", "gather_eigenpairs", "load_eigenpairs"]
+__all__ = [
+    "Loaded",
+    "check_saved",
+    "eigenpair_parts",
+    "gather_eigenpairs",
+    "load_eigenpairs",
+    "load_vector",
+    "vector_parts",
+]
 
 VECTORS, CARRIED = "eigenvectors", "carried_momentum"
 
@@ -99,6 +107,8 @@ def gather_eigenpairs(
             return {}
         vectors = torch.cat(parts, 1)
     assert rank in to
+    if carried is None and len(to) == world.size:  # room, as for a checkpoint read in place
+        carried = vectors.new_zeros(size)
     values, residuals = subspace.values, subspace.residuals
     whole = Loaded(
         values, vectors, residuals, subspace.largest, momentum, carried, subspace.decayed
@@ -112,8 +122,8 @@ def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]
     for p, vectors in zip(params, whole.vectors.split(sizes, dim=1), strict=True):
         parts[p] = {VECTORS: vectors.view(len(vectors), *p.shape)}
     if whole.carried is not None:
-        for p, carried in zip(params, whole.carried.split(sizes), strict=True):
-            parts[p][CARRIED] = carried.view(p.shape)
+        for p, part in vector_parts({CARRIED: whole.carried}, params).items():
+            parts[p] |= part
     parts[params[0]] |= {
         "eigenvalues": whole.values,
         "residuals": whole.residuals,
@@ -122,6 +132,31 @@ def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]
         "carried_decay": whole.decayed,
     }
     return parts
+
+
+def vector_parts(
+    vectors: Mapping[str, Tensor], params: Sequence[Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    """Each parameter's part of flat vectors, by their names, as views."""
+    parts: dict[Tensor, dict[str, Any]] = {p: {} for p in params}
+    for name, vector in vectors.items():
+        for p, part in zip(params, vector.split([p.numel() for p in params]), strict=True):
+            parts[p][name] = part.view(p.shape)
+    return parts
+
+
+def load_vector(
+    saved: Mapping[Tensor, Mapping[str, Any]],
+    name: str,
+    params: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """A flat vector from each parameter's part; None if one has none."""
+    parts = [saved.get(p, {}).get(name) for p in params]
+    if not parts or any(part is None for part in parts):
+        return None
+    flat = [part.to(params[0].device, dtype).reshape(-1) for part in parts if part is not None]
+    return torch.cat(flat)
 
 
 def check_saved(saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -161,15 +196,12 @@ def load_eigenpairs(
         ],
         dim=1,
     )
-    carried = None
-    if all(CARRIED in part for part in parts):
-        carried = torch.cat([part[CARRIED].to(device, dtype).reshape(-1) for part in parts])
     return Loaded(
         head["eigenvalues"].to("cpu", torch.float64),
         vectors,
         head["residuals"].to("cpu", torch.float64),
         int(head["largest"]),
         head["subspace_momentum"].to(device, dtype),
-        carried,
+        load_vector(saved, CARRIED, params, dtype),
         float(head["carried_decay"]),
     )

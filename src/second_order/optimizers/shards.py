@@ -88,7 +88,7 @@ class ShardedBase:
         for p in list(state):
             if p in here:
                 state[p] = cut_state(state[p], here[p])
-            else:
+            elif p.requires_grad:  # that of a frozen one stays whole, for when it trains again
                 del state[p]
         params = {s: piece.param for s, piece in zip(self._stand_ins, pieces, strict=True)}
         self._base = type(base).__new__(type(base))
