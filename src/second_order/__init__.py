@@ -13,7 +13,8 @@ from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.fosi import CurvatureReport
 from second_order.optimizers.kaisa import KAISA
-from second_order.report import LayerRow, Summary
+from second_order.optimizers.mrdho2 import MRDHO2
+from second_order.report import EpochReport, LayerRow, Summary
 
 __version__ = "0.1.0"
 
@@ -21,9 +22,11 @@ __all__ = [
     "DHO2",
     "DPKFAC",
     "KAISA",
+    "MRDHO2",
     "CurvatureError",
     "CurvatureReport",
     "DecompositionError",
+    "EpochReport",
     "LayerRow",
     "RankMismatchError",
     "SecondOrderError",

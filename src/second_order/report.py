@@ -1,11 +1,11 @@
-"""What an optimizer does with each layer, as a table."""
+"""What an optimizer tells about itself: a table of its layers, and numbers to log."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LayerRow", "Summary"]
+__all__ = ["EpochReport", "LayerRow", "Summary"]
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,26 @@ class Summary:
             f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
         ]
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What came of an epoch's eigenpairs on a worker.
+
+    Attributes:
+        epoch: Its number.
+        waited: Seconds that this worker stood still for the accelerators at its end.
+        applied: Whether the final update was made.
+        reason: Why not, or "".
+        loss_before: Of the accelerators' batch without the update; only if guarded.
+        loss_after: With it.
+        products: Hessian-vector products that the accelerators made.
+    """
+
+    epoch: int
+    waited: float
+    applied: bool
+    reason: str = ""
+    loss_before: float | None = None
+    loss_after: float | None = None
+    products: int = 0

@@ -185,6 +185,15 @@ class Hessian:
             for p, w in zip(self.params, before, strict=True):
                 p.data.copy_(w)
 
+    def evaluate(self) -> None:
+        """The loss alone, into :attr:`loss` and :attr:`examples`."""
+        self.examples = self.loss = 0.0
+        for loss_fn in self._loss_fns:
+            self._rewind()
+            loss, examples = _checked(loss_fn())
+            self.examples += examples
+            self.loss += examples * loss.detach().double()
+
     def _rewind(self) -> None:
         """Let the next evaluation start from where the first did."""
         self._random.restore()

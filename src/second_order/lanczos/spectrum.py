@@ -31,6 +31,7 @@ __all__ = [
     "default_iterations",
     "eigenpairs",
     "extreme_pairs",
+    "mean_loss",
     "spectral_density",
 ]
 
@@ -318,6 +319,26 @@ def spectral_density(
             weights.append(nn.functional.pad(ritz.vectors[0].square(), padding))
         size = space.size
     return SpectralDensity(torch.stack(nodes), torch.stack(weights), size, products)
+
+
+def mean_loss(
+    loss_fn: LossFn | Sequence[LossFn],
+    params: Sequence[Tensor],
+    world: World,
+    model: nn.Module | None,
+) -> float:
+    """The mean loss of every process's batch; NaN if one cannot be evaluated. A collective."""
+    hessian = Hessian(loss_fn, params, mode="differences", model=model)
+    sums = torch.full((2,), torch.nan, dtype=torch.float64, device=params[0].device)
+    try:
+        with hessian:
+            hessian.evaluate()
+        sums[0], sums[1] = hessian.loss, hessian.examples
+    except Exception:  # the others are about to sum
+        pass
+    world.start_sum([sums]).wait()
+    loss, examples = sums.tolist()
+    return float(loss) / float(examples)
 
 
 class Measured:

@@ -136,6 +136,11 @@ class Chunk:
             if piece.param.grad is not None:
                 piece.put(piece.param, part)
 
+    def overwrite(self, flat: Tensor) -> None:
+        """Write all the parameters."""
+        for piece, part in zip(self.pieces, flat.split(self.sizes), strict=True):
+            piece.put(piece.param, part)
+
     def gradients(self, dtype: torch.dtype) -> Tensor:
         """The gradients, flat, as :meth:`values`; zeros where there is none."""
         parts = [

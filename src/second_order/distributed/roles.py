@@ -1,0 +1,61 @@
+"""Ranks with different jobs: which ranks do what, as a pure function of world size and options.
+
+Workers train. Helpers (accelerators, statistics workers) compute curvature for them meanwhile; they
+are the last ranks, so that rank 0, which saves and prints, is a worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from second_order.distributed.collectives import World
+
+__all__ = ["Role", "Roles", "assign_roles"]
+
+Role: TypeAlias = Literal["worker", "accelerator", "stats"]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what.
+
+    Attributes:
+        workers: Ranks that train; rank 0 is the first of them.
+        helpers: Ranks that compute curvature for them.
+        helper_role: What the helpers are called.
+    """
+
+    workers: tuple[int, ...]
+    helpers: tuple[int, ...]
+    helper_role: Role
+
+    def of(self, rank: int) -> Role:
+        """The role of a rank."""
+        return self.helper_role if rank in self.helpers else "worker"
+
+    def team(self, world: World) -> World:
+        """The world of this process's own kind. Every process calls it."""
+        mine = self.helpers if world.rank in self.helpers else self.workers
+        return world.subgroup(mine)
+
+
+def assign_roles(world_size: int, helpers: int, helper_role: Role) -> Roles:
+    """The last ``helpers`` ranks help, the others train.
+
+    Args:
+        world_size: P.
+        helpers: How many are to help. With one process there is nobody to spare: none does.
+        helper_role: "accelerator" or "stats".
+
+    Raises:
+        ValueError: If no process would be left to train.
+    """
+    if helpers < 0 or (world_size > 1 and helpers >= world_size):
+        raise ValueError(
+            f"{helpers} ranks of role {helper_role!r} with {world_size} processes leave none to "
+            f"train; use 0 to {world_size - 1}"
+        )
+    count = helpers if world_size > 1 else 0
+    ranks = tuple(range(world_size))
+    return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
