@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress progress-distributed bench scaling test lint types pytest docs format clean
+.PHONY: help venv demo progress progress-distributed curvature bench scaling test lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -25,7 +25,7 @@ $(STAMP): setup.cfg constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
-demo: venv ## train on digits with SGD and every optimizer, two processes: a table and demo.png
+demo: venv ## train on digits with SGD, Adam and every optimizer, two processes: a table and demo.png
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
 
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
@@ -34,6 +34,10 @@ progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds
 progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two processes: a few minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
 		benchmarks/progress_distributed.py $(ARGS)
+
+curvature: venv ## what Lanczos and DHO2 cost and buy, beside what was asked: many minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/curvature.py \
+		--json benchmarks/results/curvature.json $(ARGS)
 
 bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: most of an hour
 	$(BIN)/python benchmarks/speed.py --json benchmarks/results/speed.json $(ARGS)
@@ -62,6 +66,6 @@ format: venv ## rewrite the code in the project's format
 	$(BIN)/ruff format
 
 clean: ## remove what the other targets made, .venv too
-	rm -rf $(VENV) site build dist .coverage .coverage.* htmlcov demo.png
+	rm -rf $(VENV) site build dist .coverage .coverage.* htmlcov demo.png spectrum.png
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""SGD with momentum beside every optimizer of the package, on real data, in a few minutes.
+"""SGD and Adam beside every optimizer of the package, on real data, in a few minutes.
 
     torchrun --standalone --nproc-per-node=2 examples/demo.py
 
@@ -25,16 +25,17 @@ from matplotlib.ticker import FuncFormatter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from digits import Digits, batches, conv_net, load_split, mlp
-from second_order import DPKFAC, KAISA
+from second_order import DHO2, DPKFAC, KAISA
 
 GLOBAL_BATCH = 64
+CURVATURE_BATCH = 256  # training images that DHO2's eigenpairs are of
 STEPS_BETWEEN_EVALUATIONS = 5
 MODELS: dict[str, Callable[[], nn.Module]] = {"conv": conv_net, "mlp": mlp}
 
@@ -45,25 +46,64 @@ class Entry:
 
     name: str
     learning_rates: tuple[float, ...]
-    build: Callable[[nn.Module, float], tuple[nn.Module, Optimizer]]  # -> (what to call, optimizer)
+    build: Callable[[nn.Module, float, Digits], tuple[nn.Module, Optimizer]]
+    """(model, lr, data) -> (what to call, optimizer); only curvature closures look at the data."""
 
 
-def sgd(model: nn.Module, lr: float) -> tuple[nn.Module, Optimizer]:
+def sgd(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
     trained = DistributedDataParallel(model)
     return trained, torch.optim.SGD(trained.parameters(), lr=lr, momentum=0.9)
 
 
-def kaisa_comm_opt(model: nn.Module, lr: float) -> tuple[nn.Module, Optimizer]:
+def kaisa_comm_opt(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
     return model, KAISA(model, lr=lr, momentum=0.9, grad_worker_fraction=1.0)
 
 
-def kaisa_mem_opt(model: nn.Module, lr: float) -> tuple[nn.Module, Optimizer]:
+def kaisa_mem_opt(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
     fraction = 1 / dist.get_world_size()
     return model, KAISA(model, lr=lr, momentum=0.9, grad_worker_fraction=fraction)
 
 
-def dpkfac(model: nn.Module, lr: float) -> tuple[nn.Module, Optimizer]:
+def dpkfac(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
     return model, DPKFAC(model, lr=lr, momentum=0.9)
+
+
+def dho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimizer]:
+    closure = curvature_closure(model, data)
+    optimizer = DHO2(
+        model,
+        lr=lr,
+        momentum=0.9,
+        curvature_interval=50,
+        warmup_steps=25,
+        curvature_closure=closure,
+    )
+    return model, optimizer
+
+
+def adam(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
+    trained = DistributedDataParallel(model)
+    return trained, torch.optim.Adam(trained.parameters(), lr=lr)
+
+
+def dho2_adam(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimizer]:
+    closure = curvature_closure(model, data)
+    optimizer = DHO2(
+        model,
+        lr=lr,
+        base=torch.optim.Adam,
+        curvature_interval=50,
+        warmup_steps=25,
+        curvature_closure=closure,
+    )
+    return model, optimizer
+
+
+def curvature_closure(model: nn.Module, data: Digits) -> Callable[[], Tensor]:
+    """The loss of this process's share of a fixed batch."""
+    share = slice(dist.get_rank(), CURVATURE_BATCH, dist.get_world_size())
+    images, labels = data.train_images[share], data.train_labels[share]
+    return lambda: cross_entropy(model(images), labels)
 
 
 ENTRIES = [
@@ -71,6 +111,9 @@ ENTRIES = [
     Entry("KAISA COMM-OPT", (0.03, 0.1, 0.3), kaisa_comm_opt),
     Entry("KAISA MEM-OPT", (0.03, 0.1, 0.3), kaisa_mem_opt),
     Entry("DPKFAC", (0.03, 0.1, 0.3), dpkfac),
+    Entry("DHO2", (0.01, 0.03, 0.1), dho2),
+    Entry("Adam", (0.001, 0.003, 0.01), adam),
+    Entry("DHO2 (Adam)", (0.001, 0.003, 0.01), dho2_adam),
 ]
 
 
@@ -164,7 +207,7 @@ def train(
     """Train from the seeded start for ``steps`` steps, or until the loss is no number any more."""
     torch.manual_seed(seed)
     model = make_model()
-    trained, optimizer = entry.build(model, lr)
+    trained, optimizer = entry.build(model, lr, data)
     parts = batches(
         len(data.train_images),
         GLOBAL_BATCH,
@@ -249,7 +292,7 @@ def bold(text: str, best: bool) -> str:
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart; the dashes
 # are for curves that lie on top of each other, as two placements of the same computation do.
 COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#0072B2"]
-DASHES = ["-", "-", (0, (4, 2)), "-", (0, (4, 2)), (0, (1, 1.5)), "-"]
+DASHES = ["-", "-", (0, (4, 2)), "-", "-", (0, (1.5, 1)), "-"]
 
 
 def figure(runs: list[Run], title: str) -> Figure:

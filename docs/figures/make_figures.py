@@ -1,9 +1,9 @@
 """Draw the figures of the documentation: all of them, or those that are named.
 
-    python docs/figures/make_figures.py [step] [valley] [placements] [costs] [owners]
+    python docs/figures/make_figures.py [step] [valley] [placements] [costs] [owners] [split]
 
-Nothing is drawn by hand that can be computed: the paths in the valley are real runs, the placements
-and their costs come from :mod:`second_order.distributed.assignment`.
+Nothing is drawn by hand that can be computed: paths in valleys are real runs, the placements and
+their costs come from :mod:`second_order.distributed.assignment`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import inspect
 import io
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -23,7 +24,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from PIL import Image
 from torch import Tensor, nn
 
-from second_order import KAISA
+from second_order import DHO2, KAISA
 from second_order.distributed.assignment import (
     Grid,
     LayerAssignment,
@@ -538,12 +539,73 @@ def owners() -> Figure:
     return figure
 
 
+# ------------------------------------------------------------------------------------ the split
+
+
+def dho2(lr: float, newton_scale: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """DHO2 over plain SGD, the steep direction in its subspace from the first step on."""
+
+    def make(model: nn.Module) -> DHO2:
+        x, y = valley_data()
+        return DHO2(
+            model,
+            lr=lr,
+            newton_scale=newton_scale,
+            largest=1,
+            warmup_steps=0,
+            curvature_closure=lambda: valley_loss(model, x, y),
+        )
+
+    return make
+
+
+def split() -> Figure:
+    """Left: SGD and DHO2 from the same start. Right: the two parts of DHO2's first steps."""
+    steps, shown = 12, 4
+    lr, newton_scale = 10.0, 0.5
+    rates = torch.arange(0.05, 2.0, 0.05).tolist()
+    best = min(rates, key=lambda rate: descend(sgd(rate), steps)[1][-1])
+
+    figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_valley(left)
+    left.set_ylabel("weight 2")
+    runs = [
+        (f"SGD, lr {best:.2f}, the best", sgd(best), RED, "o"),
+        (f"DHO2 over SGD, lr {lr:g}", dho2(lr, newton_scale), BLUE, "D"),
+    ]
+    for label, make, colour, marker in runs:
+        path, losses = descend(make, steps)
+        print(f"{label}: loss {losses[0]:.3f} -> {losses[-1]:.2g} in {steps} steps")  # noqa: T201
+        left.plot(*path.T, color=colour, marker=marker, markersize=3.5, linewidth=1.3, label=label)
+    left.set_title(f"{steps} steps from the same start", loc="left")
+    left.legend(loc="lower right", frameon=True, framealpha=1, edgecolor="#dddddd")
+
+    draw_valley(right)
+    turn = torch.deg2rad(torch.tensor(25.0))
+    across = torch.tensor([-turn.sin(), turn.cos()])  # as in valley_data
+    path, _ = descend(dho2(lr, newton_scale), shown)
+    for here, there in pairwise(path):
+        corner = here + (there - here) @ across * across
+        arrow(right, tuple(here.tolist()), tuple(corner.tolist()), colour=PURPLE)
+        arrow(right, tuple(corner.tolist()), tuple(there.tolist()), colour=GREEN)
+    right.plot(*path.T, color=BLUE, marker="D", markersize=3.5, linestyle="none")
+    right.set_title(f"the first {shown} steps of DHO2, in their two parts", loc="left")
+    handles = [
+        Line2D([], [], color=PURPLE, label=f"Newton, {newton_scale:g} of the way across"),
+        Line2D([], [], color=GREEN, label="SGD along the valley"),
+    ]
+    right.legend(handles=handles, loc="lower right", framealpha=1, edgecolor="#dddddd")
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "step": step,
     "valley": valley,
     "placements": placements,
     "costs": costs,
     "owners": owners,
+    "split": split,
 }
 
 
