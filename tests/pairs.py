@@ -40,6 +40,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+# Where nothing depends on how good the pairs are.
+QUICK: dict[str, Any] = {"lanczos_iterations": 10, "lanczos_tol": 0.0}
+BRIEF = {**OPTIONS, **QUICK}
+
+
 def closure_of(model: nn.Module, batch: Batch = CURVED) -> Callable[[], Tensor]:
     return lambda: cross_entropy(model(batch[0]), batch[1])
 
@@ -85,15 +90,6 @@ def alike(a: Any, b: Any) -> bool:
 
 LAYOUTS = "row", "column"
 STEPS = 11
-# Lanczos need not have converged to give every number of processes the same.
-BRIEF: dict[str, Any] = {
-    "largest": 4,
-    "smallest": 1,
-    "warmup_steps": 2,
-    "curvature_interval": 4,
-    "lanczos_iterations": 10,
-    "lanczos_tol": 0.0,
-}
 SIZE, COUNT = 89, 5
 RAGGED = {1: [0, 30], 2: [0, 9, 30], 3: [0, 4, 17, 30], 4: [0, 3, 7, 18, 30]}
 KINDS: dict[str, dict[str, Any]] = {

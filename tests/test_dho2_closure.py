@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import same
-from pairs import ADAM, BATCHES, CASE, CURVED, SGD, alike, closure_of, dho2, go, take, vector
+from pairs import ADAM, BATCHES, CASE, CURVED, QUICK, SGD, alike, closure_of, dho2, go, take, vector
 from ranks import assert_same_trajectory
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ def test_the_closure_is_given_in_three_ways() -> None:
         good = closure_of(model)
         bad = closure_of(model, CASE.batch(5, seed=1))
         own = {"constructor": good, "step before own": bad}.get(how)
-        optimizer = dho2(model, curvature_closure=own, momentum=0.9)
+        optimizer = dho2(model, curvature_closure=own, momentum=0.9, **QUICK)
         if how == "assignment":
             optimizer.curvature_closure = good
         given = {"curvature_closure": good} if how.startswith("step") else {}
@@ -120,7 +120,7 @@ def test_a_closure_that_fails_leaves_all_as_it_was_and_training_goes_on(
 ) -> None:
     function, error, text = WRONG[name]
     at = 2 if first else 6
-    kwargs = {"momentum": 0.9}
+    kwargs = {"momentum": 0.9, **QUICK}
     model, straight = CASE.model(), CASE.model()
     expected = go(straight, dho2(straight, **kwargs), BATCHES)
     optimizer = dho2(model, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from contract import same
-from pairs import ADAM, BATCHES, CASE, CURVED, SGD, alike, closure_of, dho2, go, take, vector
+from pairs import ADAM, BATCHES, CASE, CURVED, QUICK, SGD, alike, closure_of, dho2, go, take, vector
 from ranks import assert_same_trajectory
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -220,9 +220,9 @@ def test_when_parameters_change_the_base_goes_on_alone_until_the_next_refresh(ch
 # State.
 
 KINDS: dict[str, dict[str, Any]] = {
-    "momentum": {"momentum": 0.9},
-    "SGD": {},
-    "Adam": {"base": ADAM, "lr": 0.02},
+    "momentum": {"momentum": 0.9, **QUICK},
+    "SGD": QUICK,
+    "Adam": {"base": ADAM, "lr": 0.02, **QUICK},
 }
 
 
@@ -252,7 +252,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(kind: str, at: int) -> None:
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> None:
     model = CASE.model()
-    optimizer = dho2(model, momentum=0.9)
+    optimizer = dho2(model, momentum=0.9, **QUICK)
     go(model, optimizer, BATCHES[:8])
     before = copy.deepcopy(optimizer.state_dict())
 
@@ -284,7 +284,7 @@ def test_a_checkpoint_of_the_base_alone_loads_and_warms_up_anew() -> None:
     plain = ADAM(model.parameters(), lr=0.02)
     go(model, plain, BATCHES[:5])
     other = copy.deepcopy(model)
-    optimizer = dho2(other, base=ADAM)
+    optimizer = dho2(other, base=ADAM, **QUICK)
     optimizer.load_state_dict(reloaded(plain.state_dict()))
     expected = go(model, plain, BATCHES[5:7])
     assert same(go(other, optimizer, BATCHES[5:7]), expected)
@@ -315,7 +315,7 @@ def test_distributed_checkpoints_calls_go_on_bit_for_bit(kind: str, mid: bool, f
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_go_on_alike_once_they_have_a_closure(how: str, at: int) -> None:
     model = CASE.model()
-    optimizer = dho2(model, momentum=0.9)
+    optimizer = dho2(model, momentum=0.9, **QUICK)
     go(model, optimizer, BATCHES[:at])
     pair = (model, optimizer)
     other, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
