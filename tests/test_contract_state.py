@@ -157,12 +157,12 @@ def test_a_checkpoint_continues_the_same_trajectory(System: Any, base: str) -> N
     Base, options = BASES[base]
     model = MLP.model()
     optimizer = make(System, model, base=Base, **options)
-    train(model, optimizer)
+    train(model, optimizer, 4)
     twin = copy.deepcopy(model)
     resumed = make(System, twin, base=Base, **options)
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    train(model, optimizer, start=3)
-    train(twin, resumed, start=3)
+    train(model, optimizer, 2, start=4)
+    train(twin, resumed, 2, start=4)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
@@ -1090,7 +1090,7 @@ def test_distributed_checkpoint_round_trip_continues_the_trajectory(
     model, twin = MLP.model(), MLP.model(seed=1)
     optimizer = make(System, model, base=Base, **options)
     resumed = make(System, twin, base=Base, **options)
-    train(model, optimizer)
+    train(model, optimizer, 4)
     if into == "mid-run":
         train(twin, resumed, 2)
     saved = saved_and_loaded(get(model, optimizer, flat))
@@ -1099,8 +1099,8 @@ def test_distributed_checkpoint_round_trip_continues_the_trajectory(
         twin, resumed, saved, options=StateDictOptions(flatten_optimizer_state_dict=flat)
     )
     assert_same_curvature(curvature_of(resumed), curvature_of(optimizer), rtol=0)
-    train(model, optimizer, start=3)
-    train(twin, resumed, start=3)
+    train(model, optimizer, 2, start=4)
+    train(twin, resumed, 2, start=4)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
