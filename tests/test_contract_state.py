@@ -716,11 +716,18 @@ def test_maximizing_the_negative_loss_is_minimizing_the_loss(System: Any, base: 
 
 @each_system
 def test_a_tensor_learning_rate_changed_in_place_is_followed(System: Any) -> None:
-    model = MLP.model()
+    model, twin = MLP.model(), MLP.model()
     rate = torch.tensor(0.1, dtype=torch.float64)
     own = {} if System is DHO2 else {"kl_clip": 1e-3}
-    optimizer = make(System, model, lr=rate, **own)
+    optimizer, plain = make(System, model, lr=rate, **own), make(System, twin, lr=0.1, **own)
     train(model, optimizer, 2)
+    train(twin, plain, 2)
+    optimizer.param_groups[0]["lr"].fill_(0.025)
+    plain.param_groups[0]["lr"] = 0.025
+    train(model, optimizer, 2, start=2)
+    train(twin, plain, 2, start=2)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
     optimizer.param_groups[0]["lr"].fill_(0.0)
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 1)
