@@ -133,14 +133,20 @@ class World:
         """Name of the backend in use, "none" with one process alone."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
-    def subgroup(self, ranks: Sequence[int]) -> World:
-        """The world of some of these ranks, made once; every member must ask in the same order."""
+    def subgroup(self, ranks: Sequence[int], *, grouped: bool = False) -> World:
+        """The world of some of these ranks, made once; every member must ask in the same order.
+
+        Args:
+            ranks: Of this world.
+            grouped: Make a process group even for one rank. Torch names a group by how many its
+                members have made: where all ranks make one each, the next one's names agree.
+        """
         key = tuple(ranks)
         if len(key) == self.size:
             return self
         if key not in self._subgroups:
             world = World.alone(key.index(self.rank), len(key))
-            if len(key) > 1:
+            if len(key) > 1 or grouped:
                 assert self.group is not None
                 members = tuple(dist.get_global_rank(self.group, r) for r in key)
                 world.group = _new_group(self.group, members)

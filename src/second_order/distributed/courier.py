@@ -81,7 +81,7 @@ class Courier:
         self._farewell = weakref.finalize(self, _say_goodbye, self._shared, self._thread, 1.0)
 
     def post(self, name: str, tensors: Sequence[Tensor], **note: Any) -> None:
-        """Send tensors, which must not change until :meth:`flush`, and a note of primitives.
+        """Send tensors, which must not change any more, and a note of primitives.
 
         Tensors on a CUDA device are copied to the host here.
         """

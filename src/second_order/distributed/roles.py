@@ -37,7 +37,7 @@ class Roles:
     def team(self, world: World) -> World:
         """The world of this process's own kind. Every process calls it."""
         mine = self.helpers if world.rank in self.helpers else self.workers
-        return world.subgroup(mine)
+        return world.subgroup(mine, grouped=True)
 
 
 def assign_roles(world_size: int, helpers: int, helper_role: Role) -> Roles:

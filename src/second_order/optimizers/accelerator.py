@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier
@@ -136,7 +137,7 @@ class Accelerator:
             subject.model,
             subject.sign,
         )
-        with measured as space:
+        with record_function("second_order.lanczos"), measured as space:
             pairs = extreme_pairs(
                 space,
                 space.random(options.seed + self.epoch, 1.0),
@@ -154,8 +155,9 @@ class Accelerator:
         assert self._loss_fn is not None
         losses = []
         for flat in (before, after):
-            subject.write(flat)
-            loss = mean_loss(self._loss_fn, subject.params, self._team, subject.model)
+            with record_function("second_order.judge"):
+                subject.write(flat)
+                loss = mean_loss(self._loss_fn, subject.params, self._team, subject.model)
             losses.append(subject.sign * loss if math.isfinite(loss) else None)
         if self._team.rank == 0:
             for j in range(self._workers):

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from second_order.distributed.courier import Courier, open_store
 from second_order.distributed.roles import Role, Roles, assign_roles
@@ -101,8 +102,8 @@ class MRDHO2(FOSIOptimizer):
 
     Attributes:
         role: "worker" or "accelerator".
-        worker_group: The process group of the workers, None if there is one worker. On an
-            accelerator, that of the accelerators.
+        worker_group: The process group of the workers, be it of one; None without accelerators,
+            where it is all the processes. On an accelerator, that of the accelerators.
         epochs: An :class:`EpochReport` for each of the last 1,000 epochs.
 
     Raises:
@@ -275,15 +276,12 @@ class MRDHO2(FOSIOptimizer):
         assert self._courier is not None
         self._epoch_step += 1
         if self._epoch_step >= self._epoch_steps:
-            self._end_epoch(self._courier)
+            with record_function("second_order.final_update"):
+                self._end_epoch(self._courier)
         self._courier.tell("steps", self._steps + 1)
 
     def _flat(self) -> Tensor:
         return torch.cat([chunk.values(self._dtype) for chunk in self._chunks])
-
-    def _write(self, flat: Tensor) -> None:
-        for chunk in self._chunks:
-            chunk.overwrite(flat[chunk.columns])
 
     def _begin_epoch(self) -> None:
         """C = w, p = 0, and off with c; an epoch taken up from a checkpoint has both already."""
@@ -333,7 +331,8 @@ class MRDHO2(FOSIOptimizer):
     def _await(
         self, courier: Courier, name: str, begun: float
     ) -> tuple[list[Tensor], dict[str, Any]] | None:
-        return courier.wait(name, lambda: time.monotonic() - begun > self._patience)
+        with record_function("second_order.wait"):
+            return courier.wait(name, lambda: time.monotonic() - begun > self._patience)
 
     def _all_agree(self, mine: bool) -> bool:
         no = torch.tensor([float(not mine)], device=self.param_groups[0]["params"][0].device)
@@ -380,7 +379,7 @@ class MRDHO2(FOSIOptimizer):
             [steps[chunk.group] for chunk in self._chunks],
         )
         if self._final_update != "guarded":
-            self._write(after)
+            self._subject().write(after)
             return EpochReport(self._epoch, waited, True, products=self._products)
         return self._ask(courier, before, after, waited)
 
@@ -401,7 +400,7 @@ class MRDHO2(FOSIOptimizer):
         old, new = (math.nan if x is None else float(x) for x in message[1]["losses"])
         better = new <= old
         if better:
-            self._write(after)
+            self._subject().write(after)
         reason = "" if better else "the loss of the accelerators' batches would have risen"
         return EpochReport(self._epoch, waited, better, reason, old, new, self._products)
 
@@ -448,15 +447,17 @@ class MRDHO2(FOSIOptimizer):
         if self._accelerator is None:
             return
         self._follow_layout()
+        self._accelerator.help(self._subject(), closures, enough)
+
+    def _subject(self) -> Subject:
         assert self._layout is not None
-        subject = Subject(
+        return Subject(
             self._layout.params,
             self._chunks,
             self._dtype,
             self._model if self._knows_modules else None,
             -1.0 if self.param_groups[0].get("maximize") else 1.0,
         )
-        self._accelerator.help(subject, closures, enough)
 
     # --------------------------------------------------------------------------------- the rest
 
