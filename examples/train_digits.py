@@ -13,16 +13,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from digits import batches, conv_net, load_split
-from second_order import DPKFAC, KAISA
+from second_order import DHO2, DPKFAC, KAISA
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on the digits.")
-    parser.add_argument("--optimizer", choices=["sgd", "kaisa", "dpkfac"], default="kaisa")
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--optimizer", choices=["sgd", "kaisa", "dpkfac", "dho2"], default="kaisa")
+    parser.add_argument("--lr", type=float, help="default: 0.1; for dho2, which stretches it, 0.03")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
     args = parser.parse_args()
+    lr = args.lr or (0.03 if args.optimizer == "dho2" else 0.1)
 
     rank, world_size = 0, 1
     if "RANK" in os.environ:  # started by torchrun
@@ -35,16 +36,21 @@ def main() -> None:
     if world_size > 1:
         model = DistributedDataParallel(model)
 
-    optimizer: torch.optim.Optimizer
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    elif args.optimizer == "dpkfac":
-        optimizer = DPKFAC(model, lr=args.lr, momentum=0.9)
-    else:
-        optimizer = KAISA(model, lr=args.lr, momentum=0.9)
-
     data = load_split()
     loss_function = nn.CrossEntropyLoss()
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    elif args.optimizer == "dpkfac":
+        optimizer = DPKFAC(model, lr=lr, momentum=0.9)
+    elif args.optimizer == "dho2":
+        share = slice(rank, 256, world_size)  # this process's part of a fixed batch of 256
+        images, labels = data.train_images[share], data.train_labels[share]
+        optimizer = DHO2(model, lr=lr, momentum=0.9, curvature_interval=50)
+        optimizer.curvature_closure = lambda: loss_function(net(images), labels)
+    else:
+        optimizer = KAISA(model, lr=lr, momentum=0.9)
+
     parts = batches(
         len(data.train_images), args.batch_size, seed=0, rank=rank, world_size=world_size
     )
