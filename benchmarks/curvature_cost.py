@@ -1,6 +1,7 @@
 """What Lanczos and DHO2 cost: the time of a product and of a step, and the memory of a basis.
 
-Times are medians; what is compared takes turns.
+Times are medians of the processor's time: one thread, which has nothing to wait for. What is
+compared takes turns.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def in_turn(
         if before is not None:
             before()
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             call()
             if turn >= 0:
-                times[name].append(1000 * (time.perf_counter() - start))
+                times[name].append(1000 * (time.process_time() - start))
     return times
 
 

@@ -119,6 +119,7 @@ def train(
     targets: tuple[str, ...],
     rank: int = 0,
     processes: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     """Train until the last target or the last step, whichever comes first.
 
@@ -130,11 +131,11 @@ def train(
     run = Run(setting.optimizer, setting.label, seed)
     parts = digits.batches(examples, batch_size, seed=seed, rank=rank, world_size=processes)
     for step, indices in zip(range(1, setting.steps + 1), parts, strict=False):
-        start = time.perf_counter()
+        start = clock()
         optimizer.zero_grad()
         loss_of(model, indices).backward()
         optimizer.step()
-        run.seconds += time.perf_counter() - start
+        run.seconds += clock() - start
         if step % EVERY == 0:
             loss, met = reached(model)
             run.losses.append(loss)
@@ -148,7 +149,12 @@ def train(
 
 
 def run_classifier(
-    name: str, setting: Setting, seed: int, rank: int = 0, processes: int = 1
+    name: str,
+    setting: Setting,
+    seed: int,
+    rank: int = 0,
+    processes: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     data = digits.load_split()
 
@@ -174,10 +180,13 @@ def run_classifier(
         CLASSIFIER_TARGETS,
         rank,
         processes,
+        clock,
     )
 
 
-def run_autoencoder(setting: Setting, seed: int) -> Run:
+def run_autoencoder(
+    setting: Setting, seed: int, clock: Callable[[], float] = time.perf_counter
+) -> Run:
     images = digits.autoencoder_images()
 
     def loss_of(model: nn.Module, indices: Tensor) -> Tensor:
@@ -188,8 +197,17 @@ def run_autoencoder(setting: Setting, seed: int) -> Run:
         loss = digits.autoencoder_loss(model(images), images).item()
         return loss, [t for t in AUTOENCODER_TARGETS if loss <= float(t.split()[1])]
 
-    make = digits.autoencoder
-    return train(setting, seed, make, loss_of, reached, 256, len(images), AUTOENCODER_TARGETS)
+    return train(
+        setting,
+        seed,
+        digits.autoencoder,
+        loss_of,
+        reached,
+        256,
+        len(images),
+        AUTOENCODER_TARGETS,
+        clock=clock,
+    )
 
 
 def median_steps(runs: list[Run], target: str) -> float:
