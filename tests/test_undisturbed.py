@@ -66,7 +66,7 @@ def test_training_notices_nothing(mode: str, fails_at: int | None) -> None:
     def loss() -> Tensor:
         nonlocal calls
         calls += 1
-        model.zero_grad(set_to_none=bool(calls % 2))
+        model.zero_grad(set_to_none=calls > 1)
         torch.rand(3)
         value = cross_entropy(model(x), y)
         value.backward(retain_graph=True)
@@ -137,16 +137,32 @@ def test_buffers_of_compiled_modules() -> None:
     assert graphs == 1
 
 
+class TwoHeads(nn.Module):
+    """The model's own and a copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        *body, head = model
+        self.body, self.heads = nn.Sequential(*body), nn.ModuleList([head, copy.deepcopy(head)])
+
+    def forward(self, x: Tensor, head: int = 0) -> Tensor:
+        return self.heads[head](self.body(x))
+
+
 def ddp_training(
     rank: int, world_size: int, mode: str | None, options: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
     """Parameters and buffers after three steps, with curvature wherever it could get in the way."""
-    ddp = DistributedDataParallel(NORMED.model(seed=rank), **options)
+    model, other = NORMED.model(seed=rank), ()
+    if options.get("find_unused_parameters"):
+        model, other = TwoHeads(model), (1,)  # curvature with the head that training does not use
+    ddp = DistributedDataParallel(model, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     def curvature() -> None:
         if mode is not None:
-            eigenpairs(lambda: cross_entropy(ddp(x), y), ddp, largest=1, iterations=3, hvp=mode)
+            loss = lambda: cross_entropy(ddp(x, *other), y)  # noqa: E731
+            eigenpairs(loss, ddp, largest=1, iterations=3, hvp=mode)
             assert ddp.require_backward_grad_sync
 
     for batch in NORMED.batches(3, 8 * world_size):
