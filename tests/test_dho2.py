@@ -339,6 +339,27 @@ def test_refreshes_come_when_they_are_due(options: dict[str, Any], due: list[int
     assert optimizer.curvature.step == due[-1]
 
 
+def test_the_base_is_stretched_while_the_curvature_batch_allows() -> None:
+    """By half more at each refresh, by half less where its loss has risen by more than a tenth."""
+    losses = [2.0, 2.1, 1.0, 1.2, 1.0, 2.0, 4.0, 8.0, 4.0]
+    bounds = [1.5, 2.25, 3.0, 1.5, 2.25, 1.125, 1.0, 1.0, 1.5]
+    found: dict[bool, list[float]] = {}
+    for guard in (True, False):
+        model, found[guard] = CASE.model(), []
+        optimizer = dho2(model, lr_scale_guard=guard, warmup_steps=0, curvature_interval=1, lr=1e-9)
+        offset = torch.zeros((), dtype=torch.float64)
+        loss_of = closure_of(model)
+        optimizer.curvature_closure = lambda loss=loss_of, offset=offset: loss() + offset
+        for loss, batch in zip(losses, BATCHES, strict=False):
+            offset.fill_(loss - loss_of().detach())
+            take(model, optimizer, batch)
+            found[guard].append(optimizer.curvature.rest_scale)
+    full = found[False]
+    assert all(s == pytest.approx(3.0, rel=0.1) for s in full)
+    for mine, bound, s in zip(found[True], bounds, full, strict=True):
+        assert mine == pytest.approx(min(bound, s), rel=1e-6)
+
+
 def test_a_refresh_from_the_old_pairs_takes_fewer_products() -> None:
     products = {}
     for warm in (True, False):
