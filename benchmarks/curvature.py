@@ -143,7 +143,6 @@ MARKS, GAPS = {"early": 20, "midway": 150, "late": 400}, (10, 20, 50)
 STARTS: dict[str, Callable[[Any], Tensor]] = {
     "sum": lambda old: old.eigenvectors.sum(0),
     "weighted 1/|θ|": lambda old: old.eigenvalues.abs().reciprocal().float() @ old.eigenvectors,
-    "weighted 1/θ²": lambda old: old.eigenvalues.square().reciprocal().float() @ old.eigenvectors,
 }
 
 
@@ -305,18 +304,14 @@ def rounded(value: Any) -> Any:
 
 
 def run(section: str, options: argparse.Namespace, console: Console) -> Any:
-    """Measure a section, print its tables; what is to be kept of it."""
+    """Measure a section other than training, print its tables; what is to be kept of it."""
     if section == "valley":
         valleys = [valley(*each) for each in tqdm(VALLEYS, desc=section, leave=False)]
         console.print(valley_table(valleys))
         return valleys
     if section == "products":
-        trainings = [
-            (lr, seed, batch)
-            for batch in (256, 1437)
-            for lr in (0.01, 0.03, 0.1)
-            for seed in range(options.seeds)
-        ]
+        batches = [(256, lr) for lr in (0.01, 0.03, 0.1)] + [(1437, 0.1)]
+        trainings = [(lr, seed, batch) for batch, lr in batches for seed in range(options.seeds)]
         counts = [r for t in tqdm(trainings, desc=section, leave=False) for r in count_products(*t)]
         console.print(products_table(counts))
         times = [
@@ -332,18 +327,18 @@ def run(section: str, options: argparse.Namespace, console: Console) -> Any:
         ]
         console.print(cost.overhead_table(steps))
         return steps
-    if section == "memory":
-        kept = [cost.memory(processes) for processes in (1, 2, 4)]
-        console.print(cost.memory_table(kept))
-        return kept
-    runs = {}
-    for model in options.models:
-        ours = training(model, training_settings(model), options.seeds)
-        classifier = model in progress.CLASSIFIERS
-        targets = progress.CLASSIFIER_TARGETS if classifier else progress.AUTOENCODER_TARGETS
-        console.print(progress.table(model, ours, targets))
-        runs[model] = [{k: v for k, v in asdict(r).items() if k != "losses"} for r in ours]
-    return runs
+    kept = [cost.memory(processes) for processes in (1, 2, 4)]
+    console.print(cost.memory_table(kept))
+    return kept
+
+
+def train(model: str, options: argparse.Namespace, console: Console) -> list[Record]:
+    """Train with every setting, print the table; the runs."""
+    runs = training(model, training_settings(model), options.seeds)
+    classifier = model in progress.CLASSIFIERS
+    targets = progress.CLASSIFIER_TARGETS if classifier else progress.AUTOENCODER_TARGETS
+    console.print(progress.table(model, runs, targets))
+    return [{k: v for k, v in asdict(run).items() if k != "losses"} for run in runs]
 
 
 MODELS = (*progress.CLASSIFIERS, "autoencoder")
@@ -365,14 +360,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json and options.json.exists():
         record = json.loads(options.json.read_text())
     record["machine"] = f"{platform.machine()}, torch {torch.__version__}, one thread"
-    for section in options.only:
-        found = rounded(run(section, options, console))
-        if section == "training":
-            found = record.get(section, {}) | found
-        record[section] = found
+
+    def keep() -> None:
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+    for section in options.only:
+        if section == "training":
+            for model in options.models:
+                found = rounded(train(model, options, console))
+                record[section] = {**record.get(section, {}), model: found}
+                keep()
+        else:
+            record[section] = rounded(run(section, options, console))
+            keep()
 
 
 if __name__ == "__main__":
