@@ -209,6 +209,7 @@ def test_when_parameters_change_the_base_goes_on_alone_until_the_next_refresh(ch
         warnings.simplefilter("always", SecondOrderWarning)
         assert same(go(model, optimizer, BATCHES[3:6]), expected)
         assert dropped(messages) == 1
+        assert all("eigenvectors" not in parts["curvature"] for parts in optimizer.state.values())
         take(model, optimizer, BATCHES[6])
     assert dropped(messages) == 1
     size = 111 if change != "freeze" else 111 - 21

@@ -93,6 +93,7 @@ class Hessian:
                 )
         self._aside = undisturbed(self.params, self._model)
         self._modules = self._aside.__enter__()
+        self.examples = self.loss = 0.0
         try:
             self._random = RandomState(self.params)
             if self._mode == "retained":

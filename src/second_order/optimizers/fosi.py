@@ -154,6 +154,8 @@ class FOSIOptimizer(FlatOptimizer):
         self._before = []
         if self._subspace is not None:
             self._subspace = None
+            if self.state:
+                self._share_state()  # which lets go of them
             self._warn(
                 "the parameters that train have changed: the eigenpairs are dropped, and "
                 f"{type(self._base).__name__} goes on alone until the next refresh"
