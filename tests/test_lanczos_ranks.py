@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import ZOO
-from ranks import counted
+from ranks import counted, replaced
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -145,6 +145,24 @@ def test_a_warm_start_is_the_whole_vector_everywhere(world: World) -> None:
     found = bitwise(world.run(from_one_start, 2, start))
     assert_same_pairs(found, alone(12, {"start": start, "tol": 1e-6}), 1e-7)
     assert found.products < 10
+
+
+def with_other_rounding(rank: int, world_size: int) -> Eigenpairs:
+    """Rank 1's decompositions are its own, and far off, which shows more than rounding would."""
+    native = torch.linalg.eigh
+
+    def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = native(matrix)
+        return (values, vectors) if rank != 1 else (2 * values, -1e3 * vectors)
+
+    with replaced(torch.linalg, {"eigh": eigh}):
+        return on_shards(rank, world_size, [5, 7], True, {"tol": 1e-3})
+
+
+def test_one_process_decides(world: World) -> None:
+    """When to stop, and about the signs and values of all."""
+    found = bitwise(world.run(with_other_rounding, 2, timeout=20))
+    assert_same_pairs(found, alone(12, {"tol": 1e-3}))
 
 
 def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity:
