@@ -101,6 +101,12 @@ class Courier:
         with self._shared.lock:
             self._shared.expected.add(name)
 
+    def forget(self, name: str) -> None:
+        """Fetch a message no more, and drop it if it is there."""
+        with self._shared.lock:
+            self._shared.expected.discard(name)
+            self._shared.received.pop(name, None)
+
     def arrived(self, name: str) -> tuple[list[Tensor], dict[str, Any]] | None:
         """A message that has been expected, and its note; None if it is not there yet."""
         with self._shared.lock:
@@ -222,8 +228,9 @@ def _serve(store: TCPStore, shared: _Shared) -> None:
             if store.check([name]):
                 message = _fetch(store, name)
                 with shared.lock:
-                    shared.expected.discard(name)
-                    shared.received[name] = message
+                    if name in shared.expected:  # not forgotten meanwhile
+                        shared.expected.discard(name)
+                        shared.received[name] = message
                 shared.news.set()
                 busy = True
         shared.numbers.update(numbers)  # last: who hears goodbye has got what came before it

@@ -1,13 +1,15 @@
 """What an accelerator of MRDHO2 does: eigenpairs for the workers, and verdicts on their updates.
 
-point/k   c, of epoch k            ->  pairs/k/j: û, residuals and worker j's vectors, rows of mine
-try/k     w_E without and with V̂'s  ->  verdict/k/j: the losses of the accelerators' batches
+point/i   c, of some epoch         ->  pairs/i/j: û, residuals and worker j's vectors, rows of mine
+try/i     w_E without and with V̂'s  ->  verdict/i/j: the losses of the accelerators' batches
+
+i counts what has been asked for, from 0 on, whatever epochs a checkpoint takes the workers to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +20,7 @@ from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier
+from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn
 from second_order.lanczos.rows import row_bounds
 from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs, mean_loss
@@ -46,7 +49,17 @@ class Subject:
     sign: float
 
     def write(self, flat: Tensor) -> None:
-        """Set the parameters."""
+        """Set the parameters.
+
+        Raises:
+            SecondOrderError: If there are more or fewer of them elsewhere.
+        """
+        n = sum(p.numel() for p in self.params)
+        if len(flat) != n:
+            raise SecondOrderError(
+                f"the workers train {len(flat)} numbers, this accelerator {n}: freeze and unfreeze "
+                f"the same parameters on every rank"
+            )
         flat = flat.to(self.params[0].device, self.dtype)
         for chunk in self.chunks:
             chunk.overwrite(flat[chunk.columns])
@@ -63,7 +76,7 @@ class Accelerator:
         judges: Whether final updates are guarded.
 
     Attributes:
-        epoch: The next epoch to compute eigenpairs for.
+        answered: How many points' eigenpairs have been computed.
     """
 
     def __init__(
@@ -72,7 +85,7 @@ class Accelerator:
         self._courier, self._team, self._options = courier, team, options
         self._workers, self._judges = workers, judges
         self._loss_fn: LossFn | Sequence[LossFn] | None = None
-        self.epoch = 0
+        self.answered = 0
 
     def help(
         self, subject: Subject, closures: Iterator[Any], enough: Callable[[Courier], bool]
@@ -89,10 +102,10 @@ class Accelerator:
         """
         courier = self._courier
         while True:
-            point, trial = f"point/{self.epoch}/{self._team.rank}", ""
+            point, trial = f"point/{self.answered}/{self._team.rank}", ""
             courier.expect(point)
             if self._judges and self._loss_fn is not None:
-                trial = f"try/{self.epoch - 1}/{self._team.rank}"
+                trial = f"try/{self.answered - 1}/{self._team.rank}"
                 courier.expect(trial)
             asked = courier.arrived(trial)
             if asked is not None:
@@ -100,19 +113,26 @@ class Accelerator:
                 continue
             message = courier.wait(point, partial(self._interrupted, trial, enough))
             if message is not None:
-                subject.write(message[0][0])
-                self._compute(subject, closures)
+                courier.forget(trial)
+                self._compute(subject, closures, *message)
             elif not courier.holds(trial):
                 return
 
     def _interrupted(self, trial: str, enough: Callable[[Courier], bool]) -> bool:
         return self._courier.holds(trial) or enough(self._courier)
 
-    def _compute(self, subject: Subject, closures: Iterator[Any]) -> None:
+    def _compute(
+        self,
+        subject: Subject,
+        closures: Iterator[Any],
+        point: Sequence[Tensor],
+        asked: Mapping[str, Any],
+    ) -> None:
         """û, V̂ at c, to the workers; if that fails they are told to go on without."""
         try:
+            subject.write(point[0])
             self._loss_fn = next(closures)
-            pairs = self._pairs(subject, self._loss_fn)
+            pairs = self._pairs(subject, self._loss_fn, asked["epoch"])
         except Exception:
             self._courier.close(1.0)
             raise
@@ -123,10 +143,10 @@ class Accelerator:
             tensors = []
             if rows is not None:
                 tensors = [pairs.values, pairs.residuals, rows[cuts[j] : cuts[j + 1]]]
-            self._courier.post(f"pairs/{self.epoch}/{j}/{self._team.rank}", tensors, **note)
-        self.epoch += 1
+            self._courier.post(f"pairs/{self.answered}/{j}/{self._team.rank}", tensors, **note)
+        self.answered += 1
 
-    def _pairs(self, subject: Subject, loss_fn: Any) -> Pairs:
+    def _pairs(self, subject: Subject, loss_fn: Any, epoch: int) -> Pairs:
         options = self._options
         measured = Measured(
             loss_fn,
@@ -140,7 +160,7 @@ class Accelerator:
         with record_function("second_order.lanczos"), measured as space:
             pairs = extreme_pairs(
                 space,
-                space.random(options.seed + self.epoch, 1.0),
+                space.random(options.seed + epoch, 1.0),
                 options.largest,
                 options.smallest,
                 iterations=options.lanczos_iterations,
@@ -161,7 +181,7 @@ class Accelerator:
             losses.append(subject.sign * loss if math.isfinite(loss) else None)
         if self._team.rank == 0:
             for j in range(self._workers):
-                self._courier.post(f"verdict/{self.epoch - 1}/{j}", [], losses=losses)
+                self._courier.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
 
 
 def closures_of(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> Iterator[Any]:

@@ -151,6 +151,7 @@ class MRDHO2(FOSIOptimizer):
         self._checkpoint: Tensor | None = None  # c, flat
         self._sum: Tensor | None = None  # p, flat
         self._asked = -1  # the epoch whose eigenpairs are under way
+        self._request = -1  # which message that is
         self._accelerator: Accelerator | None = None
         self._found: tuple[Tensor, Tensor] | None = None
         self.epochs: deque[EpochReport] = deque(maxlen=1000)
@@ -289,16 +290,17 @@ class MRDHO2(FOSIOptimizer):
         if self._checkpoint is None or self._epoch_step == 0:
             self._checkpoint = self._flat()
             self._sum = torch.zeros_like(self._checkpoint)
-        self._asked = self._epoch
+        self._asked, self._request = self._epoch, self._request + 1
         if self._world.rank == 0:
             for a in range(len(self._roles.helpers)):
-                self._courier.post(f"point/{self._epoch}/{a}", [self._checkpoint.clone()])
+                point = self._checkpoint.clone()
+                self._courier.post(f"point/{self._request}/{a}", [point], epoch=self._epoch)
         for name in self._expected("pairs"):
             self._courier.expect(name)
 
     def _expected(self, what: str) -> list[str]:
         helpers = range(len(self._roles.helpers))
-        return [f"{what}/{self._epoch}/{self._world.rank}/{a}" for a in helpers]
+        return [f"{what}/{self._request}/{self._world.rank}/{a}" for a in helpers]
 
     def _end_epoch(self, courier: Courier) -> None:
         """The final update, if every worker has sound eigenpairs."""
@@ -386,11 +388,11 @@ class MRDHO2(FOSIOptimizer):
     def _ask(self, courier: Courier, before: Tensor, after: Tensor, waited: float) -> EpochReport:
         """Make the update if the loss of the accelerators' batches does not rise by it."""
         begun = time.monotonic()
-        name = f"verdict/{self._epoch}/{self._world.rank}"
+        name = f"verdict/{self._request}/{self._world.rank}"
         courier.expect(name)
         if self._world.rank == 0:
             for a in range(len(self._roles.helpers)):
-                courier.post(f"try/{self._epoch}/{a}", [before, after])
+                courier.post(f"try/{self._request}/{a}", [before, after])
         message = self._await(courier, name, begun)
         waited += time.monotonic() - begun
         if not self._all_agree(message is not None):
@@ -436,12 +438,12 @@ class MRDHO2(FOSIOptimizer):
             )
         if self._accelerator is None or self._courier is None:
             return 0
-        before = self._accelerator.epoch
+        before = self._accelerator.answered
         with torch.no_grad():
             self._help(closures_of(batches, loss_fn), lambda courier: False)
         if not self._courier.closed_there:
             self._warn("the workers have not been heard of any more: serve() returns")
-        return self._accelerator.epoch - before
+        return self._accelerator.answered - before
 
     def _help(self, closures: Iterator[Any], enough: Callable[[Courier], bool]) -> None:
         if self._accelerator is None:
@@ -502,8 +504,9 @@ class MRDHO2(FOSIOptimizer):
             self._epoch = part.get("epoch", 0)
             self._epoch_step = part.get("epoch_step", 0)
         self._asked, self._checkpoint, self._sum = -1, None, None
-        if self._accelerator is not None:
-            self._accelerator.epoch = self._epoch
+        if self._helped and self._courier is not None:  # of what is under way
+            for name in self._expected("pairs"):
+                self._courier.forget(name)
         if self._epoch_step:
             params, dtype = self._layout.params, self._dtype
             self._checkpoint = load_vector(saved, CHECKPOINT, params, dtype)

@@ -1,0 +1,394 @@
+"""MRDHO2 on ranks that live: its final updates, its base, its checkpoints, and how it ends.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import (
+    BATCHES,
+    CASE,
+    CURVED,
+    EPOCH,
+    STEPS,
+    base_alone,
+    loss_of,
+    mrdho2,
+    noted,
+    reference,
+    train,
+    worker,
+)
+from ranks import agreed, assert_same_trajectory
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+
+SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+MOMENTUM = {"momentum": 0.9, "lr": 0.05}
+RAGGED = {1: [0, 9], 2: [0, 4, 9]}  # of a curvature batch, between the accelerators
+
+
+def several(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train(rank, world_size, options) for options in choices]
+
+
+def workers_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [result for result in results if result["role"] == "worker"]
+
+
+def trajectory_of(results: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
+    return agreed([result["trajectory"] for result in workers_of(results)])
+
+
+# Final updates.
+
+
+ETA, ALPHA, CURVATURES = 0.05, 0.3, torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
+
+
+def quadratic(
+    rank: int, world_size: int, accelerators: int, choices: Sequence[dict[str, Any]]
+) -> list[tuple[list[Tensor], list[EpochReport]]]:
+    """The modes' amplitudes after each epoch, of ½ wᵀHw with H = Q diag(u) Qᵀ."""
+    Q, _ = torch.linalg.qr(torch.randn(20, 20, dtype=torch.float64))
+    H = Q @ torch.diag(CURVATURES.double()) @ Q.T
+    found = []
+    for options in choices:
+        w = nn.Parameter(Q @ torch.ones(20, dtype=torch.float64))
+        choice = {"lr": ETA, "largest": 4, "smallest": 1, "epoch_steps": 5, **options}
+        optimizer = mrdho2(nn.Module(), [w], accelerators=accelerators, **choice)
+        amplitudes = []
+        with optimizer:
+            if optimizer.role == "accelerator":
+                optimizer.serve([0], lambda _, w=w: 0.5 * w @ H @ w)
+                continue
+            for _ in range(15):
+                optimizer.zero_grad()
+                (0.5 * w @ H @ w).backward()
+                optimizer.step()
+                amplitudes.append(Q.T @ w.detach())
+        found.append((amplitudes[4::5], list(optimizer.epochs)))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (4, 2)])
+def test_equation_17_on_a_quadratic_is_its_closed_form(
+    world: World, world_size: int, accelerators: int
+) -> None:
+    """Invariant 27; and the guard lets pass what lowers the loss, and nothing else."""
+    kinds = ["paper", "guarded", "guarded", "additive"]
+    alphas = [ALPHA, ALPHA, 1.0, ALPHA]
+    choices = [
+        {"final_update": kind, "newton_scale": alpha}
+        for kind, alpha in zip(kinds, alphas, strict=True)
+    ]
+    results = world.run(quadratic, world_size, accelerators, choices)
+    u, inside = CURVATURES.double(), [0, 16, 17, 18, 19]
+    alone = (1 - ETA * u) ** 5
+    phi = (1 - alone) / (ETA * u)
+    for i, (kind, alpha) in enumerate(zip(kinds, alphas, strict=True)):
+        per_worker = [result[i] for result in results[: world_size - accelerators]]
+        updated = alone.clone()
+        updated[inside] = 1 - alpha * phi[inside]
+        if kind == "additive":
+            updated[inside] = alone[inside] - alpha * phi[inside] / 5
+        expected, verdicts = torch.ones(20, dtype=torch.float64), set()
+        for epoch, amplitudes in enumerate(agreed([each for each, _ in per_worker])):
+            before, after = (0.5 * (u * (expected * f) ** 2).sum() for f in (alone, updated))
+            made = kind != "guarded" or bool(after <= before)
+            verdicts.add(made)
+            expected = expected * (updated if made else alone)
+            torch.testing.assert_close(amplitudes, expected, rtol=1e-9, atol=1e-12)
+            for _, epochs in per_worker:
+                assert len(epochs) == 3
+                report = epochs[epoch]
+                assert (report.epoch, report.products, report.applied) == (epoch, 20, made)
+                if kind != "guarded":
+                    assert (report.loss_before, report.loss_after) == (None, None)
+                    continue
+                assert report.loss_before == pytest.approx(before.item())
+                assert report.loss_after == pytest.approx(after.item())
+                assert ("would have risen" in report.reason) == (not made)
+        assert kind != "guarded" or verdicts == ({True, False} if alpha == ALPHA else {False})
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"final_update": "paper", **MOMENTUM},
+    {"final_update": "additive", "base": ADAM, "lr": 0.02},
+    {"final_update": "guarded", "newton_scale": 0.3},
+]
+
+
+@pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (3, 1)])
+def test_final_updates_of_a_network_are_those_of_dense_hessians(
+    world: World, world_size: int, accelerators: int
+) -> None:
+    """The workers' mean gradient is that of the whole batch: accelerators add nothing to it."""
+    results = world.run(several, world_size, CHOICES)
+    for i, options in enumerate(CHOICES):
+        of_case = [result[i] for result in results]
+        base = {k: v for k, v in options.items() if k not in ("final_update", "newton_scale")}
+        alpha = options.get("newton_scale", 0.1)
+        expected, losses = reference(options["final_update"], alpha=alpha, **base)
+        assert_same_trajectory(trajectory_of(of_case), expected, rtol=1e-7, hint=options)
+        assert [r["role"] for r in of_case] == ["worker"] * (world_size - 1) + ["accelerator"]
+        assert of_case[-1]["served"] == STEPS // EPOCH
+        assert not any(result["warned"] for result in of_case)
+        for result in workers_of(of_case):
+            found = result["epochs"]
+            assert [report.epoch for report in found] == [0, 1, 2]
+            assert all(report.waited >= 0 and 4 <= report.products <= 111 for report in found)
+            if options["final_update"] != "guarded":
+                assert all(report.applied and report.reason == "" for report in found)
+                continue
+            assert [report.applied for report in found] == [False, True, True]
+            for report, (before, after) in zip(found, losses, strict=True):
+                assert report.loss_before == pytest.approx(before)
+                assert report.loss_after == pytest.approx(after)
+            report = result["curvature"]
+            assert len(report.eigenvalues) == len(report.residuals) == 4
+            assert (report.refreshes, report.failures, report.step) == (3, 0, STEPS - EPOCH)
+            assert report.products == found[-1].products
+            assert report.total_products == sum(each.products for each in found)
+
+
+def ragged(rank: int, world_size: int) -> tuple[str, Any, int]:
+    """Two accelerators with unequal parts of a batch, and DistributedDataParallel for workers."""
+    model = CASE.model()
+    optimizer = mrdho2(model, accelerators=2, gradient_averaging=False)
+    with optimizer:
+        if optimizer.role == "accelerator":
+            a, b = RAGGED[2][rank - (world_size - 2) :][:2]
+
+            def loss_fn(batch: Any) -> tuple[Tensor, int]:
+                x, y = batch
+                return loss_of(model, (x[a:b], y[a:b])), b - a
+
+            return optimizer.role, optimizer.serve(CURVED, loss_fn), b - a
+        wrapped = DistributedDataParallel(model, process_group=optimizer.worker_group)
+        found = worker(model, optimizer, rank, world_size - 2, wrapped=wrapped)
+        return optimizer.role, found, wrapped.process_group.size()
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_accelerators_weigh_their_examples_and_ddp_spans_the_workers(
+    world: World, world_size: int
+) -> None:
+    """One worker too: its group is one of its own, not the default one."""
+    results = world.run(ragged, world_size)
+    workers = results[:-2]
+    assert all(role == "worker" and size == world_size - 2 for role, _, size in workers)
+    assert [served for _, served, _ in results[-2:]] == [3, 3]
+    found = agreed([trajectory for _, trajectory, _ in workers])
+    assert_same_trajectory(found, reference("paper")[0], rtol=1e-7)
+
+
+# Nothing but the base.
+
+
+BASES = [{"base": SGD, "momentum": 0.9}, {"base": ADAM, "lr": 0.02}]
+
+
+def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
+    """All ranks work then, as nobody has anything to help with."""
+    nothing = {"largest": 0, "smallest": 0}
+    results = world.run(several, 2, [{**nothing, **options} for options in BASES])
+    for i, options in enumerate(BASES):
+        for workers in 1, 2:
+            found = (
+                [train(0, 1, {**nothing, **options})]
+                if workers == 1
+                else [result[i] for result in results]
+            )
+            assert [result["role"] for result in found] == ["worker"] * workers
+            expected = base_alone(workers=workers, **options)
+            assert all(map(torch.equal, trajectory_of(found), expected))
+            assert all(result["epochs"] == [] and result["warned"] == [] for result in found)
+
+
+def in_its_own_process(
+    rank: int, world_size: int, kind: str, **options: Any
+) -> tuple[list[Tensor], list[str], str]:
+    model = CASE.model()
+    curved = partial(loss_of, model, CURVED[0])
+    common = {"lr": 0.1, "largest": 3, "smallest": 1, "newton_scale": 0.2, **options}
+    with noted() as warned:
+        if kind == "DHO2":
+            optimizer: Any = DHO2(
+                model,
+                curvature_interval=EPOCH,
+                layout="column",
+                curvature_closure=curved,
+                **common,
+            )
+        else:
+            optimizer = mrdho2(
+                model,
+                accelerators=0 if world_size > 1 else 1,
+                lanczos_iterations=None,
+                lanczos_tol=1e-2,
+                curvature_closure=curved,
+                **common,
+            )
+    role = getattr(optimizer, "role", "worker")
+    return worker(model, optimizer, rank, world_size), warned, role
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_accelerators_it_is_dho2_and_says_so(world: World, world_size: int) -> None:
+    run = partial(world.run if world_size > 1 else lambda f, n, *a: [f(0, n, *a)])
+    results = run(in_its_own_process, world_size, "MRDHO2")
+    expected = run(in_its_own_process, world_size, "DHO2")
+    found = agreed([trajectory for trajectory, _, _ in results])
+    assert all(map(torch.equal, found, expected[0][0]))
+    assert not torch.equal(found[-1], base_alone(workers=world_size)[-1]), "curvature is used"
+    for _, warned, role in results:
+        assert role == "worker"
+        (line,) = warned
+        assert f"every {EPOCH} steps, as DHO2 does" in line
+        assert f"accelerators={0 if world_size > 1 else 1}" in line
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+
+    def attempt(name: str, **options: Any) -> None:
+        with pytest.raises((ValueError, TypeError, RankMismatchError)) as caught:
+            mrdho2(CASE.model(), **options)
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+
+    attempt("all", accelerators=world_size)
+    attempt("more", accelerators=world_size + 3)
+    attempt("negative", accelerators=-1)
+    attempt("different", accelerators=rank)
+    attempt("lengths", epoch_steps=3 + rank)
+    return found
+
+
+def test_impossible_roles_are_refused_on_every_rank(world: World) -> None:
+    for found in world.run(refused, 2):
+        for name in "all", "more", "negative":
+            assert found[name].startswith("ValueError")
+            assert "2 processes leave none to train; use 0 to 1" in found[name]
+        assert found["different"].startswith("RankMismatchError: the ranks built different options")
+        assert found["lengths"].startswith("RankMismatchError")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"accelerators": True}, TypeError, "use 0 for none"),
+        ({"accelerators": 1.0}, TypeError, "use 0 for none"),
+        ({"epoch_steps": 0}, ValueError, "epoch_steps"),
+        ({"final_update": "none"}, ValueError, "final_update"),
+        ({"helper_timeout": 0.0}, ValueError, "helper_timeout"),
+        ({"acelerators": 1}, TypeError, "accelerators"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        mrdho2(CASE.model(), **options)
+
+
+def test_a_worker_does_not_serve() -> None:
+    optimizer = mrdho2(CASE.model(), largest=0, smallest=0)
+    with pytest.raises(SecondOrderError, match="rank 0 is a worker: it trains"):
+        optimizer.serve([0], lambda _: torch.zeros(()))
+    with optimizer as entered:
+        assert entered is optimizer
+    optimizer.close()
+
+
+# Checkpoints.
+
+
+RESUMED = {"final_update": "guarded", "newton_scale": 0.3, **MOMENTUM}
+SAVED_AT = {"in the middle of an epoch": 6, "at its end": 8}
+
+
+def saved(rank: int, world_size: int) -> tuple[str, Any, dict[int, bytes]]:
+    """The trajectory, and worker 0's checkpoints with which it goes on."""
+    model = CASE.model()
+    checkpoints: dict[int, bytes] = {}
+    optimizer = mrdho2(model, **RESUMED)
+
+    def save(step: int) -> None:
+        if step in SAVED_AT.values() and rank == 0:
+            file = io.BytesIO()
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+            checkpoints[step] = file.getvalue()
+
+    with optimizer:
+        if optimizer.role == "accelerator":
+            served = optimizer.serve([CURVED[0]], lambda batch: loss_of(model, batch))
+            return optimizer.role, served, {}
+        trajectory = worker(model, optimizer, rank, world_size - 1, before=save)
+        return optimizer.role, trajectory, checkpoints
+
+
+def resumed(
+    rank: int, world_size: int, accelerators: int, checkpoints: dict[int, bytes], everywhere: bool
+) -> dict[int, Any]:
+    """Every checkpoint carried on with; accelerators load it too, or leave that to the workers."""
+    found = {}
+    for step, data in checkpoints.items():
+        model = CASE.model(seed=1)
+        optimizer = mrdho2(model, accelerators=accelerators, **RESUMED)
+        if everywhere or optimizer.role == "worker":
+            parts = torch.load(io.BytesIO(data))
+            model.load_state_dict(parts[0])
+            optimizer.load_state_dict(parts[1])
+        with optimizer:
+            if optimizer.role == "accelerator":
+                optimizer.serve([CURVED[0]], lambda batch, model=model: loss_of(model, batch))
+                continue
+            workers = world_size - accelerators
+            trajectory = worker(model, optimizer, rank, workers, BATCHES[step:])
+            found[step] = trajectory, [report.epoch for report in optimizer.epochs]
+    return found
+
+
+def test_a_checkpoint_continues_on_any_number_of_workers_and_accelerators(world: World) -> None:
+    """Invariant 28; in an epoch, c and the sum of its gradients travel along."""
+    results = world.run(saved, 2)
+    _, whole, checkpoints = results[0]
+    assert set(checkpoints) == set(SAVED_AT.values())
+    for world_size, accelerators, everywhere in (2, 1, True), (3, 1, False), (3, 2, True):
+        found = world.run(resumed, world_size, accelerators, checkpoints, everywhere)
+        for step in checkpoints:
+            workers = [result[step] for result in found[: world_size - accelerators]]
+            trajectory = agreed([each for each, _ in workers])
+            hint = (world_size, accelerators, step)
+            assert_same_trajectory(trajectory, whole[step:], rtol=1e-7, hint=hint)
+            epochs = [1, 2] if step == 6 else [2]
+            assert all(numbers == epochs for _, numbers in workers)
+
+
+def test_one_process_takes_up_the_checkpoint_of_many(world: World) -> None:
+    _, _, checkpoints = world.run(saved, 2)[0]
+    for step, data in checkpoints.items():
+        model = CASE.model(seed=1)
+        curved = partial(loss_of, model, CURVED[0])
+        with noted():
+            optimizer = mrdho2(model, curvature_closure=curved, **RESUMED)
+        parts = torch.load(io.BytesIO(data))
+        model.load_state_dict(parts[0])
+        optimizer.load_state_dict(parts[1])
+        trajectory = worker(model, optimizer, 0, 1, BATCHES[step:])
+        assert all(bool(w.isfinite().all()) for w in trajectory)
+        assert optimizer.curvature.refreshes >= 1
