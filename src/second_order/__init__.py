@@ -11,10 +11,9 @@ from second_order.errors import (
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.dpkfac import DPKFAC
-from second_order.optimizers.fosi import CurvatureReport
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
-from second_order.report import EpochReport, LayerRow, Summary
+from second_order.report import CurvatureReport, EpochReport, LayerRow, Summary
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["EpochReport", "LayerRow", "Summary"]
+from torch import Tensor
+
+__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Summary"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,35 @@ class Summary:
             f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
         ]
+
+
+@dataclass(frozen=True)
+class CurvatureReport:
+    """What the last refresh found, and what all of them took: numbers to log.
+
+    Attributes:
+        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
+            ascending order; float64 on the CPU. Empty before the first refresh.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair.
+        gradient_share: The share of the gradient that was in the subspace at the step of the last
+            refresh, ‖V̂ᵀg‖² / ‖g‖², 0 to 1; None before.
+        step: The step of the last refresh, -1 before the first.
+        products: Hessian-vector products of the last refresh.
+        total_products: Those of all refreshes of this process.
+        refreshes: How many there were.
+        failures: How many gave numbers that were not finite; the pairs from before are kept.
+        rest_scale: s, by which the base's step is stretched.
+    """
+
+    eigenvalues: Tensor
+    residuals: Tensor
+    gradient_share: float | None
+    step: int
+    products: int
+    total_products: int
+    refreshes: int
+    failures: int
+    rest_scale: float
 
 
 @dataclass(frozen=True)

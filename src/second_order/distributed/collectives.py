@@ -284,6 +284,12 @@ class World:
             dist.broadcast(flat, source, group=self.group)
             _scatter(flat, bucket)
 
+    def all_agree(self, mine: bool, device: torch.device) -> bool:
+        """Whether all ranks say yes."""
+        noes = torch.tensor([float(not mine)], device=device)
+        self.start_sum([noes]).wait()
+        return not bool(noes)
+
     def everybody(self, value: Any) -> list[Any]:
         """Every rank's value of a small object that can be pickled, by rank."""
         values: list[Any] = [value] * self.size

@@ -45,7 +45,7 @@ class Pairs:
     Attributes:
         values: ``(r,)`` the largest in descending order, then the smallest in ascending order;
             float64 on the CPU.
-        residuals: ``(r,)`` ‖Hv − θv‖, float64 on the CPU.
+        residuals: ``(r,)`` ‖Hv − θv‖ by the recurrence, without rounding; float64 on the CPU.
         largest: How many of them are the largest.
         iterations: Products it took.
         finite: False if a number was not finite; there are no pairs then.
@@ -60,6 +60,11 @@ class Pairs:
     finite: bool
     basis: Tensor
     combination: Tensor
+
+    def bounds(self) -> Tensor:
+        """``(r,)`` ‖Hv − θv‖, at least what rounding in the vectors' dtype leaves of it."""
+        least = torch.finfo(self.basis.dtype).eps * float(self.values.abs().max())
+        return self.residuals.clamp(min=least)
 
     def vectors(self) -> Tensor:
         """``(r, rows)`` V̂, transposed: this process's rows of vectors that are orthonormal."""
@@ -232,7 +237,7 @@ def eigenpairs(
         )
     converged = pairs.residuals <= tol * pairs.values.abs()
     return Eigenpairs(
-        pairs.values, vectors, pairs.residuals, converged, pairs.iterations, pairs.largest
+        pairs.values, vectors, pairs.bounds(), converged, pairs.iterations, pairs.largest
     )
 
 

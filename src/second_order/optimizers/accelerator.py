@@ -142,7 +142,7 @@ class Accelerator:
         for j in range(self._workers):
             tensors = []
             if rows is not None:
-                tensors = [pairs.values, pairs.residuals, rows[cuts[j] : cuts[j + 1]]]
+                tensors = [pairs.values, pairs.bounds(), rows[cuts[j] : cuts[j + 1]]]
             self._courier.post(f"pairs/{self.answered}/{j}/{self._team.rank}", tensors, **note)
         self.answered += 1
 

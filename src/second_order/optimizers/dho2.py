@@ -60,9 +60,9 @@ class DHO2(FOSIOptimizer):
         lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the
             k steepest directions are out of their way. None for the published values: 3 for SGD,
             1 for other bases, which scale their steps themselves.
-        lr_scale_guard: Let s grow by half at a refresh, and take that back where the loss of the
-            curvature batch has risen since the last one: a learning rate that the base bears alone
-            may be too long times 3. False for s as published.
+        lr_scale_guard: Begin with s = 1, and let it grow by half at each further refresh while the
+            loss of the curvature batch does not rise; halve it where that has risen. A learning
+            rate that the base bears alone may be too long times 3. False for s as published.
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
             max(4(k + l), 2 ln n).
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,42 +47,12 @@ from second_order.optimizers.subspace import (
     newton_rates,
     rest_scale,
 )
-from second_order.report import Summary
+from second_order.report import CurvatureReport, Summary
 
-__all__ = ["CurvatureReport", "FOSIOptimizer"]
+__all__ = ["FOSIOptimizer"]
 
-# The guard of s: how it grows at a refresh, what it loses after one at which the loss has risen,
-# and by which share the loss may rise, which it does by chance.
+# The guard of s, at a refresh: how it grows or shrinks, and what rise of the loss is chance.
 GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
-
-
-@dataclass(frozen=True)
-class CurvatureReport:
-    """What the last refresh found, and what all of them took: numbers to log.
-
-    Attributes:
-        eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
-            ascending order; float64 on the CPU. Empty before the first refresh.
-        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair.
-        gradient_share: The share of the gradient that was in the subspace at the step of the last
-            refresh, ‖V̂ᵀg‖² / ‖g‖², 0 to 1; None before.
-        step: The step of the last refresh, -1 before the first.
-        products: Hessian-vector products of the last refresh.
-        total_products: Those of all refreshes of this process.
-        refreshes: How many there were.
-        failures: How many gave numbers that were not finite; the pairs from before are kept.
-        rest_scale: s, by which the base's step is stretched.
-    """
-
-    eigenvalues: Tensor
-    residuals: Tensor
-    gradient_share: float | None
-    step: int
-    products: int
-    total_products: int
-    refreshes: int
-    failures: int
-    rest_scale: float
 
 
 class FOSIOptimizer(FlatOptimizer):
@@ -346,8 +315,9 @@ class FOSIOptimizer(FlatOptimizer):
 
     def _guard(self, loss: float) -> None:
         """Let s grow while the loss of the curvature batch does not rise."""
-        risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
-        self._bound = max(1.0, self._bound * (SHRINK if risen else GROWTH))
+        if math.isfinite(self._batch_loss):
+            risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
+            self._bound = max(1.0, self._bound * (SHRINK if risen else GROWTH))
         self._batch_loss = loss
 
     def _no_closure(self) -> Any:
@@ -368,7 +338,7 @@ class FOSIOptimizer(FlatOptimizer):
         if self.state:
             self._share_state()  # which lets go of the old vectors before there are new ones
         basis = self._basis_of_rows(pairs.vectors())
-        self._subspace = self._subspace_of(basis, pairs.values, pairs.residuals, pairs.largest)
+        self._subspace = self._subspace_of(basis, pairs.values, pairs.bounds(), pairs.largest)
         if vector is not None:
             self._subspace.carry(vector, self._chunks)
         if self.state:
@@ -456,14 +426,12 @@ class FOSIOptimizer(FlatOptimizer):
         check_saved(saved)
 
     def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
-        self._whole = self._sharded = self._subspace = self._share = None
-        self._signature = None
-        self._follow_layout()
+        self._subspace = self._share = None
+        super()._adopt_curvature(saved)
         assert self._layout is not None
-        self._refreshed_at = max(
-            (part.get("refreshed_at", -1) for part in saved.values()), default=-1
-        )
+        self._refreshed_at, self._batch_loss, self._bound = -1, math.inf, 1.0
         for part in saved.values():
+            self._refreshed_at = part.get("refreshed_at", -1)
             self._batch_loss = part.get("batch_loss", math.inf)
             self._bound = part.get("rest_scale_bound", 1.0)
         loaded = load_eigenpairs(saved, self._layout.params, self._dtype)

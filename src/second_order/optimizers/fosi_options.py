@@ -18,7 +18,7 @@ from second_order.optimizers.options import (
     check_number,
 )
 
-__all__ = ["FOSIOptions", "Layout", "check_newton_scale"]
+__all__ = ["FOSIOptions", "Layout", "check_newton_scale", "check_whole"]
 
 Layout: TypeAlias = Literal["row", "column"]
 
@@ -58,14 +58,14 @@ class FOSIOptions:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def __post_init__(self) -> None:
-        _check_whole("largest", self.largest, 0, "0 for none of them")
-        _check_whole("smallest", self.smallest, 0, "0 for none of them")
+        check_whole("largest", self.largest, 0, "0 for none of them")
+        check_whole("smallest", self.smallest, 0, "0 for none of them")
         check_interval("curvature_interval", self.curvature_interval)
         if self.warmup_steps is not None:
-            _check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
+            check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
         if self.lanczos_iterations is not None:
             least = max(self.wanted, 1)
-            _check_whole(
+            check_whole(
                 "lanczos_iterations", self.lanczos_iterations, least, "4 (largest + smallest)"
             )
         if not callable(self.newton_scale):
@@ -91,7 +91,7 @@ class FOSIOptions:
         check_flag("warm_start", self.warm_start)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
         check_choice("layout", self.layout, ("row", "column"))
-        _check_whole("seed", self.seed, 0, "0")
+        check_whole("seed", self.seed, 0, "0")
         if self.lanczos_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(
                 f"lanczos_dtype={self.lanczos_dtype} loses orthogonality; use torch.float32 or "
@@ -123,7 +123,8 @@ def check_newton_scale(value: Any) -> None:
     check_number("newton_scale", value, low=0.0, remedy="0.1 is the default, 1.0 a full step")
 
 
-def _check_whole(name: str, value: Any, low: int, remedy: str) -> None:
+def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
+    """Raise unless ``value`` is a whole number of at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
     if value < low:

@@ -31,8 +31,8 @@ from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.accelerator import Accelerator, Subject, closures_of
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.fosi import CurvatureReport, FOSIOptimizer
-from second_order.optimizers.fosi_options import FOSIOptions
+from second_order.optimizers.fosi import FOSIOptimizer
+from second_order.optimizers.fosi_options import FOSIOptions, check_whole
 from second_order.optimizers.fosi_state import load_vector, vector_parts
 from second_order.optimizers.keepers import is_sharded_checkpoint
 from second_order.optimizers.options import (
@@ -43,7 +43,7 @@ from second_order.optimizers.options import (
     own_keywords,
 )
 from second_order.optimizers.subspace import ColumnBasis, newton_rates
-from second_order.report import EpochReport
+from second_order.report import CurvatureReport, EpochReport
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 
@@ -141,8 +141,7 @@ class MRDHO2(FOSIOptimizer):
         check_count("epoch_steps", epoch_steps, "steps")
         check_choice("final_update", final_update, ("guarded", "paper", "additive"))
         check_number("helper_timeout", helper_timeout, low=0.1, remedy="60.0 is the default")
-        if isinstance(accelerators, bool) or not isinstance(accelerators, int):
-            raise TypeError(f"accelerators={accelerators!r} is not a whole number; use 0 for none")
+        check_whole("accelerators", accelerators, 0, "0 for none")
         self._epoch_steps, self._final_update = epoch_steps, final_update
         self._patience = float(helper_timeout)
         self._courier: Courier | None = None
@@ -313,10 +312,10 @@ class MRDHO2(FOSIOptimizer):
             note["finite"] and all(bool(t.isfinite().all()) for t in tensors)
             for tensors, note in found
         )
-        if not self._all_agree(here):
+        if not self._agreed(here):
             self._give_up()
             report = EpochReport(self._epoch, waited, False, "the accelerators are gone")
-        elif not self._all_agree(sound):
+        elif not self._agreed(sound):
             if self._first_time("eigenpairs"):
                 self._warn(
                     f"the accelerators' eigenpairs of epoch {self._epoch} are not finite; the base "
@@ -336,10 +335,8 @@ class MRDHO2(FOSIOptimizer):
         with record_function("second_order.wait"):
             return courier.wait(name, lambda: time.monotonic() - begun > self._patience)
 
-    def _all_agree(self, mine: bool) -> bool:
-        no = torch.tensor([float(not mine)], device=self.param_groups[0]["params"][0].device)
-        self._world.start_sum([no]).wait()
-        return not bool(no)
+    def _agreed(self, mine: bool) -> bool:
+        return self._world.all_agree(mine, self.param_groups[0]["params"][0].device)
 
     def _give_up(self) -> None:
         """Go on as the base alone."""
@@ -395,7 +392,7 @@ class MRDHO2(FOSIOptimizer):
                 courier.post(f"try/{self._request}/{a}", [before, after])
         message = self._await(courier, name, begun)
         waited += time.monotonic() - begun
-        if not self._all_agree(message is not None):
+        if not self._agreed(message is not None):
             self._give_up()
             return EpochReport(self._epoch, waited, False, "the accelerators are gone")
         assert message is not None
