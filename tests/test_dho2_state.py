@@ -326,3 +326,23 @@ def test_copies_go_on_alike_once_they_have_a_closure(how: str, at: int) -> None:
     expected = go(model, optimizer, BATCHES[at:])
     assert same(go(other, twin, BATCHES[at:]), expected)
     assert twin.curvature.refreshes == optimizer.curvature.refreshes
+
+
+def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
+    optimizer = DHO2(model, lr=0.1)
+    before = vector(model)
+    model(torch.tensor([[0, 2]])).sum().backward()
+    with pytest.raises(TypeError, match="use sparse=False"):
+        optimizer.step()
+    assert torch.equal(vector(model), before)
+
+
+def test_a_gradient_of_zero_has_no_share_in_the_subspace() -> None:
+    model = CASE.model()
+    optimizer = dho2(model, warmup_steps=0, curvature_closure=closure_of(model))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert optimizer.curvature.gradient_share == 0.0
+    assert optimizer.curvature.refreshes == 1

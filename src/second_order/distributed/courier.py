@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.distributed.collectives import World
 
-__all__ = ["Courier", "open_store"]
+__all__ = ["Courier", "await_goodbyes", "open_store"]
 
 PART_BYTES = 4 * 2**20  # of a message: the store refuses values of more than 8 MiB
 POLL_SECONDS = 0.005
@@ -56,6 +56,19 @@ def open_store(world: World, host: int, timeout: float) -> tuple[TCPStore | None
         )
     port = world.everybody(0 if store is None else store.port)[host]
     return store, ("127.0.0.1" if here else names[host], port)
+
+
+def await_goodbyes(store: TCPStore, names: Sequence[str], patience: float) -> None:
+    """Keep a store until all of the couriers have closed, or for as long as one has patience.
+
+    Args:
+        store: Here.
+        names: What the couriers are called.
+        patience: In seconds.
+    """
+    end = time.monotonic() + patience
+    while not store.check([f"{name}/{CLOSED}" for name in names]) and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
 
 
 class Courier:

@@ -30,6 +30,11 @@ class Roles:
     helpers: tuple[int, ...]
     helper_role: Role
 
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.workers) + len(self.helpers)
+
     def of(self, rank: int) -> Role:
         """The role of a rank."""
         return self.helper_role if rank in self.helpers else "worker"

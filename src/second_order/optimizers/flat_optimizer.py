@@ -142,6 +142,11 @@ class FlatOptimizer(SecondOrderOptimizer):
 
     def _start_averaging(self) -> Callable[[], None]:
         self._follow_layout()
+        if any(p.grad is not None and p.grad.is_sparse for p in self._averaged_params()):
+            raise TypeError(
+                "a sparse gradient is no part of one vector of all parameters; use sparse=False in "
+                "the embedding"
+            )
         if self._split_rows and self._averages:
             for p in self._averaged_params():  # parts of it are to be received in place
                 if p.grad is not None and not p.grad.is_contiguous():

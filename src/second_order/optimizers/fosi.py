@@ -376,7 +376,7 @@ class FOSIOptimizer(FlatOptimizer):
         if self._world.size > 1:  # one of the two is known in full by every process
             sums[0 if self._options.layout == "row" else 1] /= self._world.size
             self._world.start_sum([sums]).wait()
-        return sums[0] / sums[1]
+        return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
 
     @property
     def curvature(self) -> CurvatureReport:

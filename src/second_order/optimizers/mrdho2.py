@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.distributed.courier import Courier, open_store
+from second_order.distributed.courier import Courier, await_goodbyes, open_store
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
@@ -42,7 +42,7 @@ from second_order.optimizers.options import (
     check_number,
     own_keywords,
 )
-from second_order.optimizers.subspace import ColumnBasis, newton_rates
+from second_order.optimizers.subspace import ColumnBasis, newton_rates, updated
 from second_order.report import CurvatureReport, EpochReport
 
 __all__ = ["MRDHO2", "FinalUpdate"]
@@ -50,6 +50,7 @@ __all__ = ["MRDHO2", "FinalUpdate"]
 FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
 
 ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
+FAREWELL_SECONDS = 5.0  # that the store outlives its host's own goodbye at most
 SUM, CHECKPOINT = "gradient_sum", "epoch_start"
 
 
@@ -192,11 +193,12 @@ class MRDHO2(FOSIOptimizer):
     def _divide(self, everybody: Any) -> None:
         """Give every process its role, and workers and accelerators a way to talk."""
         roles: Roles = self._roles
-        self._role = roles.of(everybody.rank)
+        self._role, self._divided = roles.of(everybody.rank), True
         self._store, address = open_store(everybody, roles.helpers[0], self._patience)
+        self._everybody = [f"{roles.of(r)} {r}" for r in range(everybody.size)]
         self._world = roles.team(everybody)
         self._averages = self._averages and self._world.size > 1
-        name = f"{self._role} {everybody.rank}"
+        name = self._everybody[everybody.rank]
         peers = {"worker": f"accelerator {roles.helpers[0]}", "accelerator": "worker 0"}
         self._courier = Courier(address, name, peers[self._role], self._patience)
         if self._role == "worker":
@@ -211,6 +213,7 @@ class MRDHO2(FOSIOptimizer):
             )
 
     _helped = False  # whether accelerators are at work for this worker
+    _divided = False  # whether there have been any
 
     @property
     def role(self) -> Role:
@@ -315,6 +318,9 @@ class MRDHO2(FOSIOptimizer):
         if not self._agreed(here):
             self._give_up()
             report = EpochReport(self._epoch, waited, False, "the accelerators are gone")
+        elif self._checkpoint is None:
+            why = "the parameters that train have changed"
+            report = EpochReport(self._epoch, waited, False, why)
         elif not self._agreed(sound):
             if self._first_time("eigenpairs"):
                 self._warn(
@@ -341,12 +347,12 @@ class MRDHO2(FOSIOptimizer):
     def _give_up(self) -> None:
         """Go on as the base alone."""
         self._warn(
-            f"the accelerators died, or did not answer in {self._patience:g} s: "
+            f"the accelerators have left, died, or not answered in {self._patience:g} s: "
             f"{type(self._base).__name__} goes on alone"
         )
-        self._helped = False
+        self._helped, self._patience = False, 0.1  # there is nobody to say goodbye to
         if self._courier is not None:
-            self._courier.close(0.1)
+            self._courier.close(self._patience)
 
     def _finish(
         self, courier: Courier, found: Sequence[tuple[list[Tensor], dict[str, Any]]], waited: float
@@ -360,22 +366,16 @@ class MRDHO2(FOSIOptimizer):
         self._refreshed_at = self._steps + 1 - self._epoch_steps
         rows = torch.cat([tensors[2] for tensors, _ in found], dim=1)
         vectors = rows.to(self._checkpoint.device, self._dtype)
-        basis = ColumnBasis(vectors, self._chunks, self._world, len(values))
-        rates = newton_rates(values, self._options.eigenvalue_floor)[basis.mine].to(vectors)
         before = self._flat()
-        after = before.clone()
-        sums = [self._sum[chunk.columns] for chunk in self._chunks]
-        newton = basis.coefficients(sums) * rates
-        undone = torch.zeros_like(newton)
-        if self._final_update == "additive":
-            newton /= min(ADDED_STEPS, self._epoch_steps)
-        else:
-            moved = before - self._checkpoint
-            undone = basis.coefficients([moved[chunk.columns] for chunk in self._chunks])
-        steps = [-(self._newton_scale(group) * newton + undone) for group in self.param_groups]
-        basis.add(
-            [after[chunk.columns] for chunk in self._chunks],
-            [steps[chunk.group] for chunk in self._chunks],
+        adds = self._final_update == "additive"
+        after = updated(
+            before,
+            None if adds else self._checkpoint,
+            self._sum / min(ADDED_STEPS, self._epoch_steps) if adds else self._sum,
+            ColumnBasis(vectors, self._chunks, self._world, len(values)),
+            newton_rates(values, self._options.eigenvalue_floor),
+            self._chunks,
+            [self._newton_scale(group) for group in self.param_groups],
         )
         if self._final_update != "guarded":
             self._subject().write(after)
@@ -438,12 +438,12 @@ class MRDHO2(FOSIOptimizer):
         before = self._accelerator.answered
         with torch.no_grad():
             self._help(closures_of(batches, loss_fn), lambda courier: False)
-        if not self._courier.closed_there:
+        if not (self._closed or self._courier.closed_there):
             self._warn("the workers have not been heard of any more: serve() returns")
         return self._accelerator.answered - before
 
     def _help(self, closures: Iterator[Any], enough: Callable[[Courier], bool]) -> None:
-        if self._accelerator is None:
+        if self._accelerator is None or self._closed:
             return
         self._follow_layout()
         self._accelerator.help(self._subject(), closures, enough)
@@ -464,6 +464,8 @@ class MRDHO2(FOSIOptimizer):
         """Say goodbye: accelerators return from serve(), workers go on as the base alone."""
         if self._courier is not None:
             self._courier.close(self._patience)
+            if self._store is not None and self._courier.closed_there:  # others still listen to it
+                await_goodbyes(self._store, self._everybody, min(self._patience, FAREWELL_SECONDS))
         self._helped = False
         super().close()
 
@@ -518,3 +520,8 @@ class MRDHO2(FOSIOptimizer):
             "_accelerator": None,
             "_closed": state["_closed"] or self._courier is not None,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._divided and self._world.unpickled and self._world.size == self._roles.size:
+            self._world = self._roles.team(self._world)
