@@ -152,9 +152,15 @@ def reference(
     largest: int = 3,
     smallest: int = 1,
     alpha: float = 0.1,
+    decay: float = 1.0,
+    curved: Sequence[Batch] = CURVED,
+    with_update: Callable[[int], bool] = lambda epoch: True,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[tuple[float, float]]]:
-    """Section 8 with dense Hessians: the trajectory, and each epoch's losses without and with."""
+    """Section 8 with dense Hessians: the trajectory, and each epoch's losses without and with.
+
+    `decay` is what learning rates, and α with them, are multiplied by after each epoch.
+    """
     model = CASE.model()
     optimizer = base(model.parameters(), **{"lr": 0.1, **kwargs})
     trajectory, losses, gradients = [], [], []
@@ -162,8 +168,8 @@ def reference(
         epoch, place = divmod(step, EPOCH)
         if place == 0:
             c, gradients = vector(model), []
-            curved = CURVED[epoch % len(CURVED)]
-            H = torch.autograd.functional.hessian(lambda w, b=curved: loss_at(w, b), c)
+            here = curved[epoch % len(curved)]
+            H = torch.autograd.functional.hessian(lambda w, b=here: loss_at(w, b), c)
             u, Q = torch.linalg.eigh(H)
             picked = [*range(len(u) - largest, len(u)), *range(smallest)]
             u, V = u[picked].abs(), Q[:, picked]
@@ -176,9 +182,12 @@ def reference(
                 after = end - V @ (alpha / u * (V.T @ total) / EPOCH)
             else:
                 after = end - V @ (alpha / u * (V.T @ total) + V.T @ (end - c))
-            pair = loss_at(end, curved).item(), loss_at(after, curved).item()
+            pair = loss_at(end, here).item(), loss_at(after, here).item()
             losses.append(pair)
-            if kind != "guarded" or pair[1] <= pair[0]:
+            if with_update(epoch) and (kind != "guarded" or pair[1] <= pair[0]):
                 write(model, after)
+            alpha *= decay
+            for group in optimizer.param_groups:
+                group["lr"] *= decay
         trajectory.append(vector(model))
     return trajectory, losses

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.distributed.collectives import World
 
-__all__ = ["Courier", "await_goodbyes", "open_store"]
+__all__ = ["Courier", "Message", "await_goodbyes", "open_store"]
+
+Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
 
 PART_BYTES = 4 * 2**20  # of a message: the store refuses values of more than 8 MiB
 POLL_SECONDS = 0.005
@@ -120,7 +122,7 @@ class Courier:
             self._shared.expected.discard(name)
             self._shared.received.pop(name, None)
 
-    def arrived(self, name: str) -> tuple[list[Tensor], dict[str, Any]] | None:
+    def arrived(self, name: str) -> Message | None:
         """A message that has been expected, and its note; None if it is not there yet."""
         with self._shared.lock:
             return self._shared.received.pop(name, None)
@@ -130,9 +132,7 @@ class Courier:
         with self._shared.lock:
             return name in self._shared.received
 
-    def wait(
-        self, name: str, until: Callable[[], bool] = lambda: False
-    ) -> tuple[list[Tensor], dict[str, Any]] | None:
+    def wait(self, name: str, until: Callable[[], bool] = lambda: False) -> Message | None:
         """Wait for an expected message; None if the peer is lost or ``until`` says so."""
         while True:
             message = self.arrived(name)
@@ -177,7 +177,7 @@ class _Shared:
         self.listening: set[str] = {CLOSED}
         self.numbers: dict[str, int] = {}
         self.expected: set[str] = set()
-        self.received: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
+        self.received: dict[str, Message] = {}
         self.lock = threading.Lock()
         self.news, self.stop = threading.Event(), threading.Event()
         self.broken = False
@@ -267,7 +267,7 @@ def _send(store: TCPStore, shared: _Shared) -> bool:
     return True
 
 
-def _fetch(store: TCPStore, name: str) -> tuple[list[Tensor], dict[str, Any]]:
+def _fetch(store: TCPStore, name: str) -> Message:
     heading = json.loads(store.get(name))
     tensors = []
     for i, (dtype, shape) in enumerate(heading["tensors"]):

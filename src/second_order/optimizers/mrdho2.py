@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.distributed.courier import Courier, await_goodbyes, open_store
+from second_order.distributed.courier import Courier, Message, await_goodbyes, open_store
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
@@ -316,11 +316,10 @@ class MRDHO2(FOSIOptimizer):
             for tensors, note in found
         )
         if not self._agreed(here):
-            self._give_up()
+            self._give_up(courier)
             report = EpochReport(self._epoch, waited, False, "the accelerators are gone")
         elif self._checkpoint is None:
-            why = "the parameters that train have changed"
-            report = EpochReport(self._epoch, waited, False, why)
+            report = EpochReport(self._epoch, waited, False, "other parameters train now")
         elif not self._agreed(sound):
             if self._first_time("eigenpairs"):
                 self._warn(
@@ -335,28 +334,23 @@ class MRDHO2(FOSIOptimizer):
         self._checkpoint = self._sum = None
         self._epoch, self._epoch_step = self._epoch + 1, 0
 
-    def _await(
-        self, courier: Courier, name: str, begun: float
-    ) -> tuple[list[Tensor], dict[str, Any]] | None:
+    def _await(self, courier: Courier, name: str, begun: float) -> Message | None:
         with record_function("second_order.wait"):
             return courier.wait(name, lambda: time.monotonic() - begun > self._patience)
 
     def _agreed(self, mine: bool) -> bool:
         return self._world.all_agree(mine, self.param_groups[0]["params"][0].device)
 
-    def _give_up(self) -> None:
+    def _give_up(self, courier: Courier) -> None:
         """Go on as the base alone."""
         self._warn(
             f"the accelerators have left, died, or not answered in {self._patience:g} s: "
             f"{type(self._base).__name__} goes on alone"
         )
         self._helped, self._patience = False, 0.1  # there is nobody to say goodbye to
-        if self._courier is not None:
-            self._courier.close(self._patience)
+        courier.close(self._patience)
 
-    def _finish(
-        self, courier: Courier, found: Sequence[tuple[list[Tensor], dict[str, Any]]], waited: float
-    ) -> EpochReport:
+    def _finish(self, courier: Courier, found: Sequence[Message], waited: float) -> EpochReport:
         assert self._checkpoint is not None
         assert self._sum is not None
         (values, residuals, _), note = found[0]
@@ -364,15 +358,14 @@ class MRDHO2(FOSIOptimizer):
         self._refreshes, self._products = self._refreshes + 1, int(note["products"])
         self._total_products += self._products
         self._refreshed_at = self._steps + 1 - self._epoch_steps
-        rows = torch.cat([tensors[2] for tensors, _ in found], dim=1)
-        vectors = rows.to(self._checkpoint.device, self._dtype)
+        rows = torch.cat([t[2] for t, _ in found], dim=1).to(self._checkpoint.device, self._dtype)
         before = self._flat()
         adds = self._final_update == "additive"
         after = updated(
             before,
             None if adds else self._checkpoint,
             self._sum / min(ADDED_STEPS, self._epoch_steps) if adds else self._sum,
-            ColumnBasis(vectors, self._chunks, self._world, len(values)),
+            ColumnBasis(rows, self._chunks, self._world, len(values)),
             newton_rates(values, self._options.eigenvalue_floor),
             self._chunks,
             [self._newton_scale(group) for group in self.param_groups],
@@ -393,7 +386,7 @@ class MRDHO2(FOSIOptimizer):
         message = self._await(courier, name, begun)
         waited += time.monotonic() - begun
         if not self._agreed(message is not None):
-            self._give_up()
+            self._give_up(courier)
             return EpochReport(self._epoch, waited, False, "the accelerators are gone")
         assert message is not None
         old, new = (math.nan if x is None else float(x) for x in message[1]["losses"])

@@ -1,0 +1,415 @@
+"""MRDHO2 in scripts: loops of every kind, who leaves when, and what it reports.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerated import (
+    BATCHES,
+    CASE,
+    CURVED,
+    EPOCH,
+    STEPS,
+    base_alone,
+    gradient,
+    loss_of,
+    mrdho2,
+    noted,
+    reference,
+    worker,
+)
+from ranks import agreed, assert_same_trajectory, replaced, vector
+from torch import Tensor, nn
+
+from second_order import SecondOrderError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+
+MOMENTUM = {"momentum": 0.9, "lr": 0.05}
+GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
+
+
+def couriers() -> int:
+    return sum(t.name == "second_order courier" for t in threading.enumerate())
+
+
+def play(rank: int, world_size: int, scene: str, *args: Any) -> dict[str, Any]:
+    """A scene on one rank: {"worker": ..., "accelerator": ...}'s part; what it warned of."""
+    model, options = CASE.model(), {"final_update": "paper", **MOMENTUM}
+    optimizer = mrdho2(model, **options)
+    part = globals()[f"{scene}_{optimizer.role}"]
+    with noted() as warned:
+        found = part(model, optimizer, rank, *args)
+    assert couriers() == 0, "no thread is left"
+    dist.barrier()  # until then the store, which an accelerator has, is there
+    reports = [(r.applied, r.reason) for r in optimizer.epochs]
+    return {"found": found, "warned": warned, "reports": reports}
+
+
+def until(optimizer: Any, steps: int) -> None:
+    """The usual loop of an accelerator, which does not know that it is one."""
+    model = optimizer._model
+    for step in range(steps):
+        gradient(model, optimizer, BATCHES[step])
+        optimizer.step(curvature_closure=lambda: loss_of(model, CURVED[0]))
+
+
+def worker_part(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    with optimizer:
+        return worker(model, optimizer, rank, 2)
+
+
+def serve(model: nn.Module, optimizer: Any, loss_fn: Any = None, batches: Any = CURVED) -> int:
+    def plain(batch: Any) -> Tensor:
+        return loss_of(model, batch)
+
+    with optimizer:
+        return optimizer.serve(batches, loss_fn or plain)
+
+
+def trajectory_of(results: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
+    found = agreed([result["found"] for result in results[:2]])
+    assert len(found) == STEPS, "no step is lost"
+    return found
+
+
+def expected_until(epochs: int, **options: Any) -> list[Tensor]:
+    """So many epochs with final updates, then the base alone."""
+    options = {"with_update": lambda epoch: epoch < epochs, **MOMENTUM, **options}
+    return reference("paper", **options)[0]
+
+
+def told_once(results: Sequence[dict[str, Any]], text: str) -> None:
+    for result in results[:2]:
+        (line,) = result["warned"]
+        assert text in line
+
+
+# Loops.
+
+
+def loop_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    return worker_part(model, optimizer, rank)
+
+
+def loop_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
+    with optimizer:
+        until(optimizer, STEPS)
+    return len(optimizer.epochs)
+
+
+def test_the_usual_loop_on_every_rank(world: World) -> None:
+    results = world.run(play, 3, "loop")
+    expected = expected_until(3, curved=CURVED[:1])
+    assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
+    assert all(result["warned"] == [] for result in results)
+
+
+def leaves_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    return worker_part(model, optimizer, rank)
+
+
+def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
+    until(optimizer, 6)
+    optimizer.close()
+    optimizer.close()
+    until(optimizer, 3)  # waits for nobody
+    assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
+
+
+def test_an_accelerator_that_leaves_early(world: World) -> None:
+    """What it has computed is still used; then the base goes on alone."""
+    results = world.run(play, 3, "leaves")
+    expected = expected_until(2, curved=CURVED[:1])
+    assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
+    told_once(results, "SGD goes on alone")
+    for result in results[:2]:
+        assert result["reports"] == [(True, ""), (True, ""), (False, GONE)]
+    assert results[2]["warned"] == []
+
+
+def closes_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    def close(step: int) -> None:
+        if step == 6:
+            optimizer.close()
+            optimizer.close()
+
+    with optimizer:
+        return worker(model, optimizer, rank, 2, before=close)
+
+
+def closes_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
+    return serve(model, optimizer)
+
+
+def test_workers_that_close_early(world: World) -> None:
+    results = world.run(play, 3, "closes")
+    assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
+    assert all(result["warned"] == [] for result in results)
+    assert all(result["reports"] == [(True, "")] for result in results[:2])
+    assert results[2]["found"] in (1, 2), "the second may have been asked for in vain"
+
+
+def raises_worker(model: nn.Module, optimizer: Any, rank: int) -> Any:
+    def fail(step: int) -> None:
+        if step == 5:
+            raise KeyError("in the loop")
+
+    with pytest.raises(KeyError, match="in the loop"), optimizer:
+        worker(model, optimizer, rank, 2, before=fail)
+
+
+def raises_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
+    return serve(model, optimizer)
+
+
+def test_an_exception_in_the_loop_reaches_the_caller(world: World) -> None:
+    """And the accelerators return."""
+    results = world.run(play, 3, "raises")
+    assert all(result["warned"] == [] for result in results)
+    assert results[2]["found"] in (1, 2)
+
+
+def fails_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    return worker_part(model, optimizer, rank)
+
+
+def fails_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
+    def loss_fn(batch: Any) -> Tensor:
+        if batch is CURVED[1]:
+            raise KeyError("in the loss")
+        return loss_of(model, batch)
+
+    with pytest.raises(KeyError, match="in the loss"):
+        serve(model, optimizer, loss_fn)
+
+
+def test_an_exception_in_the_loss_reaches_the_caller_of_serve(world: World) -> None:
+    results = world.run(play, 3, "fails")
+    assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
+    told_once(results, "SGD goes on alone")
+
+
+def empty_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    with pytest.raises(SecondOrderError, match=rf"rank {rank} is a worker: it trains"):
+        optimizer.serve(CURVED, lambda _: None)
+    return worker_part(model, optimizer, rank)
+
+
+def empty_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
+    with pytest.raises(ValueError, match="batches is empty"):
+        serve(model, optimizer, batches=iter([CURVED[0]]))
+
+
+def test_an_iterator_that_ends_is_told(world: World) -> None:
+    results = world.run(play, 3, "empty")
+    assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
+    told_once(results, "SGD goes on alone")
+
+
+# Numbers that are not finite.
+
+
+def spoiled_worker(
+    model: nn.Module, optimizer: Any, rank: int, epochs: Sequence[int]
+) -> tuple[list[Tensor], int]:
+    return worker_part(model, optimizer, rank), optimizer.curvature.failures
+
+
+def spoiled_accelerator(model: nn.Module, optimizer: Any, rank: int, epochs: Sequence[int]) -> int:
+    def loss_fn(batch: Any) -> Tensor:
+        spoils = any(batch is CURVED[epoch] for epoch in epochs)
+        return loss_of(model, batch) * (math.nan if spoils else 1.0)
+
+    return serve(model, optimizer, loss_fn)
+
+
+@pytest.mark.parametrize("epochs", [[0, 1, 2], [0, 2], [1]])
+def test_eigenpairs_that_are_not_finite_are_left_out(world: World, epochs: list[int]) -> None:
+    results = world.run(play, 3, "spoiled", epochs)
+    found = agreed([result["found"][0] for result in results[:2]])
+    expected, _ = reference("paper", with_update=lambda epoch: epoch not in epochs, **MOMENTUM)
+    assert_same_trajectory(found, expected, rtol=1e-7)
+    if len(epochs) == 3:
+        assert all(map(torch.equal, found, base_alone(workers=2, **MOMENTUM)))
+    told_once(results, f"eigenpairs of epoch {epochs[0]} are not finite")
+    for result in results[:2]:
+        assert result["found"][1] == len(epochs)
+        assert result["reports"] == [
+            (False, UNSOUND) if epoch in epochs else (True, "") for epoch in range(3)
+        ]
+    assert results[2]["found"] == 3
+
+
+# Time.
+
+
+def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
+    """The accelerator begins to sleep when the worker has begun to wait."""
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="paper")
+    if optimizer.role == "accelerator":
+
+        def loss_fn(batch: Any) -> Tensor:
+            while batch is CURVED[1] and not sign.exists():
+                time.sleep(0.005)
+            time.sleep(seconds if batch is CURVED[1] else 0.0)
+            return loss_of(model, batch)
+
+        return serve(model, optimizer, loss_fn)
+    waits = optimizer._await
+
+    def wait(*args: Any) -> Any:
+        if optimizer._epoch == 1:
+            sign.touch()
+        return waits(*args)
+
+    with optimizer, replaced(optimizer, {"_await": wait}):
+        worker(model, optimizer, rank, 1)
+    return [report.waited for report in optimizer.epochs]
+
+
+def test_a_worker_reports_how_long_it_has_waited(world: World, tmp_path: Path) -> None:
+    waited, served = world.run(slow, 2, tmp_path / "waiting", 0.3)
+    assert served == 3
+    assert waited[1] >= 0.3
+    assert min(waited) >= 0.0
+
+
+# Schedulers, copies, and parameters that change.
+
+
+def scheduled(rank: int, world_size: int) -> Any:
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="paper", **MOMENTUM)
+    if optimizer.role == "accelerator":
+        return serve(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, EPOCH, gamma=0.5)
+    trajectory = []
+    with optimizer:
+        for batch in BATCHES:
+            gradient(model, optimizer, batch)
+            optimizer.step()
+            scheduler.step()
+            trajectory.append(vector(model))
+    return trajectory
+
+
+def test_schedules_reach_the_base_and_scale_the_newton_step(world: World) -> None:
+    found, _ = world.run(scheduled, 2)
+    expected, _ = reference("paper", decay=0.5, **MOMENTUM)
+    assert_same_trajectory(found, expected, rtol=1e-7)
+
+
+def copied_worker(
+    model: nn.Module, optimizer: Any, rank: int, way: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A copy that is made in mid-epoch, and the original goes on."""
+    twins: list[Any] = []
+
+    def copy_both(step: int) -> None:
+        if step == 6:
+            both = (model, optimizer)
+            if way == "deepcopy":
+                twins.extend(copy.deepcopy(both))
+            else:
+                twins.extend(pickle.loads(pickle.dumps(both)))
+
+    with optimizer:
+        found = worker(model, optimizer, rank, 2, before=copy_both)
+    assert twins[1].role == "worker"
+    assert twins[1].worker_group.size() == 2
+    with twins[1]:
+        return found, worker(twins[0], twins[1], rank, 2, BATCHES[6:])
+
+
+def copied_accelerator(model: nn.Module, optimizer: Any, rank: int, way: str) -> int:
+    twin = copy.deepcopy(optimizer)
+    assert twin.role == "accelerator"
+    assert twin.serve(CURVED, lambda _: None) == 0
+    return serve(model, optimizer)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_as_the_base_alone(world: World, way: str) -> None:
+    results = world.run(play, 3, "copied", way)
+    found = agreed([result["found"][0] for result in results[:2]])
+    assert_same_trajectory(found, expected_until(3), rtol=1e-7)
+    twins = agreed([result["found"][1] for result in results[:2]])
+    assert_same_trajectory(twins, expected_until(1)[6:], rtol=1e-7)
+    assert all(result["warned"] == [] for result in results)
+
+
+def freeze(model: nn.Module) -> None:
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    first.grad = None
+
+
+def frozen_worker(
+    model: nn.Module, optimizer: Any, rank: int, where: str, sign: Path
+) -> list[Tensor]:
+    def change(step: int) -> None:
+        if step == 6:
+            freeze(model)
+        while step == 2 * EPOCH and where == "everywhere" and not sign.exists():
+            time.sleep(0.005)
+
+    with optimizer:
+        return worker(model, optimizer, rank, 2, before=change)
+
+
+def frozen_accelerator(model: nn.Module, optimizer: Any, rank: int, where: str, sign: Path) -> None:
+    if where == "workers":
+        with pytest.raises(SecondOrderError, match="freeze and unfreeze the same"):
+            serve(model, optimizer)
+        return
+    with optimizer:
+        for step in range(STEPS):
+            if step == 6:
+                freeze(model)
+                sign.touch()
+            optimizer.step(curvature_closure=lambda: loss_of(model, CURVED[0]))
+
+
+@pytest.mark.parametrize("where", ["workers", "everywhere"])
+def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str) -> None:
+    """That epoch has no final update; the next has one where the accelerators know of it."""
+    results = world.run(play, 3, "frozen", where, tmp_path / "frozen")
+    trajectory_of(results)
+    for result in results[:2]:
+        applied = [applied for applied, _ in result["reports"]]
+        assert applied == [True, False, where == "everywhere"]
+        assert "the parameters that train have changed" in result["warned"][0]
+        assert len(result["warned"]) == (1 if where == "everywhere" else 2)
+
+
+def frequent(rank: int, world_size: int) -> int:
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="guarded", epoch_steps=1)
+    if optimizer.role == "accelerator":
+        serve(model, optimizer)
+        return len(optimizer._courier._shared.expected)
+    with optimizer:
+        worker(model, optimizer, rank, 1)
+    assert len(optimizer.epochs) == STEPS
+    return len(optimizer._courier._shared.expected)
+
+
+def test_what_is_listened_for_does_not_grow(world: World) -> None:
+    assert max(world.run(frequent, 2)) <= 2
