@@ -27,6 +27,8 @@ from second_order.lanczos.undisturbed import RandomState, undisturbed
 __all__ = ["Hessian", "LossFn", "ProductMode"]
 
 LossFn: TypeAlias = Callable[[], Any]
+Parts: TypeAlias = Sequence[Tensor | None]
+"""A part for each parameter; None for zeros."""
 ProductMode: TypeAlias = Literal["auto", "retained", "recomputed", "differences"]
 
 
@@ -122,57 +124,57 @@ class Hessian:
                 part.view(p.shape).to(p.dtype)
                 for part, p in zip(v.split(self._sizes), self.params, strict=True)
             ]
-            result = torch.zeros_like(v)
-            if self._mode == "differences":
-                self._add_difference(directions, result)
-            elif self._mode == "retained":
-                for examples, gradients in self._graphs:
-                    self._add_product(gradients, directions, examples, result, retain=True)
-            else:
-                self.examples = self.loss = 0.0
-                for loss_fn in self._loss_fns:
-                    self._rewind()
-                    examples, gradients = self._gradient(loss_fn, twice=True)
-                    self._add_product(gradients, directions, examples, result, retain=False)
-        return result
+            total: Tensor | None = None
+            for parts, factor in self._products(directions):
+                pairs = zip(parts, self.params, strict=True)
+                present = [p if part is None else part for part, p in pairs]
+                flat = torch.cat([part.detach().reshape(-1) for part in present]).to(v.dtype)
+                for part, target in zip(parts, flat.split(self._sizes), strict=True):
+                    if part is None:
+                        target.zero_()
+                if factor != 1.0:
+                    flat.mul_(factor)
+                total = flat if total is None else total.add_(flat)
+        return torch.zeros_like(v) if total is None else total
 
-    def _add_product(
-        self,
-        gradients: Sequence[Tensor | None],
-        directions: Sequence[Tensor],
-        examples: float,
-        result: Tensor,
-        *,
-        retain: bool,
-    ) -> None:
-        """Result += examples · ∇(gᵀv); a gradient without a graph is constant."""
+    def _products(self, directions: Sequence[Tensor]) -> Iterator[tuple[Parts, float]]:
+        """Parts of products and their factors, to be summed."""
+        if self._mode == "differences":
+            yield from self._differences(directions)
+        elif self._mode == "retained":
+            for examples, gradients in self._graphs:
+                yield self._product(gradients, directions, retain=True), examples
+        else:
+            self.examples = self.loss = 0.0
+            for loss_fn in self._loss_fns:
+                self._rewind()
+                examples, gradients = self._gradient(loss_fn, twice=True)
+                yield self._product(gradients, directions, retain=False), examples
+
+    def _product(self, gradients: Parts, directions: Sequence[Tensor], *, retain: bool) -> Parts:
+        """∇(gᵀv); a gradient without a graph is constant."""
         pairs = zip(gradients, directions, strict=True)
         curved = [(g, v) for g, v in pairs if g is not None and g.requires_grad]
         if not curved:
-            return
+            return [None] * len(self.params)
         with _explained():
-            products = torch.autograd.grad(
+            return torch.autograd.grad(
                 [g for g, _ in curved],
                 self.params,
                 [v for _, v in curved],
                 retain_graph=retain,
                 allow_unused=True,
             )
-        self._add(products, examples, result)
 
-    def _add(self, parts: Sequence[Tensor | None], factor: float, result: Tensor) -> None:
-        for target, part in zip(result.split(self._sizes), parts, strict=True):
-            if part is not None:
-                target.add_(part.detach().reshape(-1).to(target.dtype), alpha=factor)
-
-    def _add_difference(self, directions: Sequence[Tensor], result: Tensor) -> None:
+    def _differences(self, directions: Sequence[Tensor]) -> list[tuple[Parts, float]]:
         norm = float(torch.stack([v.double().norm() for v in directions]).norm())
         if norm == 0.0:
-            return
+            return []
         size = float(torch.stack([p.detach().double().norm() for p in self.params]).norm())
         eps = min(torch.finfo(p.dtype).eps for p in self.params)
         step = eps ** (1 / 3) * (1.0 + size) / norm
         before = [p.detach().clone() for p in self.params]
+        found: list[tuple[Parts, float]] = []
         try:
             for sign in (1.0, -1.0):
                 for p, w, v in zip(self.params, before, directions, strict=True):
@@ -181,10 +183,11 @@ class Hessian:
                 for loss_fn in self._loss_fns:
                     self._rewind()
                     examples, gradients = self._gradient(loss_fn, twice=False)
-                    self._add(gradients, sign * examples / (2 * step), result)
+                    found.append((gradients, sign * examples / (2 * step)))
         finally:
             for p, w in zip(self.params, before, strict=True):
                 p.data.copy_(w)
+        return found
 
     def evaluate(self) -> None:
         """The loss alone, into :attr:`loss` and :attr:`examples`."""

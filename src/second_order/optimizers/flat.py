@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from second_order.lanczos.rows import row_bounds
+from second_order.lanczos.spectrum import lanczos_dtype
 
 __all__ = ["Chunk", "FlatLayout", "Piece", "chunks_of"]
 
@@ -47,7 +48,8 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """This piece of a tensor of the parameter's shape: a flat view where there is one."""
-        return tensor.detach().reshape(-1)[self.start : self.stop]
+        flat = tensor.detach().reshape(-1)
+        return flat if self.size == flat.numel() else flat[self.start : self.stop]
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Write flat values to this piece of a tensor of the parameter's shape."""
@@ -91,6 +93,11 @@ class FlatLayout:
                     start = stop
                 offset += p.numel()
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """In which vectors are computed with."""
+        return lanczos_dtype(self.params)
+
     def of(self, rank: int) -> list[Piece]:
         """The pieces of one process."""
         return [piece for piece in self.pieces if piece.rank == rank]
@@ -132,14 +139,12 @@ class Chunk:
 
     def put_values(self, flat: Tensor) -> None:
         """Write the parameters that have a gradient: the others stay, as with any optimizer."""
-        for piece, part in zip(self.pieces, flat.split(self.sizes), strict=True):
-            if piece.param.grad is not None:
-                piece.put(piece.param, part)
+        here = [piece for piece in self.pieces if piece.param.grad is not None]
+        _put(here, [piece.param for piece in here], self._parts(flat, here))
 
     def overwrite(self, flat: Tensor) -> None:
         """Write all the parameters."""
-        for piece, part in zip(self.pieces, flat.split(self.sizes), strict=True):
-            piece.put(piece.param, part)
+        _put(self.pieces, [piece.param for piece in self.pieces], self._parts(flat, self.pieces))
 
     def gradients(self, dtype: torch.dtype) -> Tensor:
         """The gradients, flat, as :meth:`values`; zeros where there is none."""
@@ -153,15 +158,31 @@ class Chunk:
 
     def put_gradients(self, flat: Tensor) -> None:
         """Write the gradients that there are."""
-        for piece, part in zip(self.pieces, flat.split(self.sizes), strict=True):
-            if piece.param.grad is not None:
-                piece.put(piece.param.grad, part)
+        here = [piece for piece in self.pieces if piece.param.grad is not None]
+        gradients = [g for piece in here if (g := piece.param.grad) is not None]
+        _put(here, gradients, self._parts(flat, here))
+
+    def _parts(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+        if len(self.pieces) == 1:
+            return [flat] * len(pieces)
+        parts = flat.split(self.sizes)
+        if len(pieces) == len(parts):
+            return list(parts)
+        return [part for piece, part in zip(self.pieces, parts, strict=True) if piece in pieces]
 
     @staticmethod
     def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        if len(parts) == 1:
-            return parts[0].to(dtype)
-        return torch.cat([part.to(dtype) for part in parts])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+
+
+def _put(pieces: Sequence[Piece], tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Write flat values to pieces of tensors, those that are views all at once."""
+    if len(pieces) > 1 and all(tensor.is_contiguous() for tensor in tensors):
+        views = [piece.of(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+        torch._foreach_copy_(views, list(parts))
+        return
+    for piece, tensor, part in zip(pieces, tensors, parts, strict=True):
+        piece.put(tensor, part)
 
 
 def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import LossFn
-from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs, lanczos_dtype
+from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.flat_optimizer import FlatOptimizer
 from second_order.optimizers.fosi_options import FOSIOptions, check_newton_scale
@@ -133,7 +133,7 @@ class FOSIOptimizer(FlatOptimizer):
     @property
     def _dtype(self) -> torch.dtype:
         assert self._layout is not None
-        return self._options.lanczos_dtype or lanczos_dtype(self._layout.params)
+        return self._options.lanczos_dtype or self._layout.dtype
 
     # -------------------------------------------------------------------------------- stepping
 
