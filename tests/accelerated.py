@@ -153,6 +153,7 @@ def reference(
     smallest: int = 1,
     alpha: float = 0.1,
     decay: float = 1.0,
+    added: int = EPOCH,
     curved: Sequence[Batch] = CURVED,
     with_update: Callable[[int], bool] = lambda epoch: True,
     **kwargs: Any,
@@ -178,8 +179,9 @@ def reference(
         optimizer.step()
         if place == EPOCH - 1:
             end, total = vector(model), torch.stack(gradients).sum(0)
-            if kind == "additive":  # of the last ten gradients, or of all
-                after = end - V @ (alpha / u * (V.T @ total) / EPOCH)
+            if kind == "additive":
+                mean = torch.stack(gradients[-added:]).mean(0)
+                after = end - V @ (alpha / u * (V.T @ mean))
             else:
                 after = end - V @ (alpha / u * (V.T @ total) + V.T @ (end - c))
             pair = loss_at(end, here).item(), loss_at(after, here).item()

@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import io
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,12 @@ from accelerated import (
     train,
     worker,
 )
-from ranks import agreed, assert_same_trajectory
+from ranks import agreed, assert_same_trajectory, replaced
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError
+from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
+from second_order.optimizers import mrdho2 as module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,7 +171,8 @@ def ragged(rank: int, world_size: int) -> tuple[str, Any, int]:
     """Two accelerators with unequal parts of a batch, and DistributedDataParallel for workers."""
     model = CASE.model()
     optimizer = mrdho2(model, accelerators=2, gradient_averaging=False)
-    with optimizer:
+    with warnings.catch_warnings(), optimizer:
+        warnings.simplefilter("error", SecondOrderWarning)
         if optimizer.role == "accelerator":
             a, b = RAGGED[2][rank - (world_size - 2) :][:2]
 
@@ -194,6 +197,17 @@ def test_accelerators_weigh_their_examples_and_ddp_spans_the_workers(
     assert [served for _, served, _ in results[-2:]] == [3, 3]
     found = agreed([trajectory for _, trajectory, _ in workers])
     assert_same_trajectory(found, reference("paper")[0], rtol=1e-7)
+
+
+def added(rank: int, world_size: int) -> dict[str, Any]:
+    with replaced(module, {"ADDED_STEPS": 3}):
+        return train(rank, world_size, {"final_update": "additive"})
+
+
+def test_the_additive_update_takes_the_last_gradients(world: World) -> None:
+    """Ten of them, which these epochs are too short for."""
+    found = trajectory_of(world.run(added, 2))
+    assert_same_trajectory(found, reference("additive", added=3)[0], rtol=1e-7)
 
 
 # Nothing but the base.
@@ -280,9 +294,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 def test_impossible_roles_are_refused_on_every_rank(world: World) -> None:
     for found in world.run(refused, 2):
-        for name in "all", "more", "negative":
+        for name in "all", "more":
             assert found[name].startswith("ValueError")
             assert "2 processes leave none to train; use 0 to 1" in found[name]
+        assert found["negative"].startswith("ValueError: accelerators=-1 is below 0")
         assert found["different"].startswith("RankMismatchError: the ranks built different options")
         assert found["lengths"].startswith("RankMismatchError")
 
