@@ -9,6 +9,7 @@ against steps and against seconds of training (evaluation is not counted).
 """
 
 import argparse
+import copy
 import math
 import os
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,10 +34,10 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from digits import Digits, batches, conv_net, load_split, mlp
-from second_order import DHO2, DPKFAC, KAISA
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2
 
 GLOBAL_BATCH = 64
-CURVATURE_BATCH = 256  # training images that DHO2's eigenpairs are of
+CURVATURE_BATCH = 256  # training images that eigenpairs are of
 STEPS_BETWEEN_EVALUATIONS = 5
 MODELS: dict[str, Callable[[], nn.Module]] = {"conv": conv_net, "mlp": mlp}
 
@@ -99,9 +101,21 @@ def dho2_adam(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Opt
     return model, optimizer
 
 
-def curvature_closure(model: nn.Module, data: Digits) -> Callable[[], Tensor]:
-    """The loss of this process's share of a fixed batch."""
-    share = slice(dist.get_rank(), CURVATURE_BATCH, dist.get_world_size())
+def mrdho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimizer]:
+    optimizer = MRDHO2(
+        model,
+        lr=lr,
+        momentum=0.9,
+        epoch_steps=50,
+        accelerators=dist.get_world_size() // 2,  # with one process it falls back to DHO2
+        curvature_closure=curvature_closure(model, data),
+    )
+    return model, optimizer
+
+
+def curvature_closure(model: nn.Module, data: Digits, group: Any = None) -> Callable[[], Tensor]:
+    """The loss of this process's share of a fixed batch, which a group shares (None: everybody)."""
+    share = slice(dist.get_rank(group), CURVATURE_BATCH, dist.get_world_size(group))
     images, labels = data.train_images[share], data.train_labels[share]
     return lambda: cross_entropy(model(images), labels)
 
@@ -111,7 +125,8 @@ ENTRIES = [
     Entry("KAISA COMM-OPT", (0.03, 0.1, 0.3), kaisa_comm_opt),
     Entry("KAISA MEM-OPT", (0.03, 0.1, 0.3), kaisa_mem_opt),
     Entry("DPKFAC", (0.03, 0.1, 0.3), dpkfac),
-    Entry("DHO2", (0.01, 0.03, 0.1), dho2),
+    Entry("DHO2", (0.03, 0.1, 0.3), dho2),
+    Entry("MRDHO2", (0.03, 0.1, 0.3), mrdho2),
     Entry("Adam", (0.001, 0.003, 0.01), adam),
     Entry("DHO2 (Adam)", (0.001, 0.003, 0.01), dho2_adam),
 ]
@@ -208,16 +223,8 @@ def train(
     torch.manual_seed(seed)
     model = make_model()
     trained, optimizer = entry.build(model, lr, data)
-    parts = batches(
-        len(data.train_images),
-        GLOBAL_BATCH,
-        seed=seed,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
     run = Run(entry.name, lr)
     run.add(0, 0.0, *evaluate(model, data))
-    seconds = 0.0
     with tqdm(
         total=steps,
         desc=f"{entry.name:<16} lr {lr:<4g}",
@@ -225,28 +232,98 @@ def train(
         mininterval=0.5,
         disable=dist.get_rank() != 0,
     ) as bar:
-        while run.steps[-1] < steps and math.isfinite(run.losses[-1]):
-            block = min(STEPS_BETWEEN_EVALUATIONS, steps - run.steps[-1])
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(block):
-                indices = next(parts)
-                optimizer.zero_grad()
-                loss = cross_entropy(
-                    trained(data.train_images[indices]), data.train_labels[indices]
-                )
-                loss.backward()
-                optimizer.step()
-            seconds += time.perf_counter() - start
-            run.add(run.steps[-1] + block, seconds, *evaluate(model, data))
-            bar.set_postfix_str(
-                f"loss {run.losses[-1]:.4f}, accuracy {run.accuracies[-1]:.1%}", refresh=False
-            )
-            bar.update(block)
+        if isinstance(optimizer, MRDHO2) and has_accelerators(optimizer):
+            train_beside_accelerators(run, model, optimizer, data, steps, seed, bar)
+        else:
+            train_together(run, model, trained, optimizer, data, steps, seed, bar)
     summary = getattr(optimizer, "summary", None)  # torch's own optimizers have none
     if summary is not None:
         run.curvature_bytes = largest_over_processes(summary().total_bytes)
     return run
+
+
+def train_together(
+    run: Run,
+    model: nn.Module,
+    trained: nn.Module,
+    optimizer: Optimizer,
+    data: Digits,
+    steps: int,
+    seed: int,
+    bar: "tqdm[NoReturn]",
+) -> None:
+    """All processes train, and evaluate every few steps, which is not counted."""
+    parts = batches_of_this_process(data, seed, None)
+    seconds = 0.0
+    while run.steps[-1] < steps and math.isfinite(run.losses[-1]):
+        block = min(STEPS_BETWEEN_EVALUATIONS, steps - run.steps[-1])
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(block):
+            take_step(trained, optimizer, data, next(parts))
+        seconds += time.perf_counter() - start
+        run.add(run.steps[-1] + block, seconds, *evaluate(model, data))
+        bar.set_postfix_str(
+            f"loss {run.losses[-1]:.4f}, accuracy {run.accuracies[-1]:.1%}", refresh=False
+        )
+        bar.update(block)
+
+
+def train_beside_accelerators(
+    run: Run,
+    model: nn.Module,
+    optimizer: MRDHO2,
+    data: Digits,
+    steps: int,
+    seed: int,
+    bar: "tqdm[NoReturn]",
+) -> None:
+    """Workers train, accelerators serve; parameters are kept, and evaluated when all is over.
+
+    Evaluating in between would give accelerators time that nobody counts.
+    """
+    kept: list[tuple[int, float, dict[str, Tensor]]] = []
+    with optimizer:
+        if optimizer.role == "accelerator":
+            closure = curvature_closure(model, data, optimizer.worker_group)
+            optimizer.serve([closure], lambda closure: closure())
+        else:
+            parts = batches_of_this_process(data, seed, optimizer.worker_group)
+            start = time.perf_counter()
+            for step in range(1, steps + 1):
+                take_step(model, optimizer, data, next(parts))
+                if step % STEPS_BETWEEN_EVALUATIONS == 0 or step == steps:
+                    seconds = time.perf_counter() - start
+                    kept.append((step, seconds, copy.deepcopy(model.state_dict())))
+                    bar.update(step - bar.n)
+    shared = [kept]
+    dist.broadcast_object_list(shared, src=0)
+    for step, seconds, parameters in shared[0]:
+        if math.isfinite(run.losses[-1]):
+            model.load_state_dict(parameters)
+            run.add(step, seconds, *evaluate(model, data))
+
+
+def has_accelerators(optimizer: MRDHO2) -> bool:
+    """Whether not all processes are workers; with one process nobody can be spared."""
+    return dist.get_world_size(optimizer.worker_group) < dist.get_world_size()
+
+
+def batches_of_this_process(data: Digits, seed: int, group: Any) -> Iterator[Tensor]:
+    """Its part of each batch, which the processes of a group share; None: all of them."""
+    return batches(
+        len(data.train_images),
+        GLOBAL_BATCH,
+        seed=seed,
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+    )
+
+
+def take_step(model: nn.Module, optimizer: Optimizer, data: Digits, indices: Tensor) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(data.train_images[indices]), data.train_labels[indices]).backward()
+    optimizer.step()
 
 
 def warm_up(make_model: Callable[[], nn.Module], data: Digits) -> None:
@@ -289,10 +366,11 @@ def bold(text: str, best: bool) -> str:
     return f"[bold]{text}[/bold]" if best else text
 
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart; the dashes
-# are for curves that lie on top of each other, as two placements of the same computation do.
-COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#0072B2"]
-DASHES = ["-", "-", (0, (4, 2)), "-", "-", (0, (1.5, 1)), "-"]
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and a dark
+# red; the dashes are for curves that lie on top of each other, as two placements of the same
+# computation do.
+COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#882255", "#E69F00", "#0072B2"]
+DASHES = ["-", "-", (0, (4, 2)), "-", "-", "-", (0, (1.5, 1)), "-"]
 
 
 def figure(runs: list[Run], title: str) -> Figure:

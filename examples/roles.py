@@ -51,7 +51,8 @@ def main() -> None:
         accelerators=args.accelerators,
         epoch_steps=epoch_steps,
         final_update=args.final_update or "guarded",
-        curvature_closure=(lambda: loss_of(some)) if args.usual_loop else None,
+        # For accelerators in the usual loop; and for all, if there are no accelerators.
+        curvature_closure=lambda: loss_of(some),
     )
     # However the loop ends, leaving this block tells the other side that it has.
     with optimizer:
@@ -60,12 +61,12 @@ def main() -> None:
             print(f"rank {dist.get_rank()}: eigenpairs of {count} epochs")
         else:
             # An accelerator in the usual loop draws batches too, and makes no use of them.
-            workers = dist.get_world_size() - args.accelerators
-            part = dist.get_rank() % workers
+            group = optimizer.worker_group  # on an accelerator, that of the accelerators
+            part, parts = dist.get_rank(group), dist.get_world_size(group)
             start = time.perf_counter()
             for step, indices in zip(
                 range(args.epochs * epoch_steps),
-                batches(len(data.train_images), BATCH, seed=0, rank=part, world_size=workers),
+                batches(len(data.train_images), BATCH, seed=0, rank=part, world_size=parts),
                 strict=False,
             ):
                 optimizer.zero_grad()
