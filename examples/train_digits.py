@@ -19,11 +19,11 @@ from second_order import DHO2, DPKFAC, KAISA
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on the digits.")
     parser.add_argument("--optimizer", choices=["sgd", "kaisa", "dpkfac", "dho2"], default="kaisa")
-    parser.add_argument("--lr", type=float, help="default: 0.1; for dho2, which stretches it, 0.03")
+    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
     args = parser.parse_args()
-    lr = args.lr or (0.03 if args.optimizer == "dho2" else 0.1)
+    lr = args.lr
 
     rank, world_size = 0, 1
     if "RANK" in os.environ:  # started by torchrun
