@@ -10,6 +10,7 @@ Vectors are flat: the parameters in their order, each in the order of ``p.reshap
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,8 @@ class Hessian:
         self._mode = mode
         self._model = model
         self.params = list(params)
+        device = self.params[0].device.type if self.params else "cpu"
+        self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self._sizes = [p.numel() for p in self.params]
         self.size = sum(self._sizes)
         self.examples = 0.0
@@ -118,38 +121,42 @@ class Hessian:
         Returns:
             ``(n,)``, in the dtype of v.
         """
-        with torch.enable_grad():
-            self.products += 1
-            directions = [
-                part.view(p.shape).to(p.dtype)
-                for part, p in zip(v.split(self._sizes), self.params, strict=True)
-            ]
-            total: Tensor | None = None
-            for parts, factor in self._products(directions):
-                pairs = zip(parts, self.params, strict=True)
-                present = [p if part is None else part for part, p in pairs]
-                flat = torch.cat([part.detach().reshape(-1) for part in present]).to(v.dtype)
-                for part, target in zip(parts, flat.split(self._sizes), strict=True):
-                    if part is None:
-                        target.zero_()
-                if factor != 1.0:
-                    flat.mul_(factor)
-                total = flat if total is None else total.add_(flat)
+        self.products += 1
+        directions = [
+            part.view(p.shape).to(p.dtype)
+            for part, p in zip(v.split(self._sizes), self.params, strict=True)
+        ]
+        total: Tensor | None = None
+        with torch.enable_grad(), self._outside_autocast():
+            if self._mode == "differences":
+                total = self._differences(directions, v.dtype)
+            elif self._mode == "retained":
+                for examples, gradients in self._graphs:
+                    parts = self._product(gradients, directions, retain=True)
+                    total = self._add(total, parts, examples, v.dtype)
+            else:
+                self.examples = self.loss = 0.0
+                for loss_fn in self._loss_fns:
+                    self._rewind()
+                    examples, gradients = self._gradient(loss_fn, twice=True)
+                    parts = self._product(gradients, directions, retain=False)
+                    total = self._add(total, parts, examples, v.dtype)
         return torch.zeros_like(v) if total is None else total
 
-    def _products(self, directions: Sequence[Tensor]) -> Iterator[tuple[Parts, float]]:
-        """Parts of products and their factors, to be summed."""
-        if self._mode == "differences":
-            yield from self._differences(directions)
-        elif self._mode == "retained":
-            for examples, gradients in self._graphs:
-                yield self._product(gradients, directions, retain=True), examples
-        else:
-            self.examples = self.loss = 0.0
-            for loss_fn in self._loss_fns:
-                self._rewind()
-                examples, gradients = self._gradient(loss_fn, twice=True)
-                yield self._product(gradients, directions, retain=False), examples
+    def _outside_autocast(self) -> torch.autocast:
+        return torch.autocast(self.params[0].device.type, enabled=False)
+
+    def _add(self, total: Tensor | None, parts: Parts, factor: float, dtype: torch.dtype) -> Tensor:
+        """Total + factor · the parts, as one vector."""
+        pairs = list(zip(parts, self.params, strict=True))
+        present = [p if part is None else part for part, p in pairs]
+        flat = torch.cat([part.detach().reshape(-1) for part in present]).to(dtype)
+        for target, part in zip(flat.split(self._sizes), parts, strict=True):
+            if part is None:
+                target.zero_()
+        if factor != 1.0:
+            flat.mul_(factor)
+        return flat if total is None else total.add_(flat)
 
     def _product(self, gradients: Parts, directions: Sequence[Tensor], *, retain: bool) -> Parts:
         """∇(gᵀv); a gradient without a graph is constant."""
@@ -166,15 +173,17 @@ class Hessian:
                 allow_unused=True,
             )
 
-    def _differences(self, directions: Sequence[Tensor]) -> list[tuple[Parts, float]]:
+    def _differences(self, directions: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         norm = float(torch.stack([v.double().norm() for v in directions]).norm())
         if norm == 0.0:
-            return []
+            return None
         size = float(torch.stack([p.detach().double().norm() for p in self.params]).norm())
-        eps = min(torch.finfo(p.dtype).eps for p in self.params)
-        step = eps ** (1 / 3) * (1.0 + size) / norm
+        # Central differences: the cube root balances rounding and curvature's own change. An
+        # element of the direction moves by its length over the root of n.
+        eps = max(torch.finfo(p.dtype).eps for p in self.params)
+        step = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
         before = [p.detach().clone() for p in self.params]
-        found: list[tuple[Parts, float]] = []
+        total: Tensor | None = None
         try:
             for sign in (1.0, -1.0):
                 for p, w, v in zip(self.params, before, directions, strict=True):
@@ -183,20 +192,27 @@ class Hessian:
                 for loss_fn in self._loss_fns:
                     self._rewind()
                     examples, gradients = self._gradient(loss_fn, twice=False)
-                    found.append((gradients, sign * examples / (2 * step)))
+                    total = self._add(total, gradients, sign * examples / (2 * step), dtype)
         finally:
             for p, w in zip(self.params, before, strict=True):
                 p.data.copy_(w)
-        return found
+        return total
 
     def evaluate(self) -> None:
         """The loss alone, into :attr:`loss` and :attr:`examples`."""
         self.examples = self.loss = 0.0
         for loss_fn in self._loss_fns:
             self._rewind()
+            self._evaluate(loss_fn)
+
+    def _evaluate(self, loss_fn: LossFn) -> tuple[Tensor, float]:
+        """The loss, under the autocast that was in force where this object was made."""
+        device, (enabled, dtype) = self.params[0].device.type, self._autocast
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
             loss, examples = _checked(loss_fn())
-            self.examples += examples
-            self.loss += examples * loss.detach().double()
+        self.examples += examples
+        self.loss += examples * loss.detach().double()
+        return loss, examples
 
     def _rewind(self) -> None:
         """Let the next evaluation start from where the first did."""
@@ -205,14 +221,12 @@ class Hessian:
 
     def _gradient(self, loss_fn: LossFn, *, twice: bool) -> tuple[float, list[Tensor | None]]:
         """(examples, ∇L), with the graph of ∇L if it is to be differentiated again."""
-        loss, examples = _checked(loss_fn())
-        self.examples += examples
-        self.loss += examples * loss.detach().double()
+        loss, examples = self._evaluate(loss_fn)
         custom = _custom_functions(loss)
         used: list[Any] = []
         hooks = [node.register_prehook(partial(_note, used, f)) for node, f in custom]
         try:
-            with _explained():
+            with _explained(), self._outside_autocast():
                 gradients = torch.autograd.grad(
                     loss, self.params, create_graph=twice, allow_unused=True
                 )
@@ -281,12 +295,17 @@ def _explained() -> Iterator[None]:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        if "modified by an inplace operation" in text:
+            raise CurvatureError(
+                "the loss was evaluated before the parameters were last changed; let the curvature "
+                "closure evaluate it anew each time it is called"
+            ) from error
         if "a second time" in text:
             raise CurvatureError(
                 "the graph of the curvature closure's loss is already freed; let the closure "
                 "evaluate the loss and return it, without calling backward()"
             ) from error
-        if "RNN" in text or "rnn" in text:
+        if "rnn" in text.lower() and "cudnn" in text.lower():
             raise CurvatureError(
                 "cuDNN's recurrent layers cannot be differentiated twice; set "
                 f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"

@@ -19,6 +19,10 @@ from torch import Tensor
 __all__ = ["LocalSpace", "Ritz", "Space", "Tridiagonal", "tridiagonalise"]
 
 
+# Whether a run is finished takes a decomposition of B: a long one is not asked at each iteration.
+ASK_ALWAYS, ASK_EVERY = 64, 8
+
+
 class Space(Protocol):
     """Where the vectors of a recurrence live: this process holds some rows of each."""
 
@@ -135,8 +139,8 @@ def tridiagonalise(
 ) -> Tridiagonal:
     """Run the recurrence.
 
-    B is kept in float64, D in the dtype of ``start``. Coefficients are read by the host once an
-    iteration.
+    B is kept in float64, D in the dtype of ``start``. The host reads coefficients at each
+    iteration, and so waits for the device.
 
     Args:
         space: The product and the sums.
@@ -176,8 +180,9 @@ def tridiagonalise(
         scale = max(scale, abs(alpha), beta)
         exhausted = beta <= 8 * torch.finfo(h.dtype).eps * scale
         off_diagonal.append(0.0 if exhausted else beta)
+        asked = j < ASK_ALWAYS or j % ASK_EVERY == 0
         if j + 1 >= at_least and (
-            exhausted or _agreed(space, diagonal, off_diagonal, finished, h.device)
+            exhausted or (asked and _agreed(space, diagonal, off_diagonal, finished, h.device))
         ):
             break
         d = _orthogonal(space, basis, seed + j + 1) if exhausted else h / beta

@@ -35,6 +35,8 @@ __all__ = [
     "spectral_density",
 ]
 
+ROUNDING = 4.0  # a product and its reorthogonalisation round by so many eps ‖H‖
+
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
 
 
@@ -49,6 +51,7 @@ class Pairs:
         largest: How many of them are the largest.
         iterations: Products it took.
         finite: False if a number was not finite; there are no pairs then.
+        norm: The largest |θ| of the whole run, which ‖H‖ is at least.
         basis: ``(m, rows)`` D, transposed.
         combination: ``(m, r)`` the columns of U that are wanted.
     """
@@ -58,17 +61,22 @@ class Pairs:
     largest: int
     iterations: int
     finite: bool
+    norm: float
     basis: Tensor
     combination: Tensor
 
     def bounds(self) -> Tensor:
         """``(r,)`` ‖Hv − θv‖, at least what rounding in the vectors' dtype leaves of it."""
-        least = torch.finfo(self.basis.dtype).eps * float(self.values.abs().max())
+        least = ROUNDING * torch.finfo(self.basis.dtype).eps * self.norm
         return self.residuals.clamp(min=least)
 
     def vectors(self) -> Tensor:
         """``(r, rows)`` V̂, transposed: this process's rows of vectors that are orthonormal."""
-        return self.combination.t() @ self.basis
+        if not self.basis.is_cuda:
+            return self.combination.t() @ self.basis
+        # One at a time: a product of matrices may be rounded to TF32 there, whatever we ask for.
+        each = [self.basis.t().mv(column) for column in self.combination.t()]
+        return torch.stack(each) if each else self.basis.new_empty((0, self.basis.shape[1]))
 
 
 def default_iterations(size: int, wanted: int) -> int:
@@ -120,14 +128,15 @@ def extreme_pairs(
     done = len(run.diagonal)
     if not run.finite or done < wanted:
         nothing = torch.empty(0, dtype=torch.float64)
-        return Pairs(nothing, nothing, 0, done, False, run.basis, start.new_empty((done, 0)))
+        return Pairs(nothing, nothing, 0, done, False, 0.0, run.basis, start.new_empty((done, 0)))
     ritz, picked = run.ritz(), chosen(done)
     # One process's signs, and its choice among degenerate vectors.
     packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
     packed = space.first(packed.to(start.device)).cpu()
     values, residuals, vectors = packed[0], packed[1], packed[2:].t()
+    norm = float(values.abs().max())
     S = vectors[:, picked].to(start.device, start.dtype)
-    return Pairs(values[picked], residuals[picked], largest, done, True, run.basis, S)
+    return Pairs(values[picked], residuals[picked], largest, done, True, norm, run.basis, S)
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,9 @@ class Eigenpairs:
         eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
             ascending order; float64 on the CPU.
         eigenvectors: ``(k + l, n)`` orthonormal rows over the flattened parameters, in their order.
-        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair: there is an eigenvalue within it of θ.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair by the recurrence, at least 4 eps ‖H‖. There
+            is an eigenvalue within it of θ if products are exact to that, which they are not in
+            narrower arithmetic than ``dtype``, nor by differences.
         converged: ``(k + l,)`` whether the residual is at most ``tol`` |θ|.
         products: Hessian-vector products it took.
         largest: k.
@@ -229,7 +240,9 @@ def eigenpairs(
         space.raise_together()
         vectors = None
         if pairs.finite:
-            vectors = torch.stack([space.gathered(v) for v in pairs.vectors()])
+            rows = pairs.vectors()
+            alone = world.size == 1
+            vectors = rows if alone else torch.stack([space.gathered(v) for v in rows])
     if vectors is None:
         raise CurvatureError(
             f"Hessian-vector product {pairs.iterations + 1} is not finite; look at the loss of the "
@@ -272,7 +285,7 @@ class SpectralDensity:
         Returns:
             ``(g,)``, with an integral of 1.
         """
-        grid = grid.to(torch.float64)
+        grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
         bumps = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
         return (bumps * self.weights).sum(dim=(1, 2)) / len(self.nodes)
@@ -349,7 +362,8 @@ def mean_loss(
 class Measured:
     """The Hessian of every process's batch, as a :class:`RowSpace` to run recurrences in.
 
-    A process whose loss cannot be evaluated raises its error, and so do all the others with it.
+    Inside, autocast is off for all but the loss. A process whose loss cannot be evaluated raises
+    its error, and so do all the others with it.
 
     Raises:
         CurvatureError: On every process, if the loss of one cannot be evaluated.
@@ -378,15 +392,18 @@ class Measured:
             error = caught
         space = RowSpace(self._hessian, self._world, self._dtype, self._sign)
         space.error = error
+        self._plain = torch.autocast(self._hessian.params[0].device.type, enabled=False)
         try:
             space.raise_together()
         except BaseException:
             if error is None:
                 self._hessian.__exit__()
             raise
+        self._plain.__enter__()
         return space
 
     def __exit__(self, *_: object) -> None:
+        self._plain.__exit__(None, None, None)
         self._hessian.__exit__()
 
 
@@ -401,10 +418,18 @@ def _world(group: dist.ProcessGroup | None) -> World:
 
 def _parameters(given: ParamsOrModel) -> tuple[list[Tensor], nn.Module | None]:
     model = given if isinstance(given, nn.Module) else None
-    each = given.parameters() if isinstance(given, nn.Module) else given
-    params = [p for p in each if p.requires_grad]
+    each: Iterable[Any] = given.parameters() if isinstance(given, nn.Module) else given
+    if isinstance(given, Tensor):
+        each = [given]
+    named = (p[1] if isinstance(p, tuple) else p for p in each)
+    params = [p for p in dict.fromkeys(named) if p.requires_grad]
     if not params:
         raise ValueError("there is no parameter that requires a gradient")
+    if not all(p.is_leaf for p in params):
+        raise ValueError("a parameter is the result of a computation; give the leaves themselves")
+    strange = [p.dtype for p in params if not p.is_floating_point()]
+    if strange:
+        raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
     if len({p.device for p in params}) > 1:
         raise ValueError(
             f"the parameters are on {sorted({str(p.device) for p in params})}; give those of one "

@@ -138,7 +138,8 @@ class Accelerator:
             raise
         note = {"finite": pairs.finite, "products": pairs.iterations}
         cuts = row_bounds(len(pairs.values), self._workers)
-        rows = pairs.vectors() if pairs.finite else None
+        with torch.autocast(subject.params[0].device.type, enabled=False):
+            rows = pairs.vectors() if pairs.finite else None
         for j in range(self._workers):
             tensors = []
             if rows is not None:

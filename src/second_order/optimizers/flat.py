@@ -168,7 +168,8 @@ class Chunk:
         parts = flat.split(self.sizes)
         if len(pieces) == len(parts):
             return list(parts)
-        return [part for piece, part in zip(self.pieces, parts, strict=True) if piece in pieces]
+        here = {piece.param for piece in pieces}
+        return [part for piece, part in zip(self.pieces, parts, strict=True) if piece.param in here]
 
     @staticmethod
     def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import LossFn
+from second_order.lanczos.rows import RowSpace
 from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.flat_optimizer import FlatOptimizer
@@ -53,6 +54,8 @@ __all__ = ["FOSIOptimizer"]
 
 # The guard of s, at a refresh: how it grows or shrinks, and what rise of the loss is chance.
 GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
+
+FRESH = 0.1  # the random share of the vector that a refresh starts from
 
 
 class FOSIOptimizer(FlatOptimizer):
@@ -131,6 +134,11 @@ class FOSIOptimizer(FlatOptimizer):
             )
 
     @property
+    def _plain(self) -> torch.autocast:
+        """Without autocast, should step() be called under it."""
+        return torch.autocast(self.param_groups[0]["params"][0].device.type, enabled=False)
+
+    @property
     def _dtype(self) -> torch.dtype:
         assert self._layout is not None
         return self._options.lanczos_dtype or self._layout.dtype
@@ -160,7 +168,7 @@ class FOSIOptimizer(FlatOptimizer):
         Raises:
             CurvatureError: On every process, if a refresh is due and there is no curvature
                 closure, or its loss cannot be evaluated or differentiated twice. Nothing has
-                changed then.
+                changed then, but that eigenpairs of other parameters than train now are dropped.
         """
         self._given = curvature_closure
         try:
@@ -178,7 +186,7 @@ class FOSIOptimizer(FlatOptimizer):
         super()._transform_gradients(average)
         follow_learning_rates(self.param_groups)
         if self._subspace is not None:
-            with record_function("second_order.split"):
+            with record_function("second_order.split"), self._plain:
                 self._split(self._subspace)
 
     def _split(self, subspace: Subspace) -> None:
@@ -194,7 +202,8 @@ class FOSIOptimizer(FlatOptimizer):
         values = [chunk.values(self._dtype) for chunk in self._chunks]
         if not self._before:
             self._before = [torch.empty_like(value) for value in values]
-        torch._foreach_copy_(self._before, values)
+        if values:  # a process may have no rows
+            torch._foreach_copy_(self._before, values)
 
     def _momentum_rule(self) -> tuple[float, float, bool]:
         """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
@@ -219,7 +228,7 @@ class FOSIOptimizer(FlatOptimizer):
     def _base_step(self) -> None:
         super()._base_step()
         if self._newton is not None and self._subspace is not None:
-            with record_function("second_order.newton"):
+            with record_function("second_order.newton"), self._plain:
                 self._correct(self._subspace, self._newton)
         self._newton = None
         self._share_parameters()
@@ -232,7 +241,7 @@ class FOSIOptimizer(FlatOptimizer):
             torch.sub(value, before, out=before)
         c = subspace.basis.coefficients(moved)
         s = subspace.rest_scale
-        if s != 1.0:
+        if s != 1.0 and values:
             torch._foreach_add_(values, moved, alpha=s - 1.0)
         step = newton * subspace.rates
         steps = [-self._newton_scale(group) * step - s * c for group in self.param_groups]
@@ -282,11 +291,7 @@ class FOSIOptimizer(FlatOptimizer):
             sign=-1.0 if self.param_groups[0].get("maximize") else 1.0,
         )
         with record_function("second_order.lanczos"), measured as space:
-            start = (
-                space.random(options.seed, 1.0)
-                if self._subspace is None or not options.warm_start
-                else self._subspace.basis.rows_of_sum(space.rows)
-            )
+            start = self._start(space)
             pairs = extreme_pairs(
                 space,
                 start,
@@ -304,7 +309,8 @@ class FOSIOptimizer(FlatOptimizer):
         self._total_products += pairs.iterations
         if pairs.finite and math.isfinite(loss):
             self._guard(loss)
-            self._adopt_pairs(pairs)
+            with self._plain:
+                self._adopt_pairs(pairs)
             return
         self._failures += 1
         kept = "no eigenpairs yet" if self._subspace is None else "the last eigenpairs are kept"
@@ -312,6 +318,14 @@ class FOSIOptimizer(FlatOptimizer):
             f"the curvature at step {self._steps} is not finite: {kept} (failure "
             f"{self._failures} of {self._refreshes} refreshes)"
         )
+
+    def _start(self, space: RowSpace) -> Tensor:
+        """The sum of the last vectors, and a little of all others: what is new may be there."""
+        fresh = space.random(self._options.seed + self._steps, 1.0 / math.sqrt(space.size))
+        if self._subspace is None or not self._options.warm_start:
+            return fresh
+        old = self._subspace.basis.rows_of_sum(space.rows) / math.sqrt(len(self._subspace.values))
+        return old.add_(fresh, alpha=FRESH)
 
     def _guard(self, loss: float) -> None:
         """Let s grow while the loss of the curvature batch does not rise."""
@@ -371,8 +385,10 @@ class FOSIOptimizer(FlatOptimizer):
     def _measured_share(self, c: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         """‖V̂ᵀg‖² / ‖g‖², on the device."""
         inside = c.double().square().sum()
-        whole = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
-        sums = torch.stack([inside, whole.square().sum()])
+        whole = torch.zeros_like(inside)
+        for gradient in gradients:
+            whole += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        sums = torch.stack([inside, whole])
         if self._world.size > 1:  # one of the two is known in full by every process
             sums[0 if self._options.layout == "row" else 1] /= self._world.size
             self._world.start_sum([sums]).wait()

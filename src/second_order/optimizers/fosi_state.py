@@ -72,7 +72,7 @@ def eigenpair_parts(
         r, device = min(room, layout.size), layout.params[0].device
         values, residuals = (torch.zeros(r, dtype=torch.float64) for _ in range(2))
         vectors = torch.zeros((r, layout.size), dtype=dtype, device=device)
-        here = Loaded(values, vectors, residuals, 0, vectors.new_zeros(r), None, 1.0)
+        here = Loaded(values, vectors, residuals, -1, vectors.new_zeros(r), None, 1.0)
     else:
         return {}
     if here.carried is None and room:
@@ -186,7 +186,7 @@ def load_eigenpairs(
     if not heads or not all(VECTORS in part for part in parts):
         return None
     head = heads[0]
-    if not bool(head["eigenvalues"].count_nonzero()):  # room for pairs that were not found
+    if int(head["largest"]) < 0:  # room for pairs that were not found
         return None
     device = params[0].device
     vectors = torch.cat(

@@ -279,7 +279,7 @@ class MRDHO2(FOSIOptimizer):
         assert self._courier is not None
         self._epoch_step += 1
         if self._epoch_step >= self._epoch_steps:
-            with record_function("second_order.final_update"):
+            with record_function("second_order.final_update"), self._plain:
                 self._end_epoch(self._courier)
         self._courier.tell("steps", self._steps + 1)
 

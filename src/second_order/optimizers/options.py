@@ -156,7 +156,8 @@ def value_at(option: Any, step: int) -> Any:
 def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
     """Keep the largest learning rate of each group, that of the schedule to come included."""
     for group in groups:
-        for rate in (group["lr"], group.get("initial_lr", group["lr"])):
+        lr = group["lr"]
+        for rate in (lr, group.get("initial_lr", lr), group.get("max_lr", lr)):
             group[PEAK_LR] = _larger(group[PEAK_LR], rate)
 
 

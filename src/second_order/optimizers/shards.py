@@ -149,15 +149,17 @@ def gather_state(
         for key, value in state.get(p, {}).items():
             if isinstance(value, Tensor) and value.shape == (piece.size,) and key != "step":
                 cut.setdefault(value.dtype, []).append((numbers[p], key, value))
-            else:
-                small[numbers[p], key] = value
+            else:  # a count may live on the device, and each process has its own
+                on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+                small[numbers[p], key] = value.cpu() if on_device else value, on_device
     listed = {dtype: [(i, key) for i, key, _ in parts] for dtype, parts in cut.items()}
     everybody = world.everybody((listed, small))
     whole: dict[Tensor, dict[str, Any]] = {}
     if world.rank in to:
         for _, values in reversed(everybody):  # the first process's count
-            for (i, key), value in values.items():
-                whole.setdefault(params[i], {})[key] = value
+            for (i, key), (value, on_device) in values.items():
+                local = value.to(params[i].device) if on_device else value
+                whole.setdefault(params[i], {})[key] = local
     sizes = {(numbers[piece.param], piece.rank): piece for piece in pieces}
     for dtype in sorted({d for lists, _ in everybody for d in lists}, key=str):
         lists = [lists.get(dtype, []) for lists, _ in everybody]
