@@ -196,8 +196,8 @@ def fails_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
             raise KeyError("in the loss")
         return loss_of(model, batch)
 
-    with pytest.raises(KeyError, match="in the loss"):
-        serve(model, optimizer, loss_fn)
+    with pytest.raises(KeyError, match="in the loss"):  # outside of `with`
+        optimizer.serve(CURVED, loss_fn)
 
 
 def test_an_exception_in_the_loss_reaches_the_caller_of_serve(world: World) -> None:
