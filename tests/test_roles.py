@@ -351,3 +351,10 @@ def test_a_courier_cannot_be_pickled() -> None:
     """Who holds one leaves it out: see `MRDHO2.__getstate__`."""
     with pair() as (a, _), pytest.raises(TypeError, match="pickle"):
         pickle.dumps(a)
+
+
+def test_a_model_in_ddp_would_wait_for_the_helpers() -> None:
+    with pytest.raises(ValueError, match="process_group=optimizer.worker_group"):
+        assign_roles(3, 1, "accelerator", under_ddp=True)
+    assert assign_roles(3, 0, "accelerator", under_ddp=True).workers == (0, 1, 2)
+    assert assign_roles(1, 1, "accelerator", under_ddp=True).helpers == ()

@@ -45,16 +45,20 @@ class Roles:
         return world.subgroup(mine, grouped=True)
 
 
-def assign_roles(world_size: int, helpers: int, helper_role: Role) -> Roles:
+def assign_roles(
+    world_size: int, helpers: int, helper_role: Role, under_ddp: bool = False
+) -> Roles:
     """The last ``helpers`` ranks help, the others train.
 
     Args:
         world_size: P.
         helpers: How many are to help. With one process there is nobody to spare: none does.
         helper_role: "accelerator" or "stats".
+        under_ddp: Whether the model is in DistributedDataParallel already.
 
     Raises:
-        ValueError: If no process would be left to train.
+        ValueError: If no process would be left to train, or DistributedDataParallel would wait for
+            the gradients of helpers.
     """
     if helpers < 0 or (world_size > 1 and helpers >= world_size):
         raise ValueError(
@@ -62,5 +66,12 @@ def assign_roles(world_size: int, helpers: int, helper_role: Role) -> Roles:
             f"train; use 0 to {world_size - 1}"
         )
     count = helpers if world_size > 1 else 0
+    if under_ddp and count:
+        raise ValueError(
+            f"a model in DistributedDataParallel waits for gradients of the ranks of role "
+            f"{helper_role!r}, which have none; give the optimizer the plain model and "
+            f"gradient_averaging=False, and wrap it afterwards with "
+            f"DistributedDataParallel(model, process_group=optimizer.worker_group)"
+        )
     ranks = tuple(range(world_size))
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)

@@ -180,7 +180,7 @@ class MRDHO2(FOSIOptimizer):
         everybody.require_equal(
             [f"options: {accelerators} {epoch_steps} {final_update} {helper_timeout}"], "options"
         )
-        self._roles = assign_roles(everybody.size, accelerators, "accelerator")
+        self._roles = assign_roles(everybody.size, accelerators, "accelerator", self._under_ddp)
         if self._roles.helpers and self._options.wanted:
             self._divide(everybody)
         elif self._options.wanted:

@@ -1,0 +1,167 @@
+"""Where curvature could go wrong without a word: autocast, warm starts, no rows, strange input."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import same
+from ranks import agreed
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from second_order import DHO2
+from second_order.lanczos import eigenpairs
+
+if TYPE_CHECKING:
+    from pool import World
+
+
+def trained(steps: int = 40) -> tuple[nn.Module, Any]:
+    """A float32 network after a while of training, and its loss on the curvature batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+    x = torch.randn(128, 20)
+    y = torch.randint(5, (128,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model, lambda: cross_entropy(model(x), y)
+
+
+def test_differences_in_float32_find_the_exact_eigenvalues() -> None:
+    model, loss = trained()
+    exact = eigenpairs(loss, model, largest=3, tol=1e-4)
+    near = eigenpairs(loss, model, largest=3, tol=1e-3, hvp="differences")
+    torch.testing.assert_close(near.eigenvalues, exact.eigenvalues, rtol=1e-2, atol=0)
+
+
+def test_autocast_reaches_the_loss_and_nothing_else() -> None:
+    model, loss = trained()
+    seen = []
+
+    def watched() -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return loss()
+
+    plain = eigenpairs(loss, model, largest=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = eigenpairs(watched, model, largest=3)
+    assert seen == [True]
+    assert under.eigenvectors.dtype == torch.float32
+    V = under.eigenvectors
+    torch.testing.assert_close(V @ V.t(), torch.eye(3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(under.eigenvalues, plain.eigenvalues, rtol=2e-2, atol=0)
+
+
+def test_a_step_under_autocast_is_the_step_without() -> None:
+    """Its algebra is not autocast; the refresh, at the first step, is not under autocast here."""
+    model, _ = trained()
+    twin = copy.deepcopy(model)
+    x, y = torch.ones(4, 20), torch.tensor([0, 1, 2, 3])
+    for each, under in ((model, True), (twin, False)):
+        optimizer = DHO2(each, lr=0.1, momentum=0.9, warmup_steps=0)
+        for step in range(3):
+            optimizer.zero_grad()
+            cross_entropy(each(x), y).backward()
+            if step == 0:
+                assert optimizer.curvature.refreshes == 0
+            with torch.autocast("cpu", torch.bfloat16, enabled=under and step > 0):
+                optimizer.step(curvature_closure=lambda each=each: cross_entropy(each(x), y))
+    assert same(model, twin)
+
+
+def test_a_warm_start_sees_curvature_outside_the_old_span() -> None:
+    w = nn.Parameter(torch.ones(50, dtype=torch.float64))
+    d = torch.zeros(50, dtype=torch.float64)
+    d[:2] = torch.tensor([10.0, 9.0])
+    optimizer = DHO2([w], lr=0.01, largest=2, warmup_steps=0, curvature_interval=2)
+    optimizer.curvature_closure = lambda: 0.5 * (d * w * w).sum()
+    for step in range(5):
+        if step == 2:
+            d[40] = 100.0
+        optimizer.zero_grad()
+        (0.5 * (d * w * w).sum()).backward()
+        optimizer.step()
+    expected = torch.tensor([100.0, 10.0], dtype=torch.float64)
+    torch.testing.assert_close(optimizer.curvature.eigenvalues, expected, rtol=1e-3, atol=0)
+
+
+def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:
+    w = nn.Parameter(torch.full((count,), 2.0, dtype=torch.float64))
+    optimizer = DHO2(
+        [w], lr=0.1, momentum=0.9, largest=1, layout=layout, warmup_steps=1, curvature_interval=1
+    )
+    trajectory = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        (w * w).sum().backward()
+        optimizer.step(curvature_closure=lambda: w.square().sum())
+        trajectory.append(w.detach().clone())
+    return trajectory
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_a_process_may_have_no_rows(world: World, layout: str) -> None:
+    alone = few_unknowns(0, 1, layout, 1)
+    together = agreed(world.run(few_unknowns, 2, layout, 1))
+    for p, q in zip(together, alone, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
+
+
+def test_parameters_may_be_given_in_every_form() -> None:
+    w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    for given in (w, [w], [w, w], [("w", w)], iter([w])):
+        found = eigenpairs(lambda: torch.sum(w * w), given, largest=1)
+        assert float(found.eigenvalues) == pytest.approx(2.0)
+        assert found.eigenvectors.shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: [torch.ones(2, requires_grad=True) * 2], "give the leaves"),
+        (lambda: [torch.ones(2, dtype=torch.complex64, requires_grad=True)], "no real Hessian"),
+        (lambda: [torch.ones(2)], "no parameter that requires a gradient"),
+    ],
+)
+def test_what_has_no_hessian_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        eigenpairs(lambda: torch.zeros(()), given(), largest=1)
+
+
+def test_a_hessian_of_zero_is_kept_in_a_checkpoint() -> None:
+    models = [nn.Linear(3, 1, bias=False).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "largest": 1, "curvature_interval": 50}
+    optimizers = [DHO2(m, warmup_steps=0, **options) for m in models]
+
+    def take(i: int) -> None:
+        optimizers[i].zero_grad()
+        models[i](torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        optimizers[i].step(curvature_closure=lambda: torch.sum(models[i].weight))
+
+    take(0)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    models[1].load_state_dict(models[0].state_dict())
+    for i in (0, 1):
+        take(i)
+    assert same(*models)
+
+
+def test_a_loss_from_before_the_last_step_is_told_from_others() -> None:
+    model, loss = trained(1)
+    old = loss()
+    optimizer = DHO2(model, lr=0.1, warmup_steps=1, curvature_closure=lambda: old)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss().backward()
+        if optimizer.state:
+            with pytest.raises(RuntimeError, match="evaluate it anew"):
+                optimizer.step()
+        else:
+            optimizer.step()
