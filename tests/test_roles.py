@@ -354,7 +354,7 @@ def test_a_courier_cannot_be_pickled() -> None:
 
 
 def test_a_model_in_ddp_would_wait_for_the_helpers() -> None:
-    with pytest.raises(ValueError, match="process_group=optimizer.worker_group"):
+    with pytest.raises(ValueError, match=r"process_group=optimizer\.worker_group"):
         assign_roles(3, 1, "accelerator", under_ddp=True)
     assert assign_roles(3, 0, "accelerator", under_ddp=True).workers == (0, 1, 2)
     assert assign_roles(1, 1, "accelerator", under_ddp=True).helpers == ()
