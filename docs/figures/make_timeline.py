@@ -147,6 +147,7 @@ def draw(
                 linewidth=0.5,
                 zorder=2 + list(COLOURS).index(name) / 10,
             )
+    print(f"{SHOWN} epochs in {1e3 * (end - origin):.0f} ms")  # noqa: T201
     arrows(axes, records, heights, origin, end)
     axes.set_yticks(list(heights.values()), [f"rank {r}\n{records[r][0]}" for r in heights])
     axes.set_ylim(-0.5, len(records) - 0.5)
