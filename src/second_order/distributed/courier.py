@@ -30,7 +30,7 @@ __all__ = ["Courier", "Message", "await_goodbyes", "open_store"]
 Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
 
 PART_BYTES = 4 * 2**20  # of a message: the store refuses values of more than 8 MiB
-POLL_SECONDS = 0.005
+POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
 
@@ -101,6 +101,7 @@ class Courier:
         Tensors on a CUDA device are copied to the host here.
         """
         self._shared.outgoing.put((name, [t.detach().cpu().contiguous() for t in tensors], note))
+        self._shared.wake.set()
 
     def tell(self, name: str, value: int) -> None:
         """Say a number that replaces the one said before; delivered when there is time."""
@@ -134,14 +135,18 @@ class Courier:
 
     def wait(self, name: str, until: Callable[[], bool] = lambda: False) -> Message | None:
         """Wait for an expected message; None if the peer is lost or ``until`` says so."""
-        while True:
-            message = self.arrived(name)
-            if message is not None:
-                return message
-            if until() or self.lost or self.closed_there:
-                return self.arrived(name)
-            self._shared.news.wait(POLL_SECONDS)
-            self._shared.news.clear()
+        self._shared.hurry(True)
+        try:
+            while True:
+                message = self.arrived(name)
+                if message is not None:
+                    return message
+                if until() or self.lost or self.closed_there:
+                    return self.arrived(name)
+                self._shared.news.wait(POLL_SECONDS)
+                self._shared.news.clear()
+        finally:
+            self._shared.hurry(False)
 
     @property
     def lost(self) -> bool:
@@ -179,9 +184,15 @@ class _Shared:
         self.expected: set[str] = set()
         self.received: dict[str, Message] = {}
         self.lock = threading.Lock()
-        self.news, self.stop = threading.Event(), threading.Event()
+        self.news, self.stop, self.wake = threading.Event(), threading.Event(), threading.Event()
+        self.hurried = False  # somebody waits
         self.broken = False
         self._beat, self._heard_at = -1, time.monotonic()
+
+    def hurry(self, hurried: bool) -> None:
+        self.hurried = hurried
+        if hurried:
+            self.wake.set()
 
     def heard_beat(self, beat: int) -> None:
         if beat != self._beat:
@@ -195,6 +206,7 @@ class _Shared:
 def _say_goodbye(shared: _Shared, thread: threading.Thread, patience: float) -> None:
     shared.said[CLOSED] = 1
     shared.stop.set()
+    shared.wake.set()
     thread.join(patience)
 
 
@@ -214,7 +226,7 @@ def _run(address: tuple[str, int], shared: _Shared) -> None:
 
 
 def _serve(store: TCPStore, shared: _Shared) -> None:
-    beat, next_beat, said = 0, 0.0, dict[str, int]()
+    beat, next_beat, said, pause = 0, 0.0, dict[str, int](), POLL_SECONDS
     while True:
         stopping = shared.stop.is_set()  # read first: what is posted before it is still sent
         busy = _send(store, shared)
@@ -247,8 +259,11 @@ def _serve(store: TCPStore, shared: _Shared) -> None:
                 shared.news.set()
                 busy = True
         shared.numbers.update(numbers)  # last: who hears goodbye has got what came before it
+        # The thread that trains has better things to do than to yield to this one.
+        pause = POLL_SECONDS if busy or shared.hurried else min(2 * pause, IDLE_SECONDS)
         if not busy:
-            shared.stop.wait(POLL_SECONDS)
+            shared.wake.wait(pause)
+            shared.wake.clear()
 
 
 def _send(store: TCPStore, shared: _Shared) -> bool:
