@@ -492,7 +492,7 @@ class FOSIOptimizer(FlatOptimizer):
         )
         report = self.curvature
         notes = ["no eigenpairs yet: the base steps alone"]
-        if subspace is not None:
+        if len(report.eigenvalues):
             values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
             notes = [f"eigenvalues at step {report.step}: {values}"]
         notes.append(
