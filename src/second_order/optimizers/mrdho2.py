@@ -103,8 +103,8 @@ class MRDHO2(FOSIOptimizer):
 
     Attributes:
         role: "worker" or "accelerator".
-        worker_group: The process group of the workers, be it of one; None without accelerators,
-            where it is all the processes. On an accelerator, that of the accelerators.
+        worker_group: The process group of the workers, be it of one; of the accelerators, on one of
+            them; without accelerators, the optimizer's own.
         epochs: An :class:`EpochReport` for each of the last 1,000 epochs.
 
     Raises:
