@@ -396,7 +396,7 @@ def scheduled(
         if scheduler is None:
             optimizer.param_groups[0]["lr"] = BY_HAND[step]
         rates.append(optimizer.param_groups[0]["lr"])
-        peak = max(peak, rates[-1])
+        peak = max(peak, rates[-1], optimizer.param_groups[0].get("max_lr", 0.0))
         peaks.append(peak)
         take(model, optimizer, batch)
         vectors.append(parameters_to_vector(model.parameters()).detach())

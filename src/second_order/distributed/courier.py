@@ -231,7 +231,8 @@ def _serve(store: TCPStore, shared: _Shared) -> None:
         stopping = shared.stop.is_set()  # read first: what is posted before it is still sent
         busy = _send(store, shared)
         for name, value in list(shared.said.items()):
-            if said.get(name) != value and not (name == CLOSED and busy):  # goodbye comes last
+            last = name == CLOSED and (busy or not stopping)  # goodbye comes after what was posted
+            if said.get(name) != value and not last:
                 store.set(f"{shared.me}/{name}", str(value))
                 said[name] = value
         if stopping and not busy:

@@ -265,8 +265,16 @@ class FOSIOptimizer(FlatOptimizer):
 
     # --------------------------------------------------------------------------------- curvature
 
+    def _computes_pairs(self) -> bool:
+        """Whether eigenpairs are this process's to renew; if not, none are taken over either."""
+        return not self._closed
+
     def _due(self) -> bool:
-        if self._closed or self._options.wanted == 0 or self._steps < self._options.first_refresh:
+        if (
+            not self._computes_pairs()
+            or self._options.wanted == 0
+            or self._steps < self._options.first_refresh
+        ):
             return False
         if self._refreshed_at < 0:
             return True
@@ -451,7 +459,7 @@ class FOSIOptimizer(FlatOptimizer):
             self._batch_loss = part.get("batch_loss", math.inf)
             self._bound = part.get("rest_scale_bound", 1.0)
         loaded = load_eigenpairs(saved, self._layout.params, self._dtype)
-        if loaded is None or self._closed:
+        if loaded is None or not self._computes_pairs():
             return
         mine = slice(0, self._layout.size)
         if self._split_rows:

@@ -257,8 +257,8 @@ class MRDHO2(FOSIOptimizer):
             )
         return loss
 
-    def _due(self) -> bool:
-        return not self._helped and self._courier is None and super()._due()
+    def _computes_pairs(self) -> bool:
+        return self._courier is None and super()._computes_pairs()
 
     def _transform_gradients(self, average: Callable[[], None]) -> None:
         super()._transform_gradients(average)
