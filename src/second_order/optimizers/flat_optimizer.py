@@ -24,7 +24,7 @@ from second_order.optimizers.base import (
     SecondOrderOptimizer,
 )
 from second_order.optimizers.flat import Chunk, FlatLayout, Piece, chunks_of
-from second_order.optimizers.options import PEAK_LR
+from second_order.optimizers.options import PEAK_LR, check_rank
 from second_order.optimizers.shards import ShardedBase, gather_state, works_by_element
 
 __all__ = ["FlatOptimizer"]
@@ -208,11 +208,7 @@ class FlatOptimizer(SecondOrderOptimizer):
         Raises:
             ValueError: If there is no such rank.
         """
-        if to is not None and not 0 <= to < self._world.size:
-            raise ValueError(
-                f"consolidate(to={to}): there are ranks 0 to {self._world.size - 1}; "
-                f"use None for all of them"
-            )
+        check_rank("consolidate", to, self._world.size)
         if not self._is_spread():
             return
         assert self._layout is not None

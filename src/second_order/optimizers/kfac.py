@@ -41,6 +41,7 @@ from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_
 from second_order.optimizers.options import (
     PEAK_LR,
     check_interval,
+    check_rank,
     follow_learning_rates,
     value_at,
 )
@@ -386,11 +387,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         Raises:
             ValueError: If there is no such rank.
         """
-        if to is not None and not 0 <= to < self._world.size:
-            raise ValueError(
-                f"consolidate(to={to}): there are ranks 0 to {self._world.size - 1}; "
-                f"use None for all of them"
-            )
+        check_rank("consolidate", to, self._world.size)
         if not self._closed:
             self._follow_requires_grad()
         self._elsewhere = gather_factors(self._world, self._keepers, to)

@@ -21,6 +21,7 @@ __all__ = [
     "check_interval",
     "check_number",
     "check_patterns",
+    "check_rank",
     "follow_learning_rates",
     "own_keywords",
     "split_base_keywords",
@@ -117,6 +118,14 @@ def check_count(name: str, value: Any, meaning: str) -> None:
         raise TypeError(f"{name}={value!r} is not a whole number of {meaning}; 1 is the least")
     if value < 1:
         raise ValueError(f"{name}={value} is below 1: it is the number of {meaning}; use 1 or more")
+
+
+def check_rank(method: str, to: int | None, world_size: int) -> None:
+    """Raise ValueError unless ``to`` is a rank, or None."""
+    if to is not None and not 0 <= to < world_size:
+        raise ValueError(
+            f"{method}(to={to}): there are ranks 0 to {world_size - 1}; use None for all of them"
+        )
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
