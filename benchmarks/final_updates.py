@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,7 +113,19 @@ def tasks() -> list[Task]:
         result: Tensor = model()
         return result
 
-    count, sgd = len(data.train_images), {"momentum": 0.9}
+    count = len(data.train_images)
+    autoencoder = Task(
+        "autoencoder, SGD",
+        digits.autoencoder,
+        reconstruct,
+        whole(reconstruct, len(images)),
+        examples=len(images),
+        batch=256,
+        curvature=600,
+        steps=1000,
+        epoch_steps=50,
+        base=(SGD, {"lr": 0.03, "momentum": 0.9}),
+    )
     return [
         Task(
             "quadratic",
@@ -137,32 +149,10 @@ def tasks() -> list[Task]:
             1024,
             300,
             22,
-            (SGD, {"lr": 0.1, **sgd}),
+            (SGD, {"lr": 0.1, "momentum": 0.9}),
         ),
-        Task(
-            "autoencoder, SGD",
-            digits.autoencoder,
-            reconstruct,
-            whole(reconstruct, len(images)),
-            len(images),
-            256,
-            600,
-            1000,
-            50,
-            (SGD, {"lr": 0.03, **sgd}),
-        ),
-        Task(
-            "autoencoder, Adam",
-            digits.autoencoder,
-            reconstruct,
-            whole(reconstruct, len(images)),
-            len(images),
-            256,
-            600,
-            1000,
-            50,
-            (Adam, {"lr": 0.01}),
-        ),
+        autoencoder,
+        replace(autoencoder, name="autoencoder, Adam", base=(Adam, {"lr": 0.01})),
     ]
 
 
