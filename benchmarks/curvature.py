@@ -45,6 +45,8 @@ from curvature_cost import LARGEST, SMALLEST, table, tanh_network
 from progress import Setting, adam, sgd
 from second_order import DHO2
 from second_order.lanczos import eigenpairs
+from second_order.lanczos.lanczos import normal
+from second_order.optimizers.fosi import FRESH
 
 Record = dict[str, Any]
 
@@ -140,7 +142,17 @@ def valley_table(records: Sequence[Record]) -> Table:
 
 MOST_PRODUCTS = 66
 MARKS, GAPS = {"early": 20, "midway": 150, "late": 400}, (10, 20, 50)
+
+
+def as_dho2(old: Any) -> Tensor:
+    """The sum of the old vectors, and a tenth of a random one."""
+    count, size = old.eigenvectors.shape
+    old_part: Tensor = old.eigenvectors.sum(0) / math.sqrt(count)
+    return old_part + FRESH * normal(size, 0, 1 / math.sqrt(size))
+
+
 STARTS: dict[str, Callable[[Any], Tensor]] = {
+    "DHO2's": as_dho2,
     "sum": lambda old: old.eigenvectors.sum(0),
     "weighted 1/|θ|": lambda old: old.eigenvalues.abs().reciprocal().float() @ old.eigenvectors,
 }
