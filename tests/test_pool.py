@@ -13,7 +13,17 @@ import torch.distributed as dist
 from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from conftest import Launcher, TorchRunner
+
+
+@pytest.fixture(scope="module")
+def mortals() -> Iterator[World]:
+    """Ranks to be killed, with which goes what coverage has counted in them."""
+    world = World()
+    yield world
+    world.close()
 
 
 def summed_ranks(rank: int, world_size: int, scale: float = 1.0) -> float:
@@ -161,26 +171,26 @@ def test_world_size_is_bounded(world: World) -> None:
         world.run(process_of, 9)
 
 
-def test_a_hang_is_killed_and_located(world: World) -> None:
-    pids = world.run(process_of, 2)
+def test_a_hang_is_killed_and_located(mortals: World) -> None:
+    pids = mortals.run(process_of, 2)
     with pytest.raises(PoolTimeoutError, match=r"(?s)ranks \[1\] of 2 did not finish.*hangs_on"):
-        world.run(hangs_on, 2, 1, timeout=0.5)
-    assert not set(pids) & set(world.run(process_of, 2))
+        mortals.run(hangs_on, 2, 1, timeout=0.5)
+    assert not set(pids) & set(mortals.run(process_of, 2))
 
 
 def test_a_hang_after_a_failure_names_the_failure(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    mortals: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pool.FAILURE_GRACE", 0.2)
     with pytest.raises(PoolTimeoutError, match="after rank 0 failed") as caught:
-        world.run(hang_after_failure, 2)
+        mortals.run(hang_after_failure, 2)
     assert isinstance(caught.value.__cause__, WorkerError)
 
 
-def test_a_death_is_reported(world: World) -> None:
+def test_a_death_is_reported(mortals: World) -> None:
     with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
-        world.run(dies_on, 2, 1)
-    assert world.run(summed_ranks, 2) == [1.0, 1.0]
+        mortals.run(dies_on, 2, 1)
+    assert mortals.run(summed_ranks, 2) == [1.0, 1.0]
 
 
 SCRIPT = """
