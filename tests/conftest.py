@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import textwrap
@@ -51,6 +52,13 @@ def seed() -> None:
     """Every test starts from the same random state."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze() -> None:
+    """Modules, mostly: collectors that looked at them again took a minute of a whole run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
