@@ -205,9 +205,9 @@ def test_strips_of_a_gram_matrix_make_the_whole(
     extended = nn.functional.pad(x, (0, int(homogeneous)), value=1.0)
     expected = torch.einsum("grp,grq->gpq", extended, extended)
     for variant in (x, x.mT.contiguous().mT):
-        whole = layers._gram(variant, homogeneous, triangular=False)
+        whole = layers.gram(variant, homogeneous, triangular=False)
         assert error(whole, expected) < 1e-12
-        triangle = layers._gram(variant, homogeneous, triangular=True)
+        triangle = layers.gram(variant, homogeneous, triangular=True)
         assert error(unpack_upper_triangular(triangle, dim + homogeneous), whole) < 1e-12
 
 

@@ -105,7 +105,7 @@ def exact(
     optimizer.step()
     averages = {block.name: block.ensure_factors() for block in optimizer._blocks}
     for found in averages.values():
-        found.g *= len(todo)
+        found.g.mul_(len(todo))
         found.means[1] *= len(todo)
     return averages
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -22,22 +21,20 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.layers import (
     Approximation,
     FactorShape,
+    PairStatistics,
     factor_shape,
     gradient_from_matrix,
     gradient_to_matrix,
+    is_convolution,
     pair_statistics,
-    unsupported_reason,
 )
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.triangles import packed_length, unpack_upper_triangular
+from second_order.kronecker.triangles import unpack_upper_triangular
 
 __all__ = [
     "GradientScale",
     "KroneckerBlock",
-    "LeftToBase",
     "StatisticsCollector",
-    "find_blocks",
-    "unmatched_patterns",
 ]
 
 
@@ -69,7 +66,7 @@ class KroneckerBlock:
     ) -> None:
         self.names = list(names)
         self.modules = list(modules)
-        self.weight = cast(nn.Parameter, modules[0].weight)
+        self.weight = self._key_parameter()
         self.bias = bias
         self.factor_dtype = factor_dtype
         self._triangular = triangular
@@ -81,8 +78,11 @@ class KroneckerBlock:
         self.failures = 0
         self._reset()
 
+    def _key_parameter(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.modules[0].weight)
+
     def _reset(self) -> None:
-        self.shape: FactorShape = factor_shape(self.modules[0], self.trains_bias)
+        self.shape: FactorShape = self._current_shape()
         before = self.__dict__.get("staged")
         self.staged = StagedStatistics(
             self.shape, self.weight.device, self.factor_dtype, self._triangular
@@ -129,8 +129,30 @@ class KroneckerBlock:
         if not self.trainable:
             return
         moved = self.weight.device != self.staged.device
-        if moved or factor_shape(self.modules[0], self.trains_bias) != self.shape:
+        if moved or self._current_shape() != self.shape:
             self._reset()
+
+    def _current_shape(self) -> FactorShape:
+        return factor_shape(self.modules[0], self.trains_bias)
+
+    def statistics(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        approximation: Approximation,
+        dtype: torch.dtype,
+    ) -> PairStatistics:
+        """Statistics of a captured pair of one of the modules; see :func:`pair_statistics`."""
+        return pair_statistics(
+            module,
+            x,
+            d,
+            bias=self.trains_bias,
+            approximation=approximation,
+            dtype=dtype,
+            triangular=self.staged.triangular,
+        )
 
     def ensure_factors(self) -> KroneckerFactors:
         """The running averages, made on first use."""
@@ -147,37 +169,30 @@ class KroneckerBlock:
         """Keep A, or G, or both, or neither from now on; what is not kept is let go."""
         self.held = held
         if self.factors is not None:
-            self.factors.a = self.factors.a if held[0] else None
-            self.factors.g = self.factors.g if held[1] else None
+            for letter, factor in self.factors.stored.items():
+                self.factors.stored[letter] = factor if held[letter == "G"] else None
 
     def stored(self, which: str) -> Tensor | None:
-        """Factor "A" or "G" as it is stored; None if it is not kept here, or is lost."""
-        if self.factors is None:
-            return None
-        return self.factors.a if which == "A" else self.factors.g
+        """A factor, by its letter, as stored; None if it is not kept here, or is lost."""
+        return None if self.factors is None else self.factors.stored[which]
 
     def stored_shape(self, which: str) -> tuple[int, ...]:
         """Its shape, wherever it is kept."""
-        shape = self.shape
-        dim = shape.in_dim if which == "A" else shape.out_dim
-        if which == "A" and shape.diagonal_a:
-            return shape.groups, dim
-        return (shape.groups, *((packed_length(dim),) if self._triangular else (dim, dim)))
+        return self.shape.stored_shape(which, self._triangular)
 
     @property
     def lost(self) -> bool:
         """Whether a factor that is kept here is missing, though there have been statistics."""
         if self.factors is None:
             return False
-        pairs = zip("AG", self.held, strict=True)
-        return any(held and self.stored(which) is None for which, held in pairs)
+        return any(self.held[k == "G"] and self.stored(k) is None for k in self.shape.letters)
 
     def saved_factors(self) -> dict[str, Tensor]:
         """The running averages as a checkpoint has them, shared; what is kept elsewhere is not."""
         factors = self._blank_factors() if self.factors is None else self.factors
         parts = {"average_weight": factors.weight, "mean_eigenvalues": factors.means}
-        kept = {"A": factors.a, "G": factors.g}
-        return parts | {name: factor for name, factor in kept.items() if factor is not None}
+        kept = factors.stored.items()
+        return parts | {name: factor for name, factor in kept if factor is not None}
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
         """Take over saved averages, stored as triangles or not, whatever their dtype.
@@ -191,26 +206,26 @@ class KroneckerBlock:
         self.check_factors(saved)
         factors = self._blank_factors()
         factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
-        matrices = {k: self._as_matrix(k, saved[k]) for k in ("A", "G") if k in saved}
+        letters = self.shape.letters
+        matrices = {k: self._as_matrix(k, saved[k]) for k in letters if k in saved}
         if "mean_eigenvalues" in saved:
             factors.means.copy_(saved["mean_eigenvalues"])
-        elif len(matrices) == 2:
+        elif len(matrices) == len(letters):
             means = [mean_eigenvalue(m, m.shape[-1]) for m in matrices.values()]
             factors.means.copy_(torch.stack(means))
-        for name, held in zip(("a", "g"), self.held, strict=True):
-            matrix = matrices.get(name.upper())
-            stored = factors.store(matrix) if held and matrix is not None else None
-            if stored is not None:
-                stored = stored.to(self.weight.device, copy=True)
-            setattr(factors, name, stored)
+        for name in letters:
+            matrix = matrices.get(name)
+            stored = None
+            if self.held[name == "G"] and matrix is not None:
+                stored = factors.store(matrix).to(self.weight.device, copy=True)
+            factors.stored[name] = stored
         self.factors = factors
 
     def _as_matrix(self, which: str, stored: Tensor) -> Tensor:
         """A saved factor as ``(groups, n, n)``, or as the diagonal it is."""
-        dim = self.shape.in_dim if which == "A" else self.shape.out_dim
-        if stored.dim() == 3 or (which == "A" and self.shape.diagonal_a):
+        if stored.dim() == 3 or self.shape.is_diagonal(which):
             return stored
-        return unpack_upper_triangular(stored, dim)
+        return unpack_upper_triangular(stored, self.shape.dim(which))
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """Whether saved factors have this layer's sizes as it is now."""
@@ -222,14 +237,11 @@ class KroneckerBlock:
 
     def check_factors(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless saved factors have this layer's sizes."""
-        for letter, dim in (("A", self.shape.in_dim), ("G", self.shape.out_dim)):
+        for letter in self.shape.letters:
             if letter not in saved:
                 continue
-            full = (self.shape.groups, dim, dim)
-            triangle = (self.shape.groups, packed_length(dim))
-            allowed: set[tuple[int, ...]] = {full, triangle}
-            if letter == "A" and self.shape.diagonal_a:
-                allowed = {(self.shape.groups, dim)}
+            full, triangle = (self.shape.stored_shape(letter, packed) for packed in (False, True))
+            allowed = {full, triangle}
             if tuple(saved[letter].shape) not in allowed:
                 raise ValueError(
                     f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
@@ -280,16 +292,6 @@ class KroneckerBlock:
         return 0 if self.inverse is None else self.inverse.nbytes
 
 
-@dataclass(frozen=True)
-class LeftToBase:
-    """Parameters that the base optimizer trains alone, and why."""
-
-    name: str
-    kind: str
-    reason: str
-    parameters: int
-
-
 class GradientScale:
     """What captured gradients are multiplied by, besides the number of the loss's terms."""
 
@@ -316,140 +318,53 @@ class StatisticsCollector:
         factor_dtype: Statistics are formed in this dtype, or float32 if that is wider.
         mean_reduction: Whether the captured gradients are of a mean over the loss's terms.
         gradient_scale: A further factor of the captured gradients, asked for at every pair.
+        conv_approximation: That of convolutions; None for the same.
+        blocks: Those of each module.
     """
 
     approximation: Approximation
     factor_dtype: torch.dtype
     mean_reduction: bool
     gradient_scale: Callable[[Tensor], Tensor | float]
-    blocks: dict[nn.Module, KroneckerBlock] = field(default_factory=dict)
+    conv_approximation: Approximation | None = None
+    blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
+
+    def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Give the pairs of a module to the blocks that have it."""
+        self.blocks.clear()
+        for block in blocks:
+            for module in block.modules:
+                self.blocks.setdefault(module, []).append(block)
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether any block of a module trains now."""
+        return any(block.trainable for block in self.blocks.get(module, ()))
 
     def lose(self, module: nn.Module, reason: str) -> None:
         """Count a pair that cannot be had, and name its layer once."""
-        block = self.blocks.get(module)
-        if block is None:
-            return
-        if not bool(block.staged.dropped):
-            warnings.warn(
-                f"a statistic of layer {block.name!r} is dropped: {reason}",
-                SecondOrderWarning,
-                stacklevel=2,
-            )
-        block.staged.dropped += 1
+        for block in self.blocks.get(module, ()):
+            if not bool(block.staged.dropped):
+                warnings.warn(
+                    f"a statistic of layer {block.name!r} is dropped: {reason}",
+                    SecondOrderWarning,
+                    stacklevel=2,
+                )
+            block.staged.dropped += 1
 
     def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
-        """Add one pair to its layer's staged statistics."""
-        block = self.blocks.get(module)
-        if block is None:
-            return
-        block.follow_requires_grad()
-        with record_function("second_order.capture"), ieee_matmul(d.device):
-            self._stage(block, module, x, d, pass_id)
+        """Add one pair to the staged statistics of its blocks."""
+        for block in self.blocks.get(module, ()):
+            if block.trainable:
+                block.follow_requires_grad()
+                with record_function("second_order.capture"), ieee_matmul(d.device):
+                    self._stage(block, module, x, d, pass_id)
 
     def _stage(
         self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, pass_id: int
     ) -> None:
-        pair = pair_statistics(
-            module,
-            x,
-            d,
-            bias=block.trains_bias,
-            approximation=self.approximation,
-            dtype=self.factor_dtype,
-            triangular=block.staged.triangular,
-        )
+        approximation = self.approximation
+        if self.conv_approximation is not None and is_convolution(module):
+            approximation = self.conv_approximation
+        pair = block.statistics(module, x, d, approximation, self.factor_dtype)
         terms = pair.terms if self.mean_reduction else 1
         block.staged.add(pair, self.gradient_scale(d) * terms, pass_id)
-
-
-def find_blocks(
-    model: nn.Module,
-    owned: Mapping[int, int],
-    skip: Iterable[str],
-    known: dict[int, KroneckerBlock],
-    factor_dtype: torch.dtype,
-    triangular: bool,
-) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-    """Sort the model's modules into blocks and what is left to the base.
-
-    Args:
-        model: The user's module, unwrapped.
-        owned: Sizes of the parameters in the optimizer's groups by their ``id``.
-        skip: Patterns (shell style) of module names or class names to leave to the base, with all
-            that is inside them.
-        known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
-        factor_dtype: For new blocks.
-        triangular: For new blocks.
-
-    Returns:
-        The blocks in the order of the model's modules, and the rest.
-    """
-    patterns = list(skip)
-    sharing: dict[int, list[tuple[str, nn.Module]]] = {}
-    left: list[LeftToBase] = []
-    counted: set[int] = set()
-
-    def leave(name: str, module: nn.Module, reason: str) -> None:
-        own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) in owned}
-        count = sum(size for key, size in own.items() if key not in counted)
-        counted.update(own)
-        left.append(LeftToBase(name or "(model)", type(module).__name__, reason, count))
-
-    for name, module in model.named_modules():
-        if not any(id(p) in owned for p in module.parameters(recurse=False)):
-            continue
-        pattern = _skipping(patterns, model, name)
-        reason = f"skip_layers: {pattern!r}" if pattern else unsupported_reason(module)
-        weight = module._parameters.get("weight")
-        if reason is None and (weight is None or id(weight) not in owned):
-            reason = "its weight is not in the optimizer's groups"
-        if reason is not None:
-            leave(name, module, reason)
-        if weight is not None and id(weight) in owned:
-            sharing.setdefault(id(weight), []).append((name, module))
-
-    rejected = {row.name for row in left}
-    blocks: list[KroneckerBlock] = []
-    for key, members in sharing.items():
-        names = [name for name, _ in members]
-        modules = [module for _, module in members]
-        if any((name or "(model)") in rejected for name in names):
-            if len(members) > 1:
-                for name, module in members:
-                    if (name or "(model)") not in rejected:
-                        leave(name, module, "its weight is tied to a module left to the base")
-            continue
-        biases = [module._parameters.get("bias") for module in modules]
-        shapes = {(type(m), cast(Tensor, m.weight).shape) for m in modules}
-        if len({id(b) for b in biases}) > 1 or len(shapes) > 1:
-            for name, module in members:
-                leave(name, module, "tied weights with separate biases or types")
-            continue
-        bias = biases[0] if biases[0] is not None and id(biases[0]) in owned else None
-        block = known.get(key)
-        if block is None or block.modules != modules or block.bias is not bias:
-            block = KroneckerBlock(names, modules, bias, factor_dtype, triangular)
-        blocks.append(block)
-    ours = {id(p) for block in blocks for p in (block.weight, block.bias) if p is not None}
-    strays = sum(size for key, size in owned.items() if key not in counted | ours)
-    if strays:
-        left.append(LeftToBase("(no module)", "Parameter", "not in a module of the model", strays))
-    return blocks, left
-
-
-def unmatched_patterns(model: nn.Module, skip: Iterable[str]) -> list[str]:
-    """The patterns that match no module at all."""
-    modules = list(model.named_modules())
-    return [p for p in skip if not any(_matches(p, name, module) for name, module in modules)]
-
-
-def _skipping(patterns: Iterable[str], model: nn.Module, name: str) -> str | None:
-    """The first pattern that matches a module or one that it is inside of."""
-    parts = name.split(".") if name else []
-    chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    lineage = [(each, model.get_submodule(each)) for each in chain]
-    return next((p for p in patterns if any(_matches(p, *member) for member in lineage)), None)
-
-
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)

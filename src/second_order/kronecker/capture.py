@@ -159,6 +159,7 @@ class Capture:
             loss's gradients, taken as soon as the root module's forward returns and delivered when
             the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the
             gradients of the user's own backward.
+        wanted: Whether a module's pairs are wanted now; None: if its weight trains.
 
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
@@ -169,8 +170,14 @@ class Capture:
 
     sampling: ClassVar[bool] = False
 
-    def __init__(self, consumer: PairConsumer, sampler: Sampler | None = None) -> None:
+    def __init__(
+        self,
+        consumer: PairConsumer,
+        sampler: Sampler | None = None,
+        wanted: Callable[[nn.Module], bool] | None = None,
+    ) -> None:
         self.enabled = True
+        self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
         self._consumer = consumer
         self._sampler = sampler
@@ -214,7 +221,7 @@ class Capture:
             and isinstance(x, Tensor)
             and isinstance(output, Tensor)
             and output.requires_grad
-            and cast(Tensor, module.weight).requires_grad
+            and self._wanted(module)
             and not torch._C._are_functorch_transforms_active()
         ):
             return
@@ -272,6 +279,10 @@ class Capture:
             return
         with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
             self._consumer.consume(module, x, d.detach(), pass_id)
+
+
+def _weight_trains(module: nn.Module) -> bool:
+    return cast(Tensor, module.weight).requires_grad
 
 
 def _device_type(tensor: Tensor) -> str:

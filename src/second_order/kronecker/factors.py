@@ -17,7 +17,6 @@ from torch import Tensor
 from second_order.kronecker.layers import FactorShape, PairStatistics
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
-    packed_length,
     packed_trace,
     unpack_upper_triangular,
 )
@@ -33,16 +32,24 @@ class StatisticsSums:
         a: Sum of A's examples, as the running average is stored.
         g: Sum of G's.
         head: ``(1 + 2 groups,)``: the number of examples, and the sums of the mean eigenvalues of
-            A's groups and of G's.
+            A's groups and of G's; ``(4,)`` with those of L.
+        locations: Sum of L's, where a layer is doubly factored.
     """
 
     a: Tensor
     g: Tensor
     head: Tensor
+    locations: Tensor | None = None
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """The sums of the factors, in the order of the layer's letters."""
+        return [self.a, self.g, *([] if self.locations is None else [self.locations])]
 
     def to(self, dtype: torch.dtype) -> StatisticsSums:
         """With the factors' sums in a dtype."""
-        return StatisticsSums(self.a.to(dtype), self.g.to(dtype), self.head)
+        a, g, *rest = (factor.to(dtype) for factor in self.factors)
+        return StatisticsSums(a, g, self.head, *rest)
 
 
 class StagedStatistics:
@@ -64,9 +71,8 @@ class StagedStatistics:
 
     def clear(self) -> None:
         """Forget every pair since the last step."""
-        self._a: Tensor | None = None
-        self._g: Tensor | None = None
-        head = 1 + 2 * self.shape.groups
+        self._sums: list[Tensor] = []
+        head = 1 + len(self.shape.letters) * self.shape.groups
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
         self._calls = 0
         self._passes: set[int] = set()
@@ -74,7 +80,7 @@ class StagedStatistics:
     @property
     def empty(self) -> bool:
         """True if no pair arrived since the last :meth:`clear`."""
-        return self._a is None
+        return not self._sums
 
     def add(self, pair: PairStatistics, gradient_scale: Tensor | float, pass_id: int) -> None:
         """Add one pair.
@@ -86,20 +92,24 @@ class StagedStatistics:
             pass_id: The backward pass the pair came from.
         """
         scale = torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2
-        a, g = _stored(pair.a, self.triangular), _stored(pair.g, self.triangular).mul_(scale)
-        means = [mean_eigenvalue(a, self.shape.in_dim), mean_eigenvalue(g, self.shape.out_dim)]
+        found = [_stored(factor, self.triangular) for factor in pair.factors]
+        found[1].mul_(scale)
+        pairs = zip(found, self.shape.letters, strict=True)
+        means = [mean_eigenvalue(factor, self.shape.dim(letter)) for factor, letter in pairs]
         examples = torch.full_like(means[0][:1], pair.examples)
         head = torch.cat([examples, *means])
         finite = torch.isfinite(head.sum())
         head.masked_fill_(~finite, 0.0)
         # On the CPU nobody waits for an answer, and a mask costs more than the sums.
         if finite.device.type != "cpu" or not bool(finite):
-            a.masked_fill_(~finite, 0.0)
-            g.masked_fill_(~finite, 0.0)
+            for factor in found:
+                factor.masked_fill_(~finite, 0.0)
         self._head += head.to(self.dtype)
         self.dropped += ~finite
-        self._a = a if self._a is None else self._a.add_(a)
-        self._g = g if self._g is None else self._g.add_(g)
+        if self._sums:
+            torch._foreach_add_(self._sums, found)
+        else:
+            self._sums = found
         self._calls += 1
         self._passes.add(pass_id)
 
@@ -109,28 +119,30 @@ class StagedStatistics:
         A module used U times in a pass gives A averaged over its uses and G summed over them
         (the lumped statistics of Ba et al. 2017, appendix C).
         """
-        if self._a is None or self._g is None:
-            a, g = _blanks(self.shape, self.device, self.dtype, self.triangular)
-            return StatisticsSums(a(), g(), self._head)
+        if not self._sums:
+            blanks = _blanks(self.shape, self.device, self.dtype, self.triangular).values()
+            a, g, *rest = (make() for make in blanks)
+            return StatisticsSums(a, g, self._head, *rest)
+        a, g, *rest = self._sums
         uses = self._calls / len(self._passes)
         if uses == 1.0:
-            return StatisticsSums(self._a, self._g, self._head)
-        head = self._head.clone()
-        head[1 + self.shape.groups :] *= uses
-        return StatisticsSums(self._a, self._g * uses, head)
+            return StatisticsSums(a, g, self._head, *rest)
+        head, groups = self._head.clone(), self.shape.groups
+        head[1 + groups : 1 + 2 * groups] *= uses
+        return StatisticsSums(a, g * uses, head, *rest)
 
 
 class KroneckerFactors:
-    """Running averages of A and G, each on the ranks that keep it, and their traces, on all.
+    """Running averages of the factors, each on the ranks that keep it, and their traces, on all.
 
     Attributes:
         shape: Sizes of the factors.
         dtype: The factors are stored in it.
         triangular: Whether only upper triangles are stored.
         weight: How much has gone in: the sum of the decays' powers.
-        means: ``(2, groups)``: the mean eigenvalue of A and of G, averaged as they are.
-        a: A as stored; None where it is not kept, or is lost.
-        g: G as stored; None where it is not kept, or is lost.
+        means: ``(2, groups)``: the mean eigenvalues of A and of G, averaged as they are; ``(3, 1)``
+            with that of L.
+        stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
 
     def __init__(
@@ -146,14 +158,25 @@ class KroneckerFactors:
         self.dtype = dtype
         self.triangular = triangular
         self.weight = torch.zeros((), dtype=wide, device=device)
-        self.means = torch.zeros(2, shape.groups, dtype=wide, device=device)
+        letters = shape.letters
+        self.means = torch.zeros(len(letters), shape.groups, dtype=wide, device=device)
         blanks = _blanks(shape, device, dtype, triangular)
-        self.a, self.g = (make() if keep else None for make, keep in zip(blanks, held, strict=True))
+        self.stored = {k: blanks[k]() if held[k == "G"] else None for k in letters}
+
+    @property
+    def a(self) -> Tensor | None:
+        """A as stored."""
+        return self.stored["A"]
+
+    @property
+    def g(self) -> Tensor | None:
+        """G as stored."""
+        return self.stored["G"]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the factors that are kept here."""
-        return sum(0 if factor is None else factor.nbytes for factor in (self.a, self.g))
+        return sum(0 if factor is None else factor.nbytes for factor in self.stored.values())
 
     def store(self, matrix: Tensor) -> Tensor:
         """A symmetric matrix, or a diagonal, in the form in which this layer keeps and sends it."""
@@ -166,14 +189,14 @@ class KroneckerFactors:
             sums: Over all ranks; of factors that are not kept here, anything.
             decay: Weight of the past.
         """
-        examples, means = sums.head[0], sums.head[1:].view(2, -1)
+        examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
         self.weight.copy_(torch.where(present, self.weight * decay + 1.0, self.weight))
         step = torch.where(present, 1.0 / self.weight.clamp_min(1.0), 0.0)
         examples = examples.clamp_min(1.0)
         # X + step (x - X), where a step of 0 leaves X bit for bit.
         self.means.lerp_((means / examples).to(self.means.dtype), step.to(self.means.dtype))
-        for average, total in ((self.a, sums.a), (self.g, sums.g)):
+        for average, total in zip(self.stored.values(), sums.factors, strict=True):
             if average is not None:
                 # The number is not rounded to what the factors are kept in.
                 narrow = total.dtype != examples.dtype
@@ -184,10 +207,10 @@ class KroneckerFactors:
         """A new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal, of a factor kept here.
 
         Args:
-            which: "A" or "G".
+            which: Its letter.
             dtype: What it is wanted in.
         """
-        stored, dim = (self.a, self.shape.in_dim) if which == "A" else (self.g, self.shape.out_dim)
+        stored, dim = self.stored[which], self.shape.dim(which)
         assert stored is not None, f"factor {which} is kept elsewhere"
         if not self.triangular or (which == "A" and self.shape.diagonal_a):
             return stored.to(dtype, copy=True)
@@ -198,7 +221,10 @@ class KroneckerFactors:
         return self.matrix("A", dtype), self.matrix("G", dtype)
 
     def mean_curvature(self) -> Tensor:
-        """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar."""
+        """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar.
+
+        Of all three, where a layer is doubly factored.
+        """
         return self.means.prod(0).mean()
 
     def to_dense(self) -> Tensor:
@@ -209,6 +235,8 @@ class KroneckerFactors:
         """
         a, g = self.matrices(self.dtype)
         a = torch.diag_embed(a) if self.shape.diagonal_a else a
+        if self.shape.locations:
+            a = torch.kron(a[0], self.matrix("L", self.dtype)[0]).unsqueeze(0)
         return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
 
 
@@ -225,12 +253,7 @@ def _stored(matrix: Tensor, triangular: bool) -> Tensor:
 
 def _blanks(
     shape: FactorShape, device: torch.device, dtype: torch.dtype, triangular: bool
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """What makes an A and a G of zeros, as they are stored."""
-
-    def size(dim: int) -> tuple[int, ...]:
-        return (packed_length(dim),) if triangular else (dim, dim)
-
-    a = (shape.in_dim,) if shape.diagonal_a else size(shape.in_dim)
+) -> dict[str, Callable[[], Tensor]]:
+    """By letter, what makes a factor of zeros, as it is stored."""
     zeros = partial(torch.zeros, dtype=dtype, device=device)
-    return partial(zeros, (shape.groups, *a)), partial(zeros, (shape.groups, *size(shape.out_dim)))
+    return {k: partial(zeros, shape.stored_shape(k, triangular)) for k in shape.letters}

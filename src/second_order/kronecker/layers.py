@@ -27,7 +27,12 @@ from second_order.kronecker.patches import (
     pad_input,
     padding_per_side,
 )
-from second_order.kronecker.triangles import empty_symmetric, write_band, write_last_row
+from second_order.kronecker.triangles import (
+    empty_symmetric,
+    packed_length,
+    write_band,
+    write_last_row,
+)
 
 __all__ = [
     "Approximation",
@@ -36,6 +41,8 @@ __all__ = [
     "factor_shape",
     "gradient_from_matrix",
     "gradient_to_matrix",
+    "gram",
+    "is_convolution",
     "pair_statistics",
     "unsupported_reason",
 ]
@@ -49,13 +56,40 @@ AUTOCORRELATION_ELEMENTS = 2**20  # of the patch matrix that they spare
 class FactorShape:
     """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
 
-    ``diagonal_a``: A is diagonal and kept as ``groups x in``; the weight is ``(in, out)``.
+    ``diagonal_a``: A is diagonal and kept as ``groups x in``; of an embedding, whose weight is
+    ``(in, out)``. ``locations``: the layer is doubly factored, its inputs being ``in / locations``
+    channels, of which A is, times so many locations, of which L is. ``exact``: G is the whole
+    curvature, and A is 1.
     """
 
     groups: int
     in_dim: int
     out_dim: int
     diagonal_a: bool = False
+    locations: int = 0
+    exact: bool = False
+
+    @property
+    def letters(self) -> str:
+        """The names of the factors."""
+        return "AGL" if self.locations else "AG"
+
+    def dim(self, letter: str) -> int:
+        """Size of a factor."""
+        if letter == "A":
+            return self.in_dim // (self.locations or 1)
+        return self.out_dim if letter == "G" else self.locations
+
+    def is_diagonal(self, letter: str) -> bool:
+        """Whether a factor is kept as its diagonal."""
+        return letter == "A" and self.diagonal_a
+
+    def stored_shape(self, letter: str, triangular: bool) -> tuple[int, ...]:
+        """Shape of a factor as it is stored."""
+        dim = self.dim(letter)
+        if self.is_diagonal(letter):
+            return self.groups, dim
+        return (self.groups, *((packed_length(dim),) if triangular else (dim, dim)))
 
     @property
     def gradient_size(self) -> tuple[int, int, int]:
@@ -74,15 +108,22 @@ class PairStatistics:
             estimate of G when the loss is a mean over its terms, ``g / examples`` when it is a sum.
         examples: What the sums are divided by.
         terms: How many terms the captured gradient was averaged over.
+        locations: As ``a``, of L, where a layer is doubly factored.
     """
 
     a: Tensor
     g: Tensor
     examples: int
     terms: int
+    locations: Tensor | None = None
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """The sums of the factors, in the order of the layer's letters."""
+        return [self.a, self.g, *([] if self.locations is None else [self.locations])]
 
 
-def _gram(x: Tensor, homogeneous: bool, triangular: bool) -> Tensor:
+def gram(x: Tensor, homogeneous: bool, triangular: bool) -> Tensor:
     """Sum of the outer products of the rows of ``x``, batched.
 
     Args:
@@ -123,15 +164,15 @@ def _symmetric(
         rows: Their number.
         triangular: Give triangles.
     """
-    total, gram = dim + (column is not None), None
+    total, matrix = dim + (column is not None), None
     for start, band in bands:
-        if gram is None:
-            gram = empty_symmetric(x, band.shape[0], total, triangular)
-        write_band(gram, total, start, band)
-    assert gram is not None
+        if matrix is None:
+            matrix = empty_symmetric(x, band.shape[0], total, triangular)
+        write_band(matrix, total, start, band)
+    assert matrix is not None
     if column is not None:
-        write_last_row(gram, total, nn.functional.pad(column, (0, 1), value=rows))
-    return gram
+        write_last_row(matrix, total, nn.functional.pad(column, (0, 1), value=rows))
+    return matrix
 
 
 def _linear_statistics(
@@ -148,7 +189,7 @@ def _linear_statistics(
     x = x.reshape(1, -1, x.shape[-1])
     d = d.reshape(1, -1, d.shape[-1])
     rows = x.shape[1]
-    a, g = _gram(x, bias, triangular), _gram(d, False, triangular)
+    a, g = gram(x, bias, triangular), gram(d, False, triangular)
     return PairStatistics(a, g, examples=rows, terms=rows)
 
 
@@ -172,7 +213,7 @@ def _embedding_statistics(
     d = d.reshape(1, -1, d.shape[-1])
     rows = d.shape[1]
     examples = x.shape[0] if approximation == "reduce" and x.dim() > 1 else rows
-    g = _gram(d, False, triangular).div_(rows / examples)
+    g = gram(d, False, triangular).div_(rows / examples)
     return PairStatistics(counts.unsqueeze(0), g, examples=examples, terms=examples)
 
 
@@ -207,7 +248,7 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
 def _autocorrelation_gram(
     x: Tensor, conv: Convolution, homogeneous: bool, triangular: bool
 ) -> Tensor:
-    """What :func:`_gram` gives for the patches of the padded input ``x``, without them."""
+    """What :func:`gram` gives for the patches of the padded input ``x``, without them."""
     if x.dim() == 3:  # of one dimension: an image of one row
         x = x.unsqueeze(2)
     (k1, k2), (d1, d2) = (1, *conv.kernel_size)[-2:], (1, *conv.dilation)[-2:]
@@ -238,19 +279,19 @@ def _conv_statistics(
     if approximation == "expand":
         # Copied along the locations, which lie next to each other in most inputs.
         rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, examples * locations).mT
-        g = _gram(rows_d, False, triangular).div_(locations)
+        g = gram(rows_d, False, triangular).div_(locations)
         if _spares_patches(conv, x):
             a = _autocorrelation_gram(pad_input(x, conv), conv, bias, triangular)
         else:
             patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
             order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
             columns = patches.permute(order).reshape(conv.groups, -1, examples * locations)
-            a = _gram(columns.mT, bias, triangular)
+            a = gram(columns.mT, bias, triangular)
         return PairStatistics(a, g, examples, examples)
     patches = extract_patches(x, conv)
     rows_x = patches.mean(tuple(range(3 + dims, 3 + 2 * dims))).flatten(2).transpose(0, 1)
     rows_d = d.sum(-1).transpose(0, 1)
-    a, g = _gram(rows_x, bias, triangular), _gram(rows_d, False, triangular)
+    a, g = gram(rows_x, bias, triangular), gram(rows_d, False, triangular)
     return PairStatistics(a, g, examples, examples)
 
 
@@ -268,6 +309,11 @@ _REGISTRY: dict[type[nn.Module], _Statistics] = {
 
 def _registered_type(module: nn.Module) -> type[nn.Module] | None:
     return next((kind for kind in _REGISTRY if isinstance(module, kind)), None)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module is one of the convolutions that have Kronecker factors."""
+    return _REGISTRY.get(_registered_type(module) or nn.Module) is _conv_statistics
 
 
 def unsupported_reason(module: nn.Module) -> str | None:

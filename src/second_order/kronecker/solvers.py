@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
@@ -21,6 +22,7 @@ from second_order.kronecker.triangles import (
     packed_length,
     packed_times,
     times_packed,
+    unpack_upper_triangular,
 )
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "InverseSolver",
     "Solver",
     "SolverName",
+    "ThreeWayEigenInverse",
+    "ThreeWayInverse",
     "factored_damping",
 ]
 
@@ -82,6 +86,63 @@ class EigenInverse:
         """Bytes this inverse holds."""
         vectors = 0 if self.q_a is None else self.q_a.nbytes
         return vectors + self.q_g.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True)
+class ThreeWayEigenInverse:
+    """The eigen solve with A ⊗ L ⊗ G + γ I, where an input is channels by locations.
+
+    Attributes:
+        q_a: Eigenvectors of A, ``(channels, channels)``.
+        q_l: Eigenvectors of L, ``(locations, locations)``.
+        q_g: Eigenvectors of G, ``(out, out)``.
+        scale: 1 / (v_G v_A v_L + γ), ``(out, channels, locations)``.
+    """
+
+    q_a: Tensor
+    q_l: Tensor
+    q_g: Tensor
+    scale: Tensor
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """Apply to a gradient of shape ``(1, out, channels · locations)``."""
+        rotated = (self.q_g.mT @ gradient[0]).view(self.scale.shape)
+        rotated = (self.q_a.mT @ rotated @ self.q_l).mul_(self.scale)
+        return (self.q_g @ (self.q_a @ rotated @ self.q_l.mT).flatten(1)).view_as(gradient)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this inverse holds."""
+        return self.q_a.nbytes + self.q_l.nbytes + self.q_g.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True)
+class ThreeWayInverse:
+    """The three damped inverses on the three axes of the gradient (Ba et al. 2017, eq. 9).
+
+    Attributes:
+        a_inverse: ``(channels, channels)``.
+        l_inverse: ``(locations, locations)``.
+        g_inverse: ``(1, out, out)``, or triangles.
+    """
+
+    a_inverse: Tensor
+    l_inverse: Tensor
+    g_inverse: Tensor
+
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """Apply to a gradient of shape ``(1, out, channels · locations)``."""
+        if self.g_inverse.dim() == 2:
+            half = packed_times(self.g_inverse, gradient)
+        else:
+            half = self.g_inverse @ gradient
+        half = half.view(-1, len(self.a_inverse), len(self.l_inverse))
+        return (self.a_inverse @ half @ self.l_inverse).view_as(gradient)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this inverse holds."""
+        return self.a_inverse.nbytes + self.l_inverse.nbytes + self.g_inverse.nbytes
 
 
 @dataclass(frozen=True)
@@ -146,12 +207,15 @@ def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
 class Solver(Protocol):
     """How factors become something that preconditions."""
 
-    def dampings(self, means: Tensor, damping: Damping) -> tuple[Tensor | None, Tensor | None]:
-        """What goes on the diagonals of A and of G before they are decomposed.
+    def dampings(
+        self, means: Tensor, damping: Damping, exact: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """What goes on the diagonals of the factors before they are decomposed.
 
         Args:
-            means: Mean eigenvalues of A and of G, ``(2, groups)``.
+            means: Mean eigenvalues of A and of G, ``(2, groups)``, or of A, G and L.
             damping: γ.
+            exact: Whether G is the whole curvature.
 
         Returns:
             Each ``(groups,)``, or None for nothing.
@@ -173,16 +237,24 @@ class Solver(Protocol):
     ) -> tuple[tuple[int, ...], ...]:
         """Shapes of the parts that :meth:`decompose` gives for a factor."""
 
-    def combine(self, a: Decomposition, g: Decomposition, damping: Damping) -> Inverse:
-        """The layer's inverse from the decompositions of its two factors."""
+    def combine(
+        self,
+        a: Decomposition,
+        g: Decomposition,
+        damping: Damping,
+        locations: Decomposition | None = None,
+    ) -> Inverse:
+        """The layer's inverse from the decompositions of its two factors, or three."""
 
 
 class EigenSolver:
     """Eigendecomposition of the factors; damping enters when the two meet."""
 
-    def dampings(self, means: Tensor, damping: Damping) -> tuple[Tensor | None, Tensor | None]:
+    def dampings(
+        self, means: Tensor, damping: Damping, exact: bool = False
+    ) -> tuple[Tensor | None, ...]:
         """Nothing yet."""
-        return None, None
+        return (None,) * len(means)
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
@@ -200,24 +272,44 @@ class EigenSolver:
         """Eigenvectors and eigenvalues."""
         return ((groups, dim),) if is_diagonal else ((groups, dim, dim), (groups, dim))
 
-    def combine(self, a: Decomposition, g: Decomposition, damping: Damping) -> EigenInverse:
+    def combine(
+        self,
+        a: Decomposition,
+        g: Decomposition,
+        damping: Damping,
+        locations: Decomposition | None = None,
+    ) -> Inverse:
         """Form 1 / (v_G v_Aᵀ + γ) once, for all steps until the next refresh."""
         q_a, v_a = (None, a[0]) if len(a) == 1 else a
         q_g, v_g = g
-        curvature = (v_g.unsqueeze(-1) * v_a.unsqueeze(-2)).add_(damping)
-        # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
-        scale = curvature.reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
+        if locations is not None and q_a is not None:
+            q_l, v_l = locations
+            channels = v_a[0].unsqueeze(-1) * v_l[0]
+            scale = _reciprocal(v_g[0, :, None, None] * channels, damping)
+            q_a, q_l, q_g = (_owned(q[0], q.dtype) for q in (q_a, q_l, q_g))
+            return ThreeWayEigenInverse(q_a, q_l, q_g, scale)
+        curvature = v_g.unsqueeze(-1) * v_a.unsqueeze(-2)
+        scale = _reciprocal(curvature, damping)
         owned = None if q_a is None else _owned(q_a, q_a.dtype)
         return EigenInverse(owned, _owned(q_g, q_g.dtype), scale)
 
 
-class InverseSolver:
-    """Cholesky inverses of the two damped factors."""
+def _reciprocal(curvature: Tensor, damping: Damping) -> Tensor:
+    """1 / (curvature + γ), in place."""
+    # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
+    return curvature.add_(damping).reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
 
-    def dampings(self, means: Tensor, damping: Damping) -> tuple[Tensor | None, Tensor | None]:
-        """π √γ and √γ/π."""
-        on_a, on_g = factored_damping(*means.unbind(), damping=damping)
-        return on_a, on_g
+
+class InverseSolver:
+    """Cholesky inverses of the damped factors."""
+
+    def dampings(
+        self, means: Tensor, damping: Damping, exact: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """π √γ and √γ/π, or πᵢ γ^(1/3); on an exact block γ itself."""
+        if exact:
+            return None, torch.zeros_like(means[1]) + damping
+        return factored_damping(*means.unbind(), damping=damping)
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
@@ -243,9 +335,26 @@ class InverseSolver:
             return ((groups, packed_length(dim)),)
         return ((groups, dim, dim),)
 
-    def combine(self, a: Decomposition, g: Decomposition, damping: Damping) -> FactoredInverse:
+    def combine(
+        self,
+        a: Decomposition,
+        g: Decomposition,
+        damping: Damping,
+        locations: Decomposition | None = None,
+    ) -> Inverse:
         """Nothing is left to do."""
+        if locations is not None:
+            a_inverse, l_inverse = self._whole(a[0]), self._whole(locations[0])
+            return ThreeWayInverse(a_inverse, l_inverse, _owned(g[0], g[0].dtype))
         return FactoredInverse(_owned(a[0], a[0].dtype), _owned(g[0], g[0].dtype))
+
+    @staticmethod
+    def _whole(inverse: Tensor) -> Tensor:
+        """The matrix of an inverse of one group, be it a triangle or not."""
+        if inverse.dim() == 3:
+            return _owned(inverse[0], inverse.dtype)
+        dim = (math.isqrt(8 * inverse.shape[-1] + 1) - 1) // 2
+        return unpack_upper_triangular(inverse, dim)[0]
 
 
 SOLVERS: dict[str, Solver] = {"eigen": EigenSolver(), "inverse": InverseSolver()}

@@ -238,7 +238,7 @@ class DPKFAC(KFACOptimizer):
             if block.factors is None:
                 factors = block.ensure_factors()
                 if self._steps > 0 and self._takes_statistics(block):
-                    factors.a = factors.g = None  # lost, which the next refresh finds and tells
+                    factors.stored.update(A=None, G=None)  # lost: the next refresh finds and tells
 
     # --------------------------------------------------------------------------------- exchange
 

@@ -49,7 +49,8 @@ def move_factors(
         old, new = before.get(block), after[block]
         if old is None or new is None:
             continue
-        for which, source, destination in zip("AG", old, new, strict=True):
+        for which in block.shape.letters:
+            source, destination = old[which == "G"], new[which == "G"]
             if source != destination:
                 routes[block, which] = source, [destination]
     received = _deliver_factors(world, routes)
@@ -57,10 +58,10 @@ def move_factors(
         keepers = after[block]
         held = (True, True) if keepers is None else tuple(rank == world.rank for rank in keepers)
         block.keep((held[0], held[1]))
-        for which in "AG":
+        for which in block.shape.letters:
             if (block, which) in received:
                 factors, (factor, weight, means) = block.ensure_factors(), received[block, which]
-                setattr(factors, which.lower(), factor)
+                factors.stored[which] = factor
                 factors.weight.copy_(weight)
                 factors.means.copy_(means)
 
@@ -81,10 +82,10 @@ def gather_factors(
     """
     destinations = range(world.size) if to is None else [to]
     routes = {
-        (block, which): (source, destinations)
+        (block, which): (ranks[which == "G"], destinations)
         for block, ranks in keepers.items()
         if ranks is not None
-        for which, source in zip("AG", ranks, strict=True)
+        for which in block.shape.letters
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}
     for (block, which), (factor, weight, means) in _deliver_factors(world, routes).items():
@@ -118,7 +119,7 @@ def _deliver_factors(
         my_heads: dict[_Item, Parts] = {}
         mine: dict[_Item, Parts] = {}
         for (block, which), (source, _) in chosen.items():
-            head_shapes[block, which] = (), (), (2, block.shape.groups)
+            head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups)
             shapes[block, which] = (block.stored_shape(which),)
             if source != world.rank:
                 continue

@@ -20,15 +20,18 @@ from second_order.errors import SecondOrderError
 from second_order.kronecker.block import (
     GradientScale,
     KroneckerBlock,
-    LeftToBase,
     StatisticsCollector,
-    find_blocks,
-    unmatched_patterns,
 )
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.clip import kl_change, kl_clip_coefficient
+from second_order.kronecker.finding import (
+    BlockRules,
+    LeftToBase,
+    find_blocks,
+    unmatched_patterns,
+)
 from second_order.kronecker.fisher import LabelSampler
-from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.solvers import SOLVERS
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.keepers import (
@@ -57,6 +60,9 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
 
     A subclass places the work, by the methods of :class:`Placement`.
     """
+
+    _rules: BlockRules | None = None  # for layers that are not plain Kronecker blocks
+    _conv_approximation: Approximation | None = None
 
     def __init__(
         self,
@@ -96,7 +102,11 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._find_blocks()
         # Before any group of processes is made: ranks that differ would wait there for ever.
         self._finish_construction([f"options: {self._described_options()}", *self._layer_lines()])
+        self._divide()
         self._start_watching()
+
+    def _divide(self) -> None:
+        """Give the processes their roles, where they have different ones."""
 
     def _described_options(self) -> str:
         shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
@@ -114,6 +124,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             known,
             self._options.factor_dtype,
             self._options.symmetry_aware,
+            self._rules,
         )
         self._group_index = {
             id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]
@@ -158,11 +169,12 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
                 1 if sampled else options.accumulation_steps,
                 None if sampled else self._grad_scaler,
             ),
-            blocks={module: block for block in self._blocks for module in block.modules},
+            conv_approximation=self._conv_approximation,
         )
+        collector.watch(self._blocks)
         sampler = LabelSampler(options.likelihood, self._world.rank) if sampled else None
         self._collector = collector
-        self._capture = Capture(collector, sampler)
+        self._capture = Capture(collector, sampler, collector.wants)
         self._sampler = sampler
         self._watch()
         self._gate_capture()

@@ -64,6 +64,12 @@ class KFACOptions:
             check_flag(name, ours[name])
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
 
+    @property
+    def solve_dtype(self) -> torch.dtype:
+        """Factors are decomposed in it."""
+        dtype = torch.promote_types(self.factor_dtype, self.inv_dtype)
+        return torch.promote_types(dtype, torch.float32)
+
     def __post_init__(self) -> None:
         if not callable(self.damping):
             check_damping(self.damping)

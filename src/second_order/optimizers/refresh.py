@@ -170,25 +170,45 @@ class Refresh(Placement):
         return {key: result for key, result in found if result is not None}, ""
 
     def _problem(self, index: int, which: str, damping: Damping) -> Problem:
-        block, options = self._active[index], self._options
-        factors, shape, inverse = block.ensure_factors(), block.shape, block.inverse
-        dtype = torch.promote_types(options.factor_dtype, options.inv_dtype)
-        dtype = torch.promote_types(dtype, torch.float32)
-        on_a, on_g = self._solver.dampings(factors.means, damping)
+        block = self._active[index]
+        dtype = self._options.solve_dtype
+        build = partial(block.ensure_factors().matrix, which, dtype)
+        return self._problem_of(block, which, damping, build, block.weight.device)
+
+    def _problem_of(
+        self,
+        block: KroneckerBlock,
+        which: str,
+        damping: Damping,
+        build: Callable[[], Tensor],
+        device: torch.device,
+    ) -> Problem:
+        """A factor to decompose.
+
+        Args:
+            block: Whose it is.
+            which: Its letter.
+            damping: γ.
+            build: Makes it, in the solves' dtype.
+            device: Where.
+        """
+        options, shape, inverse = self._options, block.shape, block.inverse
+        means, position = block.ensure_factors().means, shape.letters.index(which)
+        added = self._solver.dampings(means, damping, shape.exact)[position]
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
             guess = inverse.q_a if which == "A" else inverse.q_g
-            scale = factored_damping(*factors.means.unbind(), damping=damping)["AG".index(which)]
+            scale = factored_damping(*means.unbind(), damping=damping)[position]
         return Problem(
             shape.groups,
-            shape.in_dim if which == "A" else shape.out_dim,
-            dtype,
-            block.weight.device,
-            partial(factors.matrix, which, dtype),
-            added=on_a if which == "A" else on_g,
+            shape.dim(which),
+            options.solve_dtype,
+            device,
+            build,
+            added=added,
             guess=guess,
             scale=scale,
-            is_diagonal=which == "A" and shape.diagonal_a,
+            is_diagonal=shape.is_diagonal(which),
         )
 
     def _layers_with_factors(self) -> list[int]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.kronecker.block import KroneckerBlock, LeftToBase
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.finding import LeftToBase
 from second_order.optimizers.flat import Piece
 from second_order.report import LayerRow
 

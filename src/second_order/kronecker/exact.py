@@ -1,0 +1,165 @@
+"""Exact curvature blocks of gains and biases, from per-example gradients (Ba et al. 2017, app. C).
+
+With ĝ the gradient of one example's loss with respect to the gain and the bias of a normalisation,
+or to a bias alone, the block is E[ĝ ĝᵀ], a matrix of all their entries; or its diagonal alone where
+they are many. It is kept as the G of a layer whose A is 1: (1, d, d), or d groups of (1, 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm, group_norm, layer_norm
+
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.layers import Approximation, FactorShape, PairStatistics, gram
+
+__all__ = ["ExactBlock", "is_normalisation"]
+
+NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
+
+def is_normalisation(module: nn.Module) -> bool:
+    """Whether the gain and the bias of a module can have an exact block."""
+    # What SyncBatchNorm has divided by is known to all processes together only.
+    if not isinstance(module, NORMALISATIONS) or isinstance(module, nn.SyncBatchNorm):
+        return False
+    kind = next(k for k in type(module).__mro__ if k.__module__.startswith("torch.nn"))
+    weight, forward = module._parameters.get("weight"), "forward"
+    known = isinstance(weight, nn.Parameter) and getattr(type(module), forward) is getattr(
+        kind, forward
+    )
+    return known and not isinstance(weight, nn.parameter.UninitializedParameter)
+
+
+def normalised(module: nn.Module, x: Tensor) -> Tensor:
+    """What a normalisation multiplies by its gain: x̂, of the shape of ``x``."""
+    if isinstance(module, nn.LayerNorm):
+        return layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return nn.functional.rms_norm(x, list(module.normalized_shape), eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return group_norm(x, module.num_groups, eps=module.eps)
+    norm = cast(nn.BatchNorm2d, module)
+    if norm.training or norm.running_mean is None:
+        return batch_norm(x, None, None, training=True, eps=norm.eps)
+    mean, variance = norm.running_mean.to(x), cast(Tensor, norm.running_var).to(x)
+    return batch_norm(x, mean, variance, eps=norm.eps)
+
+
+class ExactBlock(KroneckerBlock):
+    """Gain and bias of a normalisation, or the bias of any layer, and their exact curvature.
+
+    Args:
+        name: Of the module.
+        module: Whose they are.
+        owned: Its parameters in the optimizer's care that belong to the block, gain first.
+        most: d, beyond which the diagonal alone is kept.
+        factor_dtype: The block is kept in it.
+        triangular: Keep the upper triangle.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        owned: Sequence[nn.Parameter],
+        most: int,
+        factor_dtype: torch.dtype,
+        triangular: bool,
+    ) -> None:
+        self.owned = list(owned)
+        self.most = most
+        super().__init__([name], [module], None, factor_dtype, triangular)
+
+    @property
+    def name(self) -> str:
+        """The module's name; with ".bias" where a Kronecker block has the name."""
+        module = self.modules[0]
+        return super().name if is_normalisation(module) else f"{super().name}.bias"
+
+    def _key_parameter(self) -> nn.Parameter:
+        return self.owned[0]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of the parameters asks for a gradient now."""
+        return any(p.requires_grad for p in self.owned)
+
+    @property
+    def trains_bias(self) -> bool:
+        """Never: there is no homogeneous coordinate."""
+        return False
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Those that train now."""
+        return [p for p in self.owned if p.requires_grad]
+
+    def _current_shape(self) -> FactorShape:
+        size = sum(p.numel() for p in self.params or self.owned)
+        if size > self.most:
+            return FactorShape(size, 1, 1, diagonal_a=True, exact=True)
+        return FactorShape(1, 1, size, diagonal_a=True, exact=True)
+
+    def statistics(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        approximation: Approximation,
+        dtype: torch.dtype,
+    ) -> PairStatistics:
+        """Sums of ĝ ĝᵀ over the examples of a pair.
+
+        Positions of a sequence are examples with "expand", parts of one with "reduce"; locations of
+        a feature map always are parts of one.
+        """
+        dtype = torch.promote_types(dtype, torch.float32)
+        rows = self._example_gradients(module, x.to(dtype), d.to(dtype), approximation)
+        examples = len(rows)
+        if self.shape.groups > 1:
+            g = rows.square().sum(0).view(-1, 1, 1)
+        else:
+            g = gram(rows.unsqueeze(0), False, self.staged.triangular)
+        ones = torch.full((self.shape.groups, 1), float(examples), dtype=dtype, device=d.device)
+        return PairStatistics(ones, g, examples, examples)
+
+    def _example_gradients(
+        self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
+    ) -> Tensor:
+        """``(examples, entries)``: ĝ of each, of what trains now."""
+        parts = [d * normalised(module, x) if self._is_gain(p) else d for p in self.params]
+        dims = self.params[0].dim()
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Linear | nn.Embedding):
+            rows = [part.reshape(-1, *part.shape[-dims:]).flatten(1) for part in parts]
+            positions = math.prod(d.shape[1 : d.dim() - dims])
+            if approximation == "expand" or positions == 1:
+                return torch.cat(rows, 1)
+            return torch.cat([row.unflatten(0, (-1, positions)).sum(1) for row in rows], 1)
+        batched = d.dim() > 1 + len(getattr(module, "kernel_size", ()))
+        parts = [part if batched else part.unsqueeze(0) for part in parts]
+        return torch.cat([part.flatten(2).sum(2) if part.dim() > 2 else part for part in parts], 1)
+
+    def _is_gain(self, p: nn.Parameter) -> bool:
+        return p is self.modules[0]._parameters.get("weight")
+
+    def gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """All gradients in one column, ``(1, d, 1)``, or ``(d, 1, 1)``; None if there are none."""
+        params = self.params
+        if all(p.grad is None for p in params):
+            return None
+        flat = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params]
+        return torch.cat(flat).to(dtype).view(self.shape.gradient_size)
+
+    def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
+        """Put a preconditioned column, times a coefficient, where the gradients were."""
+        params = self.params
+        parts = matrix.reshape(-1).split([p.numel() for p in params])
+        for p, part in zip(params, parts, strict=True):
+            if p.grad is not None:
+                p.grad.copy_(part.view_as(p) * coefficient)
