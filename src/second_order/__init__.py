@@ -10,6 +10,7 @@ from second_order.errors import (
 )
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
+from second_order.optimizers.distkfac import DecayingClip, DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
@@ -24,7 +25,9 @@ __all__ = [
     "MRDHO2",
     "CurvatureError",
     "CurvatureReport",
+    "DecayingClip",
     "DecompositionError",
+    "DistKFAC",
     "EpochReport",
     "LayerRow",
     "RankMismatchError",

@@ -45,6 +45,7 @@ class Summary:
         dropped: Statistics dropped so far on this process because they were not finite.
         failed: Layers whose last refresh gave no sound decomposition.
         notes: Closing lines of optimizers without Kronecker factors.
+        age: How old inverses are, where they are solved beside training.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Summary:
     dropped: int = 0
     failed: int = 0
     notes: Sequence[str] | None = None
+    age: str = ""
 
     @property
     def factor_bytes(self) -> int:
@@ -115,6 +117,7 @@ class Summary:
             f"{share} state of this process: factors {self.factor_bytes / 2**20:.2f} MiB, "
             f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
+            *([self.age] if self.age else []),
         ]
 
 

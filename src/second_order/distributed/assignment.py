@@ -16,6 +16,7 @@ __all__ = [
     "assign_owners",
     "gradient_worker_count",
     "solve_cost",
+    "spread_costs",
 ]
 
 AssignmentCost: TypeAlias = Literal["compute", "memory"]
@@ -171,3 +172,18 @@ def assign_owners(
         return [i % world_size for i in range(len(layers))]
     assigned = assign_layers(layers, Grid(world_size, 1), cost="memory")
     return [each.row for each in assigned]
+
+
+def spread_costs(costs: Sequence[float], world_size: int) -> list[int]:
+    """One rank for each piece of work, longest processing time first.
+
+    Args:
+        costs: In an order that all ranks share.
+        world_size: Number of ranks.
+    """
+    load = [0.0] * world_size
+    ranks = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        ranks[i] = min(range(world_size), key=lambda r: (load[r], r))
+        load[ranks[i]] += costs[i]
+    return ranks

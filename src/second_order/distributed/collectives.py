@@ -98,7 +98,7 @@ class World:
         self.moved = False
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
-        self._subgroups: dict[tuple[int, ...], World] = {}
+        self._subgroups: dict[tuple[int | str, ...], World] = {}
         if not (dist.is_available() and dist.is_initialized()):
             self.group: dist.ProcessGroup | None = None
             self.rank, self.size = 0, 1
@@ -141,7 +141,7 @@ class World:
             grouped: Make a process group even for one rank. Torch names a group by how many its
                 members have made: where all ranks make one each, the next one's names agree.
         """
-        key = tuple(ranks)
+        key: tuple[int, ...] = tuple(ranks)
         if len(key) == self.size:
             return self
         if key not in self._subgroups:
@@ -150,6 +150,19 @@ class World:
                 assert self.group is not None
                 members = tuple(dist.get_global_rank(self.group, r) for r in key)
                 world.group = _new_group(self.group, members)
+            self._subgroups[key] = world
+        return self._subgroups[key]
+
+    def on_cpu(self) -> World:
+        """The same ranks, for CPU tensors: words that no device is to wait for."""
+        if self.backend != "nccl":
+            return self
+        key = ("cpu",)
+        if key not in self._subgroups:
+            assert self.group is not None
+            world = World.alone(self.rank, self.size)
+            members = dist.get_process_group_ranks(self.group)
+            world.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
             self._subgroups[key] = world
         return self._subgroups[key]
 

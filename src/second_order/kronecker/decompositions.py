@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -94,6 +94,10 @@ class Problem:
     def nbytes(self) -> int:
         """Bytes of its matrices."""
         return self.groups * self.dim**2 * self.dtype.itemsize
+
+    def on(self, build: Callable[[], Tensor], added: Tensor | None) -> Problem:
+        """The same problem of other copies of what it is made of."""
+        return replace(self, build=build, added=added)
 
     def damped(self) -> Tensor:
         """The matrices, or the diagonal, with the damping on."""

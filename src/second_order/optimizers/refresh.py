@@ -64,12 +64,7 @@ class Refresh(Placement):
         self._solve_needed = False
         if ready and all(self._active[i].silent for i in ready):
             self._warn_of_silence()
-        if hopeless:
-            raise DecompositionError(
-                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
-                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
-                f"float64; raise damping, lower lr, or name them in skip_layers"
-            )
+        self._raise_if_hopeless(hopeless)
 
     def _in_parts(self, ready: Sequence[int]) -> list[list[int]]:
         """Layers that are refreshed together: with others, all, so that few messages do.
@@ -109,27 +104,40 @@ class Refresh(Placement):
         for i, bad in zip(ready, failed[ready].tolist(), strict=True):
             block = self._active[i]
             a, g = received.pop((i, "A"), None), received.pop((i, "G"), None)
-            block.silent = block.asked and UNSEEN <= bad < LOST
-            if bad >= LOST:
-                self._warn_loss(block)
-                block.forget()
-                self._newcomers_at = self._steps + 1
-                self._share_state()  # without what is lost
-            elif bad >= UNSEEN:
-                block.drop_inverse()
-            elif bad:
-                block.failures += 1
-                self._warn_failure(block, reason)
-                if block.failures >= self._options.max_consecutive_failures:
-                    hopeless.append(block.name)
+            if bad:
+                hopeless += self._note_failure(block, bad, reason)
             else:
-                block.failures = 0
-                block.solved = True
+                block.failures, block.silent, block.solved = 0, False, True
                 if self._preconditions(i):
                     assert a is not None
                     assert g is not None
                     block.inverse = self._solver.combine(a, g, damping[i])
         return hopeless
+
+    def _note_failure(self, block: KroneckerBlock, bad: float, reason: str) -> list[str]:
+        """What becomes of a layer without an inverse; its name, if it has failed too often."""
+        block.silent = block.asked and UNSEEN <= bad < LOST
+        if bad >= LOST:
+            self._warn_loss(block)
+            block.forget()
+            self._newcomers_at = self._steps + 1
+            self._share_state()  # without what is lost
+        elif bad >= UNSEEN:
+            block.drop_inverse()
+        else:
+            block.failures += 1
+            self._warn_failure(block, reason)
+            if block.failures >= self._options.max_consecutive_failures:
+                return [block.name]
+        return []
+
+    def _raise_if_hopeless(self, names: Sequence[str]) -> None:
+        if names:
+            raise DecompositionError(
+                f"the factors of {', '.join(map(repr, names))} could not be decomposed "
+                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
+                f"float64; raise damping, lower lr, or name them in skip_layers"
+            )
 
     def _failures(
         self,
@@ -224,14 +232,17 @@ class Refresh(Placement):
         if len(taken) == len(self._active) and all(b.silent for b in taken.values()):
             self._warn_of_silence()
             return []
-        absent = [b.name for b in taken.values() if b.silent and self._first_time(f"no:{b.name}")]
+        self._warn_of_absence([b for b in taken.values() if b.silent])
+        return [i for i, seen in present.items() if seen]
+
+    def _warn_of_absence(self, silent: Sequence[KroneckerBlock]) -> None:
+        absent = [b.name for b in silent if self._first_time(f"no:{b.name}")]
         if absent:
             self._warn(
                 f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
                 f"call these modules, or their outputs do not reach the loss; the base optimizer "
                 f"trains them until it does"
             )
-        return [i for i, seen in present.items() if seen]
 
     def _warn_of_silence(self) -> None:
         if not self._first_time("no statistics"):

@@ -1,0 +1,220 @@
+"""Work on threads of its own while training goes on: decompositions release the interpreter lock.
+
+A thread computes with one core, whatever torch is set to for the others. Threads are started by the
+first piece of work, again in a child of ``fork``, and end with the pool.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Ticket", "WorkerPool", "retrieve", "take_snapshot"]
+
+T = TypeVar("T")
+
+FAREWELL_SECONDS = 60.0  # that the end of the interpreter waits for a decomposition under way
+
+
+class Ticket(Generic[T]):
+    """A piece of work that a pool does."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether the result is there, or the error."""
+        return self._finished.is_set()
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+        self._finished.wait()
+
+    def result(self) -> T:
+        """What the work has returned.
+
+        Raises:
+            BaseException: What it has raised.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _run(self) -> None:
+        assert self._work is not None
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = None
+        self._finished.set()
+
+
+class WorkerPool:
+    """Threads that take up work in the order in which it comes.
+
+    Args:
+        threads: How many.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._size = threads
+        self._unfinished: list[Ticket[object]] = []
+        self._closed = False
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Know of no threads: there are none yet, or they are another process's."""
+        self._pid = os.getpid()
+        self._tickets: queue.SimpleQueue[Ticket[object] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._farewell: Any = None
+
+    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+        """Have a piece of work done.
+
+        Raises:
+            RuntimeError: After :meth:`close`.
+        """
+        if self._closed:
+            raise RuntimeError("the pool of threads is closed")
+        self.revive()
+        ticket = Ticket(work)
+        self._unfinished = [t for t in self._unfinished if not t.done]
+        self._unfinished.append(ticket)  # type: ignore[arg-type]
+        self._start()
+        self._tickets.put(ticket)  # type: ignore[arg-type]
+        return ticket
+
+    def revive(self) -> None:
+        """In a child of ``fork``, which has no threads: start some, and begin anew."""
+        if self._pid == os.getpid():
+            return
+        self._abandon()
+        for ticket in self._unfinished:
+            if not ticket.done:
+                ticket._finished = threading.Event()  # its lock may have been taken
+                self._start()
+                self._tickets.put(ticket)
+
+    def _start(self) -> None:
+        if self._threads:
+            return
+        # They know the queue, not the pool, so that the pool can go.
+        self._threads = [
+            threading.Thread(
+                target=_work,
+                args=(self._tickets, torch.get_num_threads()),
+                name=f"second_order inverses {i}",
+                daemon=True,
+            )
+            for i in range(self._size)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._farewell = weakref.finalize(self, _dismiss, self._tickets, self._threads)
+
+    def close(self) -> None:
+        """Drop what has not been begun, and end the threads."""
+        self._closed = True
+        if self._pid == os.getpid() and self._farewell is not None:
+            self._farewell()
+
+
+def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> None:
+    _use_one_core(others)
+    while (ticket := tickets.get()) is not None:
+        ticket._run()
+        del ticket  # with what it holds
+
+
+def _use_one_core(others: int) -> None:
+    """Compute with one thread in this thread, and with as many as before in those to come."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+    # The setting is this thread's, and the default of new ones, which a new one puts back.
+    restorer = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
+    restorer.start()
+    restorer.join()
+
+
+def _dismiss(
+    tickets: queue.SimpleQueue[Ticket[object] | None], threads: Sequence[threading.Thread]
+) -> None:
+    with suppress(queue.Empty):
+        while True:
+            tickets.get_nowait()
+    for _ in threads:
+        tickets.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # the collector may run on one of them
+            thread.join(FAREWELL_SECONDS)
+
+
+def take_snapshot(
+    tensors: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream | None
+) -> Callable[[], list[Tensor]]:
+    """Copies of tensors as they are now, on a device.
+
+    Args:
+        tensors: Of one device. They may change as soon as this returns.
+        device: Where the copies are wanted.
+        stream: Where the tensors are on CUDA: what copies between devices.
+
+    Returns:
+        To be called on the thread that needs them: waits for the copies, and gives them.
+    """
+    copies = [t.clone() for t in tensors]
+    if stream is None:
+        return lambda: copies
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    arrived = []
+    with torch.cuda.stream(stream):
+        for copy in copies:
+            copy.record_stream(stream)
+            if device.type == "cpu":
+                pinned = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
+                arrived.append(pinned.copy_(copy, non_blocking=True))
+            else:
+                arrived.append(copy)
+        event = stream.record_event()
+
+    def fetch() -> list[Tensor]:
+        event.synchronize()
+        return arrived
+
+    return fetch
+
+
+def retrieve(
+    parts: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream | None
+) -> tuple[Tensor, ...]:
+    """A thread's results, where they are wanted; on CUDA without waiting for the device.
+
+    Args:
+        parts: In pinned memory where they have to travel.
+        device: Where they are wanted.
+        stream: As for :func:`take_snapshot`.
+    """
+    if stream is None:
+        return tuple(parts)
+    current = torch.cuda.current_stream(stream.device)
+    with torch.cuda.stream(stream):
+        moved = [part.to(device, non_blocking=True) for part in parts]
+    current.wait_stream(stream)
+    for part in moved:
+        part.record_stream(current)
+    return tuple(moved)

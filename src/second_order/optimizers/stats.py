@@ -1,0 +1,283 @@
+"""Gradient workers and stats workers: what they say to each other, and who is still there.
+
+    want        k, by a stats worker: the number of the point that it wants next
+    point/k     the newest parameters and buffers, by worker 0      ->  to that stats worker
+    stats/k/r   the statistics at point k of the layers of worker r ->  to worker r
+
+Each stats worker hosts a store of its own, so that none takes another along when it dies. Points
+are sent on demand: nobody waits, and no more than one message of a kind is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from second_order.distributed.collectives import World
+from second_order.distributed.courier import Courier, await_goodbyes, open_store
+from second_order.distributed.roles import Role, assign_roles
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
+
+__all__ = ["Helpers", "divide", "endless"]
+
+FAREWELL_SECONDS = 5.0  # that a store outlives its host's own goodbye at most
+
+
+@dataclass
+class Helper:
+    """One stats worker, as the others see it, or one of the others, as it sees itself.
+
+    Attributes:
+        name: Of the stats worker.
+        courier: To it; on itself, to the workers.
+        asked: Points that it has been sent, on worker 0; on itself, points it has asked for.
+        heard: Statistics that have come from it.
+    """
+
+    name: str
+    courier: Courier
+    asked: int = 0
+    heard: int = 0
+
+
+@dataclass
+class Helpers:
+    """What this process has to do with stats workers; by default there are none.
+
+    Attributes:
+        role: Of this process.
+        rank: Of this process, among those of its role.
+        workers: How many processes train; 0 if there have never been stats workers.
+        active: Those that are there; on a stats worker, itself.
+        own_passes: Whether statistics come from the training passes.
+        fed: Whether statistics have come for this process.
+    """
+
+    role: Role = "worker"
+    rank: int = 0
+    workers: int = 0
+    active: list[Helper] = field(default_factory=list)
+    own_passes: bool = True
+    fed: bool = False
+    store: Any = None
+    everybody: tuple[str, ...] = ()
+    lost: list[str] = field(default_factory=list)
+    nonfinite: int = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether there are stats workers, or have been."""
+        return self.workers > 0
+
+    @property
+    def dismissed(self) -> bool:
+        """On a stats worker: whether the workers have said goodbye."""
+        return all(helper.courier.closed_there for helper in self.active)
+
+    # ----------------------------------------------------------------------------------- workers
+
+    def offer(self, step: int, tensors: Callable[[], list[Tensor]]) -> None:
+        """Send the newest parameters to the stats workers that want them; worker 0 does."""
+        if self.rank != 0:
+            return
+        point: list[Tensor] | None = None
+        for helper in self.active:
+            wanted = helper.courier.heard("want")
+            if wanted is not None and wanted >= helper.asked:
+                point = _pack(tensors()) if point is None else point
+                helper.courier.post(f"point/{wanted}", point, step=step)
+                helper.asked = wanted + 1
+
+    def statistics(self, mine: Mapping[str, KroneckerBlock]) -> Iterator[dict[str, StatisticsSums]]:
+        """What has come since the last step, a dict for each message.
+
+        Args:
+            mine: The layers that this process owns, by name.
+        """
+        for helper in self.active:
+            name = f"stats/{helper.heard}/{self.rank}"
+            helper.courier.expect(name)
+            message = helper.courier.arrived(name)
+            if message is None:
+                continue
+            helper.heard += 1
+            tensors, note = message
+            found = _unpack_statistics(tensors, note["layers"], mine)
+            sound = {
+                layer: sums
+                for layer, sums in found.items()
+                if all(bool(t.isfinite().all()) for t in (sums.head, *sums.factors))
+            }
+            self.nonfinite += len(found) - len(sound)
+            self.fed = True
+            yield sound
+
+    def news(self) -> list[float]:
+        """What all workers have to agree on: whether all are fed, and which helpers are gone."""
+        if not self.active:
+            return []
+        couriers = [helper.courier for helper in self.active]
+        return [float(not self.fed), *(float(c.lost or c.closed_there) for c in couriers)]
+
+    def hear(self, news: Sequence[float]) -> list[str]:
+        """Draw the consequences, the same ones on every worker; warnings that are due."""
+        if not news:
+            return []
+        hungry, *gone = news
+        warnings = []
+        left = [h for h, g in zip(self.active, gone, strict=True) if g]
+        if left:
+            names = ", ".join(helper.name for helper in left)
+            for helper in left:
+                helper.courier.close(0.1)
+            self.active = [helper for helper in self.active if helper not in left]
+            rest = (
+                "the others go on"
+                if self.active
+                else ("statistics are taken from the training passes again")
+            )
+            warnings.append(f"{names} has left, died, or not been heard of: {rest}")
+        if not self.active:
+            self.own_passes = True
+        elif not hungry:
+            self.own_passes = False
+        return warnings
+
+    # ----------------------------------------------------------------------------- stats workers
+
+    def fetch(self, into: Sequence[Tensor]) -> bool:
+        """Ask for the newest parameters, wait for them, and load them; False if none will come."""
+        (helper,) = self.active
+        name = f"point/{helper.asked}"
+        helper.courier.expect(name)
+        helper.courier.tell("want", helper.asked)
+        message = helper.courier.wait(name)
+        if message is None:
+            return False
+        helper.asked += 1
+        _unpack(message[0], into)
+        return True
+
+    def deliver(self, parts: Sequence[Mapping[str, StatisticsSums]]) -> None:
+        """Send statistics to the owners of the layers.
+
+        Args:
+            parts: By worker, the sums of its layers.
+        """
+        (helper,) = self.active
+        for rank, sums in enumerate(parts):
+            heads = [each.head for each in sums.values()]
+            factors = [t for each in sums.values() for t in each.factors]
+            flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
+            helper.courier.post(f"stats/{helper.heard}/{rank}", flat, layers=list(sums))
+        helper.heard += 1
+
+    # --------------------------------------------------------------------------------- the rest
+
+    def close(self, patience: float) -> None:
+        """Say goodbye to those that are there."""
+        for helper in self.active:
+            helper.courier.close(patience)
+            if self.store is not None and helper.courier.closed_there:  # others still listen
+                await_goodbyes(self.store, self.everybody, min(patience, FAREWELL_SECONDS))
+        if self.role == "worker":
+            self.active = []
+            self.own_passes = True
+
+    def without_messages(self) -> Helpers:
+        """For a copy of the optimizer, which talks to nobody."""
+        return replace(self, active=[], own_passes=True, store=None)
+
+
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, over and over.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError("batches is empty, or an iterator that has ended; give a loader")
+
+
+def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tuple[Helpers, World]:
+    """Give every process its role, and a way to talk; a collective.
+
+    Args:
+        everybody: The processes.
+        count: How many are to be stats workers.
+        patience: Seconds without a sign of life after which one is given up.
+        under_ddp: Whether the model is in DistributedDataParallel already.
+
+    Returns:
+        What this process has to do with the others, and those of its own role.
+
+    Raises:
+        ValueError: If none would be left to train, or the model is in DistributedDataParallel.
+    """
+    roles = assign_roles(everybody.size, count, "stats", under_ddp)
+    if not roles.helpers:
+        return Helpers(), everybody
+    stores = [open_store(everybody, host, patience) for host in roles.helpers]
+    team = roles.team(everybody)
+    role = roles.of(everybody.rank)
+    helpers = Helpers(role, team.rank, len(roles.workers))
+    workers = [f"worker {rank}" for rank in roles.workers]
+    for j, (store, address) in enumerate(stores):
+        name = f"stats worker {roles.helpers[j]}"
+        if role == "worker":
+            courier = Courier(address, f"worker {team.rank}", name, patience)
+            helpers.active.append(Helper(name, courier))
+        elif j == team.rank:
+            courier = Courier(address, name, "worker 0", patience)
+            helpers.active.append(Helper(name, courier))
+            helpers.store, helpers.everybody = store, (name, *workers)
+    return helpers, team
+
+
+def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in one flat tensor for each dtype."""
+    return [
+        torch.cat([t.detach().reshape(-1) for t in tensors if t.dtype == dtype])
+        for dtype in dict.fromkeys(t.dtype for t in tensors)
+    ]
+
+
+def _unpack(flats: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Undo :func:`_pack`, in place."""
+    for flat, dtype in zip(flats, dict.fromkeys(t.dtype for t in into), strict=True):
+        targets = [t for t in into if t.dtype == dtype]
+        parts = flat.split([t.numel() for t in targets])
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part.view(target.shape))
+
+
+def _unpack_statistics(
+    tensors: Sequence[Tensor], layers: Sequence[str], mine: Mapping[str, KroneckerBlock]
+) -> dict[str, StatisticsSums]:
+    """The sums of a message; none if it speaks of other layers, or of other sizes, than ours."""
+    if not layers or any(layer not in mine for layer in layers):
+        return {}
+    blocks = [mine[layer] for layer in layers]
+    head_sizes = [1 + len(b.shape.letters) * b.shape.groups for b in blocks]
+    shapes = [[b.stored_shape(letter) for letter in b.shape.letters] for b in blocks]
+    sizes = [torch.Size(shape).numel() for each in shapes for shape in each]
+    heads, factors = tensors
+    if heads.numel() != sum(head_sizes) or factors.numel() != sum(sizes):
+        return {}
+    device = blocks[0].weight.device
+    flat = iter(factors.to(device).split(sizes))
+    found = {}
+    for block, head, each in zip(blocks, heads.to(device).split(head_sizes), shapes, strict=True):
+        a, g, *rest = (next(flat).view(shape).clone() for shape in each)
+        found[block.name] = StatisticsSums(a, g, head, *rest)
+    return found
