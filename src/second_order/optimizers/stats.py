@@ -252,6 +252,7 @@ def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+@torch.no_grad()
 def _unpack(flats: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """Undo :func:`_pack`, in place."""
     for flat, dtype in zip(flats, dict.fromkeys(t.dtype for t in into), strict=True):
