@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
-from second_order.optimizers import mrdho2 as module
+from second_order.optimizers import epochs as module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -128,7 +128,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
     until(optimizer, 6)
     optimizer.close()
     optimizer.close()
-    with replaced(optimizer._courier, {"wait": None}):  # waits for nobody
+    with replaced(optimizer._accelerator._courier, {"wait": None}):  # waits for nobody
         until(optimizer, 3)
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
@@ -273,14 +273,14 @@ def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
             return loss_of(model, batch)
 
         return serve(model, optimizer, loss_fn)
-    waits = optimizer._await
+    waits = optimizer._epochs._await
 
     def wait(*args: Any) -> Any:
-        if optimizer._epoch == 1:
+        if optimizer._epochs.number == 1:
             sign.touch()
         return waits(*args)
 
-    with optimizer, replaced(optimizer, {"_await": wait}):
+    with optimizer, replaced(optimizer._epochs, {"_await": wait}):
         worker(model, optimizer, rank, 1)
     return [report.waited for report in optimizer.epochs]
 
@@ -403,13 +403,15 @@ def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str
 def frequent(rank: int, world_size: int) -> int:
     model = CASE.model()
     optimizer = mrdho2(model, final_update="guarded", epoch_steps=1)
-    if optimizer.role == "accelerator":
-        serve(model, optimizer)
-        return len(optimizer._courier._shared.expected)
+    half = optimizer._accelerator or optimizer._epochs
+    listened_for = half._courier._shared.expected
     with optimizer:
-        worker(model, optimizer, rank, 1)
-    assert len(optimizer.epochs) == STEPS
-    return len(optimizer._courier._shared.expected)
+        if optimizer.role == "accelerator":
+            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        else:
+            worker(model, optimizer, rank, 1)
+            assert len(optimizer.epochs) == STEPS
+        return len(listened_for)
 
 
 def test_what_is_listened_for_does_not_grow(world: World) -> None:

@@ -48,6 +48,10 @@ class Subject:
     model: nn.Module | None
     sign: float
 
+    def flat(self) -> Tensor:
+        """The parameters, as one vector."""
+        return torch.cat([chunk.values(self.dtype) for chunk in self.chunks])
+
     def write(self, flat: Tensor) -> None:
         """Set the parameters.
 
@@ -86,6 +90,15 @@ class Accelerator:
         self._workers, self._judges = workers, judges
         self._loss_fn: LossFn | Sequence[LossFn] | None = None
         self.answered = 0
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether the workers have said goodbye."""
+        return self._courier.closed_there
+
+    def close(self, patience: float) -> None:
+        """Say goodbye."""
+        self._courier.close(patience)
 
     def help(
         self, subject: Subject, closures: Iterator[Any], enough: Callable[[Courier], bool]
