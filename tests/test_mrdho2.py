@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,12 @@ MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 RAGGED = {1: [0, 9], 2: [0, 4, 9]}  # of a curvature batch, between the accelerators
 
 
+FALL = 0.03  # that "guarded" asks for here: batches and epochs are small
+
+
 def several(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [train(rank, world_size, options) for options in choices]
+    with replaced(module, {"LEAST_FALL": FALL}):
+        return [train(rank, world_size, options) for options in choices]
 
 
 def workers_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,7 +63,7 @@ def trajectory_of(results: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
 # Final updates.
 
 
-ETA, ALPHA, CURVATURES = 0.05, 0.3, torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
+ETA, ALPHA, CURVATURES = 0.02, 0.3, torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
 
 
 def quadratic(
@@ -110,7 +115,7 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
         expected, verdicts = torch.ones(20, dtype=torch.float64), set()
         for epoch, amplitudes in enumerate(agreed([each for each, _ in per_worker])):
             before, after = (0.5 * (u * (expected * f) ** 2).sum() for f in (alone, updated))
-            made = kind != "guarded" or bool(after <= before)
+            made = kind != "guarded" or bool(after <= 0.8 * before)
             verdicts.add(made)
             expected = expected * (updated if made else alone)
             torch.testing.assert_close(amplitudes, expected, rtol=1e-9, atol=1e-12)
@@ -123,8 +128,31 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
                     continue
                 assert report.loss_before == pytest.approx(before.item())
                 assert report.loss_after == pytest.approx(after.item())
-                assert ("would have risen" in report.reason) == (not made)
+                word = "" if made else "have risen" if after > before else "by less than 20%"
+                assert word in report.reason
+                assert made == (report.reason == "")
         assert kind != "guarded" or verdicts == ({True, False} if alpha == ALPHA else {False})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (1.0, 0.8, ""),
+        (1.0, 0.81, "would have fallen by less than 20%"),
+        (1.0, 1.01, "would have risen"),
+        (-1.0, -1.2, ""),
+        (-1.0, -1.19, "would have fallen by less than 20%"),
+        (-1.0, -0.8, "would have risen"),
+        (0.0, -1e-9, ""),
+        (0.0, 0.0, "would have fallen by less than 20%"),
+        (1.0, math.nan, "would not have been finite"),
+        (math.nan, 1.0, "is not finite"),
+        (math.inf, 1.0, "is not finite"),
+    ],
+)
+def test_the_guard_asks_for_a_fall_of_a_fifth(before: float, after: float, reason: str) -> None:
+    found = module.refusal(before, after)
+    assert found == (f"the loss of the accelerators' batches {reason}" if reason else "")
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -144,7 +172,7 @@ def test_final_updates_of_a_network_are_those_of_dense_hessians(
         of_case = [result[i] for result in results]
         base = {k: v for k, v in options.items() if k not in ("final_update", "newton_scale")}
         alpha = options.get("newton_scale", 0.1)
-        expected, losses = reference(options["final_update"], alpha=alpha, **base)
+        expected, losses = reference(options["final_update"], alpha=alpha, fall=FALL, **base)
         assert_same_trajectory(trajectory_of(of_case), expected, rtol=1e-7, hint=options)
         assert [r["role"] for r in of_case] == ["worker"] * (world_size - 1) + ["accelerator"]
         assert of_case[-1]["served"] == STEPS // EPOCH
@@ -156,7 +184,7 @@ def test_final_updates_of_a_network_are_those_of_dense_hessians(
             if options["final_update"] != "guarded":
                 assert all(report.applied and report.reason == "" for report in found)
                 continue
-            assert [report.applied for report in found] == [False, True, True]
+            assert [report.applied for report in found] == [False, True, False]
             for report, (before, after) in zip(found, losses, strict=True):
                 assert report.loss_before == pytest.approx(before)
                 assert report.loss_after == pytest.approx(after)
@@ -332,7 +360,7 @@ def test_a_worker_does_not_serve() -> None:
 # Checkpoints.
 
 
-RESUMED = {"final_update": "guarded", "newton_scale": 0.3, **MOMENTUM}
+RESUMED = {"final_update": "paper", "newton_scale": 0.3, **MOMENTUM}
 SAVED_AT = {"in the middle of an epoch": 6, "at its end": 8}
 
 
