@@ -1,8 +1,8 @@
 """Processes for tests: a pool of gloo ranks as old as the session, and ranks that can be killed.
 
-`World.run` is for what a group of ranks computes: importing torch is paid once, each run gets a
-fresh default process group. `Launch` is for what happens when a rank dies: every rank is a process
-of its own. `TorchRun` is for restarts.
+`World.run` is for what a group of ranks computes: importing torch is paid twice for all ranks, each
+run gets a fresh default process group. `Launch` is for what happens when a rank dies: every rank is
+a process of its own. `TorchRun` is for restarts.
 """
 
 from __future__ import annotations
@@ -301,9 +301,12 @@ class World:
     def _start(self, world_size: int) -> None:
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
         new = range(len(self._ranks), world_size)
         for rank in new:
+            # Most are forked from one process that has imported torch. One that is not has a hash
+            # seed of its own, so that the order of a set of names is not the same everywhere.
+            context = multiprocessing.get_context("spawn" if rank == 1 else "forkserver")
+            context.set_forkserver_preload(["second_order"])
             ours, theirs = context.Pipe()
             stacks = Path(self._directory.name) / f"stacks{rank}"
             process = context.Process(
