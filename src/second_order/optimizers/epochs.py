@@ -113,12 +113,10 @@ class Epochs:
         assert self._courier is not None
         if self.start is None or self.step == 0:
             self.start = subject.flat()
-            self.total = torch.zeros_like(self.start)
+            self.total = torch.zeros_like(self.start, dtype=subject.dtype)
         self._asked, self._request = self.number, self._request + 1
         if self._team.rank == 0:
-            for a in range(self._accelerators):
-                point = self.start.clone()
-                self._courier.post(f"point/{self._request}/{a}", [point], epoch=self.number)
+            self._courier.post(f"point/{self._request}", [self.start], epoch=self.number)
         for name in self._expected():
             self._courier.expect(name)
 
@@ -156,7 +154,7 @@ class Epochs:
         found = [message for message in messages if message is not None]
         here = len(found) == len(messages)
         sound = here and all(
-            note["finite"] and all(bool(t.isfinite().all()) for t in tensors)
+            note["finite"] and all(bool(t.isfinite().all()) for t in tensors[:2])
             for tensors, note in found
         )
         if not self._agreed(here, subject):
@@ -174,7 +172,8 @@ class Epochs:
             return EpochReport(self.number, waited, False, UNSOUND)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
-        rows = torch.cat([t[2] for t, _ in found], dim=1).to(self.start.device, subject.dtype)
+        parts = [tensors[2].to(self.start.device, subject.dtype) for tensors, _ in found]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         before = subject.flat()
         adds = self._final_update == "additive"
         after = before + correction(
@@ -204,8 +203,7 @@ class Epochs:
         name = f"verdict/{self._request}/{self._team.rank}"
         courier.expect(name)
         if self._team.rank == 0:
-            for a in range(self._accelerators):
-                courier.post(f"try/{self._request}/{a}", [before, after])
+            courier.post(f"try/{self._request}", [before, after])
         message = self._await(courier, name, begun)
         waited += time.monotonic() - begun
         if not self._agreed(message is not None, subject):
@@ -227,18 +225,20 @@ class Epochs:
 
     def _give_up(self, courier: Courier) -> None:
         """Go on as the base alone."""
+        why = f" ({courier.failure})" if courier.failure else ""
         self._warn(
-            f"the accelerators have left, died, or not answered in {self._patience:g} s: "
+            f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
             f"{self._base} goes on alone"
         )
-        self.helped, self._patience = False, 0.1  # there is nobody to say goodbye to
-        courier.close(self._patience)
+        self._patience = 0.1  # there is nobody to say goodbye to
+        self.close()
 
     def close(self) -> None:
         """Say goodbye, and go on as the base alone."""
         if self._courier is not None:
             self._courier.close(self._patience)
         self.helped = False
+        self.let_go()
 
     def let_go(self) -> None:
         """No final update this epoch, or no more."""

@@ -14,9 +14,9 @@ the mean of the last gradients.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from second_order.distributed.courier import Courier, await_goodbyes, open_store
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
-from second_order.optimizers.accelerator import Accelerator, Subject, closures_of
+from second_order.optimizers.accelerator import Accelerator, Batches, Subject
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.epochs import UNSOUND, Epochs, FinalUpdate
 from second_order.optimizers.fosi import FOSIOptimizer
@@ -170,6 +170,11 @@ class MRDHO2(FOSIOptimizer):
             [f"options: {accelerators} {epoch_steps} {final_update} {helper_timeout}"], "options"
         )
         self._roles = assign_roles(everybody.size, accelerators, "accelerator", self._under_ddp)
+        if self._roles.helpers and not self._options.wanted:
+            self._warn(
+                f"largest=0 and smallest=0: the {accelerators} accelerators have nothing to do, so "
+                f"all {everybody.size} processes train"
+            )
         if self._roles.helpers and self._options.wanted:
             self._divide(everybody)
         elif self._options.wanted:
@@ -183,13 +188,14 @@ class MRDHO2(FOSIOptimizer):
         """Give every process its role, and workers and accelerators a way to talk."""
         roles: Roles = self._roles
         self._role, self._divided = roles.of(everybody.rank), True
-        self._store, address = open_store(everybody, roles.helpers[0], self._patience)
+        first = roles.helpers[0]
+        self._store, address = open_store(everybody, first, self._patience)
         self._everybody = [f"{roles.of(r)} {r}" for r in range(everybody.size)]
-        self._world = roles.team(everybody)
+        self._world = roles.team(everybody, self._patience)
         self._averages = self._averages and self._world.size > 1
         name = self._everybody[everybody.rank]
-        peers = {"worker": f"accelerator {roles.helpers[0]}", "accelerator": "worker 0"}
-        courier = Courier(address, name, peers[self._role], self._patience)
+        peer = self._everybody[0 if everybody.rank == first else first]
+        courier = Courier(address, name, peer, self._patience)
         if self._role == "worker":
             self._epochs.connect(courier, self._world, len(roles.helpers))
         else:
@@ -230,7 +236,7 @@ class MRDHO2(FOSIOptimizer):
         Returns:
             What the closure returned, or None.
         """
-        if self._role == "worker":
+        if self._role == "worker" or self._initialises_state():
             return super().step(closure, curvature_closure=curvature_closure)
         loss = None
         if closure is not None:
@@ -238,12 +244,17 @@ class MRDHO2(FOSIOptimizer):
                 loss = closure()
         self._steps += 1
         chosen = curvature_closure if curvature_closure is not None else self.curvature_closure
-        with torch.no_grad():
-            self._help(
-                itertools.repeat(self._no_closure if chosen is None else chosen),
-                lambda courier: (courier.heard("steps") or 0) >= self._steps,
-            )
+        if self._accelerator is not None:
+            closure_at = partial(self._chosen, self._no_closure if chosen is None else chosen)
+            self._follow_layout()
+            with torch.no_grad():
+                self._accelerator.help_for_a_step(self._subject(), closure_at)
+            self._tell_whom_it_has_lost(self._accelerator)
         return loss
+
+    @staticmethod
+    def _chosen(closure: Any, epoch: int) -> Any:
+        return closure
 
     def _computes_pairs(self) -> bool:
         return not self._divided and super()._computes_pairs()
@@ -293,14 +304,15 @@ class MRDHO2(FOSIOptimizer):
         """Compute eigenpairs until the workers close; what an accelerator does instead of training.
 
         Args:
-            batches: Taken one for each epoch's eigenpairs, from the start again when they end.
+            batches: Taken one for each epoch's eigenpairs, from the start again when they end; if
+                they have a length, an epoch's is its number modulo that, after a resume too.
             loss_fn: The loss of a batch, or (loss, number of examples); no ``backward``.
 
         Returns:
             How many epochs' eigenpairs have been computed.
 
         Raises:
-            SecondOrderError: On a worker.
+            SecondOrderError: On a worker; and if another accelerator has failed.
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             ValueError: If there is no batch.
         """
@@ -312,17 +324,15 @@ class MRDHO2(FOSIOptimizer):
         if self._accelerator is None:
             return 0
         before = self._accelerator.answered
+        self._follow_layout()
         with torch.no_grad():
-            self._help(closures_of(batches, loss_fn), lambda courier: False)
-        if not (self._closed or self._accelerator.dismissed):
-            self._warn("the workers have not been heard of any more: serve() returns")
+            self._accelerator.help(self._subject(), Batches(batches, loss_fn).closure)
+        self._tell_whom_it_has_lost(self._accelerator)
         return self._accelerator.answered - before
 
-    def _help(self, closures: Iterator[Any], enough: Callable[[Courier], bool]) -> None:
-        if self._accelerator is None or self._closed:
-            return
-        self._follow_layout()
-        self._accelerator.help(self._subject(), closures, enough)
+    def _tell_whom_it_has_lost(self, accelerator: Accelerator) -> None:
+        if accelerator.lost and self._first_time("lost"):
+            self._warn(f"{accelerator.lost}: this accelerator has nothing more to do")
 
     def _subject(self) -> Subject:
         assert self._layout is not None
@@ -380,9 +390,9 @@ class MRDHO2(FOSIOptimizer):
             number, step = part.get("epoch", 0), part.get("epoch_step", 0)
         self._epochs.resume(number, step)
         if step:
-            params, dtype = self._layout.params, self._dtype
-            self._epochs.start = load_vector(saved, START, params, dtype)
-            self._epochs.total = load_vector(saved, SUM, params, dtype)
+            params = self._layout.params
+            self._epochs.start = load_vector(saved, START, params, self._layout.dtype)
+            self._epochs.total = load_vector(saved, SUM, params, self._dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -392,4 +402,4 @@ class MRDHO2(FOSIOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._divided and self._world.unpickled and self._world.size == self._roles.size:
-            self._world = self._roles.team(self._world)
+            self._world = self._roles.team(self._world, self._patience)
