@@ -156,11 +156,13 @@ def reference(
     added: int = EPOCH,
     curved: Sequence[Batch] = CURVED,
     with_update: Callable[[int], bool] = lambda epoch: True,
+    fall: float = 0.2,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[tuple[float, float]]]:
     """Section 8 with dense Hessians: the trajectory, and each epoch's losses without and with.
 
-    `decay` is what learning rates, and α with them, are multiplied by after each epoch.
+    `decay` is what learning rates, and α with them, are multiplied by after each epoch; `fall` is
+    what "guarded" asks for.
     """
     model = CASE.model()
     optimizer = base(model.parameters(), **{"lr": 0.1, **kwargs})
@@ -186,7 +188,7 @@ def reference(
                 after = end - V @ (alpha / u * (V.T @ total) + V.T @ (end - c))
             pair = loss_at(end, here).item(), loss_at(after, here).item()
             losses.append(pair)
-            if with_update(epoch) and (kind != "guarded" or pair[1] <= pair[0]):
+            if with_update(epoch) and (kind != "guarded" or pair[1] <= (1 - fall) * pair[0]):
                 write(model, after)
             alpha *= decay
             for group in optimizer.param_groups:

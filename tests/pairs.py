@@ -123,13 +123,13 @@ def spread(model: nn.Module, rank: int, world_size: int, **options: Any) -> DHO2
 
 
 def train_spread(
-    rank: int, world_size: int, options: dict[str, Any], wrap: bool = False
+    rank: int, world_size: int, options: dict[str, Any], wrap: bool = False, steps: int = STEPS
 ) -> list[Tensor]:
     model: nn.Module = network()
     if wrap:
         model = DistributedDataParallel(model)
     optimizer = spread(model, rank, world_size, **options)
-    return go(model, optimizer, shards(BATCHES[:STEPS], rank, world_size))
+    return go(model, optimizer, shards(BATCHES[:steps], rank, world_size))
 
 
 def alone(**options: Any) -> list[Tensor]:

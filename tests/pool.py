@@ -1,8 +1,8 @@
 """Processes for tests: a pool of gloo ranks as old as the session, and ranks that can be killed.
 
-`World.run` is for what a group of ranks computes: importing torch is paid once, each run gets a
-fresh default process group. `Launch` is for what happens when a rank dies: every rank is a process
-of its own. `TorchRun` is for restarts.
+`World.run` is for what a group of ranks computes: importing torch is paid twice for all ranks, each
+run gets a fresh default process group. `Launch` is for what happens when a rank dies: every rank is
+a process of its own. `TorchRun` is for restarts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -143,8 +144,11 @@ def _reset_process() -> None:
 
 
 def _destroy_process_group() -> None:
+    """All groups; their last references go in a thread, as gloo sleeps 10 ms for each peer."""
     if dist.is_initialized():
+        last = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        threading.Thread(target=last.clear, name="destroys a process group").start()
 
 
 @functools.cache
@@ -301,9 +305,12 @@ class World:
     def _start(self, world_size: int) -> None:
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
         new = range(len(self._ranks), world_size)
         for rank in new:
+            # Most are forked from one process that has imported torch. One that is not has a hash
+            # seed of its own, so that the order of a set of names is not the same everywhere.
+            context = multiprocessing.get_context("spawn" if rank == 1 else "forkserver")
+            context.set_forkserver_preload(["second_order"])
             ours, theirs = context.Pipe()
             stacks = Path(self._directory.name) / f"stacks{rank}"
             process = context.Process(

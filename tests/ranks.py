@@ -6,8 +6,11 @@ assert_same_trajectory(agreed(parallel), train(0, 1, case, batches))
 
 from __future__ import annotations
 
+import importlib
+import io
+import sys
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -128,6 +131,16 @@ def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
         for name, value in replacements.items():
             stack.enter_context(patch.object(owner, name, value))
         yield
+
+
+def script(rank: int, world_size: int, name: str, *arguments: object) -> str:
+    """What a script prints on this rank, whose process group is there before and after it."""
+    main = importlib.import_module(name).main
+    groups = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_: None)
+    argv = {"argv": [name, *map(str, arguments)]}
+    with replaced(dist, groups), replaced(sys, argv), redirect_stdout(io.StringIO()) as output:
+        main()
+    return output.getvalue()
 
 
 COLLECTIVES = [

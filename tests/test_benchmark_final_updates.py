@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from ranks import script
 from rich.console import Console
 
 import final_updates
 from final_updates import UPDATES, Run
 
 if TYPE_CHECKING:
-    from conftest import TorchRunner
+    from pathlib import Path
 
-SCRIPT = Path(final_updates.__file__)
-EXAMPLES = SCRIPT.parents[1] / "examples"
+    from pool import World
 
 
 def test_on_the_quadratic_only_the_paper_s_update_loses_to_the_base(
-    torchrun: TorchRunner, tmp_path: Path
+    world: World, tmp_path: Path
 ) -> None:
     output = tmp_path / "runs.json"
     arguments = ("--only", "quadratic", "--seeds", "1", "--output", output)
-    run = torchrun(SCRIPT, 2, *arguments, environment={"PYTHONPATH": str(EXAMPLES)})
-    assert run.wait(120.0) == 0, run.output
+    printed, _ = world.run(script, 2, "final_updates", *arguments)
     losses = {r["update"]: r["loss"] for r in json.loads(output.read_text())["runs"]}
     assert tuple(losses) == UPDATES
     assert losses["guarded"] <= 1.02 * losses["base alone"]
     assert losses["additive"] <= 1.02 * losses["base alone"]
     assert losses["paper"] > 10 * losses["base alone"]
-    assert "to base" in run.output
+    assert "to base" in printed
 
 
 def test_the_table_divides_medians_by_the_base_s() -> None:

@@ -7,26 +7,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from ranks import script
 
 import roles
 from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
     from conftest import TorchRunner
+    from pool import World
 
 SCRIPT = Path(roles.__file__)
 
 
-@pytest.mark.parametrize(("processes", "loop"), [(2, ()), (3, ("--usual-loop",))])
-def test_workers_train_and_accelerators_help(
-    torchrun: TorchRunner, processes: int, loop: tuple[str, ...]
-) -> None:
-    run = torchrun(SCRIPT, processes, "--epochs", 2, *loop)
+def test_workers_train_and_accelerators_help(torchrun: TorchRunner) -> None:
+    """Slow: processes of their own."""
+    run = torchrun(SCRIPT, 2, "--epochs", 2)
     assert run.wait(120.0) == 0, run.output
-    assert trained_well(run.output), run.output
-    assert "epoch 1: loss" in run.output
-    assert "alone" not in run.output, "the accelerator was there to the end"
-    assert ("eigenpairs of 2 epochs" in run.output) == (processes == 2)
+    assert_helped(run.output)
+    assert "eigenpairs of 2 epochs" in run.output
+
+
+def test_the_usual_loop_does_too(world: World) -> None:
+    output = "".join(world.run(script, 3, "roles", "--epochs", 2, "--usual-loop"))
+    assert_helped(output)
+    assert "eigenpairs of" not in output
+
+
+def assert_helped(output: str) -> None:
+    assert trained_well(output), output
+    assert "epoch 1: loss" in output
+    assert "alone" not in output, "the accelerator was there to the end"
 
 
 def test_one_process_does_as_dho2(

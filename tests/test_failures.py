@@ -87,7 +87,7 @@ def fail_once(
     trajectory, kept, failed = [], set(), []
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        for step, batch in enumerate(BATCHES):
+        for step, batch in enumerate(BATCHES[:6]):
             before = inverses(optimizer)
             mine = shard(batch, rank, world_size)
             if step == 2 and rank == where:
@@ -124,7 +124,7 @@ def test_all_ranks_keep_the_old_inverse_of_what_one_could_not_decompose(
     assert affected < set(LAYERS), "and so have others"
     for _, kept, warned, failed, _ in results:
         assert kept <= affected
-        assert failed == [0, 0, len(affected), len(affected), 0, 0, 0, 0]
+        assert failed == [0, 0, len(affected), len(affected), 0, 0]
         assert len(warned) == len(affected)
         for name in affected:
             (line,) = [w for w in warned if f"layer '{name}'" in w]

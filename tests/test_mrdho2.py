@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
-from second_order.optimizers import mrdho2 as module
+from second_order.optimizers import epochs as module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +44,12 @@ MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 RAGGED = {1: [0, 9], 2: [0, 4, 9]}  # of a curvature batch, between the accelerators
 
 
+FALL = 0.03  # that "guarded" asks for here: batches and epochs are small
+
+
 def several(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [train(rank, world_size, options) for options in choices]
+    with replaced(module, {"LEAST_FALL": FALL}):
+        return [train(rank, world_size, options) for options in choices]
 
 
 def workers_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,7 +63,7 @@ def trajectory_of(results: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
 # Final updates.
 
 
-ETA, ALPHA, CURVATURES = 0.05, 0.3, torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
+ETA, ALPHA, CURVATURES = 0.02, 0.3, torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
 
 
 def quadratic(
@@ -110,7 +115,7 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
         expected, verdicts = torch.ones(20, dtype=torch.float64), set()
         for epoch, amplitudes in enumerate(agreed([each for each, _ in per_worker])):
             before, after = (0.5 * (u * (expected * f) ** 2).sum() for f in (alone, updated))
-            made = kind != "guarded" or bool(after <= before)
+            made = kind != "guarded" or bool(after <= 0.8 * before)
             verdicts.add(made)
             expected = expected * (updated if made else alone)
             torch.testing.assert_close(amplitudes, expected, rtol=1e-9, atol=1e-12)
@@ -123,8 +128,31 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
                     continue
                 assert report.loss_before == pytest.approx(before.item())
                 assert report.loss_after == pytest.approx(after.item())
-                assert ("would have risen" in report.reason) == (not made)
+                word = "" if made else "have risen" if after > before else "by less than 20%"
+                assert word in report.reason
+                assert made == (report.reason == "")
         assert kind != "guarded" or verdicts == ({True, False} if alpha == ALPHA else {False})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (1.0, 0.8, ""),
+        (1.0, 0.81, "would have fallen by less than 20%"),
+        (1.0, 1.01, "would have risen"),
+        (-1.0, -1.2, ""),
+        (-1.0, -1.19, "would have fallen by less than 20%"),
+        (-1.0, -0.8, "would have risen"),
+        (0.0, -1e-9, ""),
+        (0.0, 0.0, "would have fallen by less than 20%"),
+        (1.0, math.nan, "would not have been finite"),
+        (math.nan, 1.0, "is not finite"),
+        (math.inf, 1.0, "is not finite"),
+    ],
+)
+def test_the_guard_asks_for_a_fall_of_a_fifth(before: float, after: float, reason: str) -> None:
+    found = module.refusal(before, after)
+    assert found == (f"the loss of the accelerators' batches {reason}" if reason else "")
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -144,7 +172,7 @@ def test_final_updates_of_a_network_are_those_of_dense_hessians(
         of_case = [result[i] for result in results]
         base = {k: v for k, v in options.items() if k not in ("final_update", "newton_scale")}
         alpha = options.get("newton_scale", 0.1)
-        expected, losses = reference(options["final_update"], alpha=alpha, **base)
+        expected, losses = reference(options["final_update"], alpha=alpha, fall=FALL, **base)
         assert_same_trajectory(trajectory_of(of_case), expected, rtol=1e-7, hint=options)
         assert [r["role"] for r in of_case] == ["worker"] * (world_size - 1) + ["accelerator"]
         assert of_case[-1]["served"] == STEPS // EPOCH
@@ -156,7 +184,7 @@ def test_final_updates_of_a_network_are_those_of_dense_hessians(
             if options["final_update"] != "guarded":
                 assert all(report.applied and report.reason == "" for report in found)
                 continue
-            assert [report.applied for report in found] == [False, True, True]
+            assert [report.applied for report in found] == [False, True, False]
             for report, (before, after) in zip(found, losses, strict=True):
                 assert report.loss_before == pytest.approx(before)
                 assert report.loss_after == pytest.approx(after)
@@ -210,6 +238,15 @@ def test_the_additive_update_takes_the_last_gradients(world: World) -> None:
     assert_same_trajectory(found, reference("additive", added=3)[0], rtol=1e-7)
 
 
+def test_weights_are_not_rounded_to_the_vectors_dtype(world: World) -> None:
+    narrow = {"lanczos_dtype": torch.float32, "lanczos_iterations": 20, "lanczos_tol": 1e-6}
+    (found,) = world.run(several, 2, [narrow])[0]
+    last = found["trajectory"][-1]
+    assert all(report.applied for report in found["epochs"])
+    assert (last.float().double() != last).double().mean() > 0.9
+    torch.testing.assert_close(last, reference("paper")[0][-1], rtol=1e-3, atol=1e-3)
+
+
 # Nothing but the base.
 
 
@@ -230,7 +267,12 @@ def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
             assert [result["role"] for result in found] == ["worker"] * workers
             expected = base_alone(workers=workers, **options)
             assert all(map(torch.equal, trajectory_of(found), expected))
-            assert all(result["epochs"] == [] and result["warned"] == [] for result in found)
+            assert all(list(result["epochs"]) == [] for result in found)
+            for result in found:
+                told = [
+                    "have nothing to do, so all 2 processes train" in w for w in result["warned"]
+                ]
+                assert told == [True] * (workers - 1)
 
 
 def in_its_own_process(
@@ -332,7 +374,7 @@ def test_a_worker_does_not_serve() -> None:
 # Checkpoints.
 
 
-RESUMED = {"final_update": "guarded", "newton_scale": 0.3, **MOMENTUM}
+RESUMED = {"final_update": "paper", "newton_scale": 0.3, **MOMENTUM}
 SAVED_AT = {"in the middle of an epoch": 6, "at its end": 8}
 
 
@@ -350,7 +392,7 @@ def saved(rank: int, world_size: int) -> tuple[str, Any, dict[int, bytes]]:
 
     with optimizer:
         if optimizer.role == "accelerator":
-            served = optimizer.serve([CURVED[0]], lambda batch: loss_of(model, batch))
+            served = optimizer.serve(CURVED[:2], lambda batch: loss_of(model, batch))
             return optimizer.role, served, {}
         trajectory = worker(model, optimizer, rank, world_size - 1, before=save)
         return optimizer.role, trajectory, checkpoints
@@ -359,7 +401,7 @@ def saved(rank: int, world_size: int) -> tuple[str, Any, dict[int, bytes]]:
 def resumed(
     rank: int, world_size: int, accelerators: int, checkpoints: dict[int, bytes], everywhere: bool
 ) -> dict[int, Any]:
-    """Every checkpoint carried on with; accelerators load it too, or leave that to the workers."""
+    """Every checkpoint carried on with; accelerators load it too, and serve, or do neither."""
     found = {}
     for step, data in checkpoints.items():
         model = CASE.model(seed=1)
@@ -370,28 +412,36 @@ def resumed(
             optimizer.load_state_dict(parts[1])
         with optimizer:
             if optimizer.role == "accelerator":
-                optimizer.serve([CURVED[0]], lambda batch, model=model: loss_of(model, batch))
+                if everywhere:
+                    optimizer.serve(CURVED[:2], lambda batch, model=model: loss_of(model, batch))
+                    continue
+                for _ in BATCHES[step:]:  # the usual loop
+                    optimizer.step(curvature_closure=partial(loss_of, model, CURVED[0]))
                 continue
             workers = world_size - accelerators
             trajectory = worker(model, optimizer, rank, workers, BATCHES[step:])
-            found[step] = trajectory, [report.epoch for report in optimizer.epochs]
+            found[step] = trajectory, [(each.epoch, each.applied) for each in optimizer.epochs]
     return found
 
 
 def test_a_checkpoint_continues_on_any_number_of_workers_and_accelerators(world: World) -> None:
-    """Invariant 28; in an epoch, c and the sum of its gradients travel along."""
+    """Invariant 28; in an epoch, c and the sum of its gradients travel along.
+
+    Accelerators take the batches that they would have taken.
+    """
     results = world.run(saved, 2)
     _, whole, checkpoints = results[0]
     assert set(checkpoints) == set(SAVED_AT.values())
-    for world_size, accelerators, everywhere in (2, 1, True), (3, 1, False), (3, 2, True):
+    for world_size, accelerators, everywhere in (2, 1, True), (3, 1, True), (3, 2, False):
         found = world.run(resumed, world_size, accelerators, checkpoints, everywhere)
         for step in checkpoints:
             workers = [result[step] for result in found[: world_size - accelerators]]
             trajectory = agreed([each for each, _ in workers])
             hint = (world_size, accelerators, step)
-            assert_same_trajectory(trajectory, whole[step:], rtol=1e-7, hint=hint)
+            if everywhere:  # batches are not those of `saved` otherwise
+                assert_same_trajectory(trajectory, whole[step:], rtol=1e-7, hint=hint)
             epochs = [1, 2] if step == 6 else [2]
-            assert all(numbers == epochs for _, numbers in workers)
+            assert all(numbers == [(k, True) for k in epochs] for _, numbers in workers)
 
 
 def test_one_process_takes_up_the_checkpoint_of_many(world: World) -> None:

@@ -78,9 +78,9 @@ def result(directory: Path, rank: int) -> tuple[object, list[str], list[tuple[bo
     return found
 
 
-def trajectory(directory: Path, epochs: int) -> list[torch.Tensor]:
-    """Of two workers, who agree and have gone on without a break after so many epochs."""
-    results = [result(directory, rank) for rank in range(2)]
+def trajectory(directory: Path, epochs: int, workers: int = 2) -> list[torch.Tensor]:
+    """Of workers who agree, and have gone on without a break after so many epochs."""
+    results = [result(directory, rank) for rank in range(workers)]
     for _, warned, reports in results:
         (line,) = warned
         assert "SGD goes on alone" in line
@@ -94,26 +94,41 @@ def expected(epochs: int) -> list[torch.Tensor]:
     return reference("paper", with_update=lambda epoch: epoch < epochs, **MOMENTUM)[0]
 
 
-@pytest.mark.parametrize(("killed", "helpers"), [(2, 1), (3, 2)])
-def test_an_accelerator_killed_in_mid_epoch(
-    launch: Launcher, tmp_path: Path, killed: int, helpers: int
+def test_the_accelerator_with_the_store_killed_in_mid_epoch(
+    launch: Launcher, tmp_path: Path
 ) -> None:
-    """The one that has the store; the one that has not, and whom the other waits for.
+    """Slow: processes of their own."""
+    run = start(launch, 3, tmp_path, 0, 5.0)
+    for rank in range(2):
+        run.wait_for("holds at middle", rank, TIMEOUT)
+    run.wait_for("holds at loss", 2, TIMEOUT)
+    run.kill(2)
+    (tmp_path / "middle").touch()
+    assert run.wait(TIMEOUT) == [0, 0, -signal.SIGKILL]
+    found = trajectory(tmp_path, 0)
+    assert all(map(torch.equal, found, base_alone(workers=2, **MOMENTUM))), "before any pairs"
+    assert "Error: " in result(tmp_path, 0)[1][0], "what the courier has met with"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_accelerator_without_the_store_lost_in_mid_epoch(
+    launch: Launcher, tmp_path: Path, how: signal.Signals
+) -> None:
+    """The other one, who waits for it, raises; gloo's default is half an hour.
 
     Slow: processes of their own.
     """
-    run = start(launch, 2 + helpers, tmp_path, 0, 5.0, helpers)
-    for rank in range(2):
-        run.wait_for("holds at middle", rank, TIMEOUT)
-    run.wait_for("holds at loss", killed, TIMEOUT)
-    run.kill(killed)
+    run = start(launch, 3, tmp_path, 0, 2.0, helpers=2)
+    run.wait_for("holds at middle", 0, TIMEOUT)
+    for rank in 1, 2:
+        run.wait_for("holds at loss", rank, TIMEOUT)
+    run.processes[2].send_signal(how)
     for name in "middle", "loss":
         (tmp_path / name).touch()
-    codes = run.wait(TIMEOUT)
-    assert codes[:2] == [0, 0]
-    assert codes[killed] == -signal.SIGKILL
-    found = trajectory(tmp_path, 0)
-    assert all(map(torch.equal, found, base_alone(workers=2, **MOMENTUM))), "before any pairs"
+    assert [run.processes[rank].wait(TIMEOUT) for rank in range(2)] == [0, 1]
+    assert "Error: " in run.output(1)
+    found = trajectory(tmp_path, 0, workers=1)
+    assert all(map(torch.equal, found, base_alone(**MOMENTUM)))
 
 
 def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Path) -> None:
@@ -144,12 +159,13 @@ def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Pat
 
 def test_a_worker_killed_lets_accelerators_go(launch: Launcher, tmp_path: Path) -> None:
     """Slow: processes of their own."""
-    run = start(launch, 2, tmp_path, 1, 1.0)
+    run = start(launch, 3, tmp_path, 1, 1.0, helpers=2)
     run.wait_for("holds at middle", 0, TIMEOUT)
     run.kill(0)
     (tmp_path / "loss").touch()
-    assert run.wait(TIMEOUT) == [-signal.SIGKILL, 0]
-    served, warned, _ = result(tmp_path, 1)
-    assert served in (1, 2), "the second may have been asked for"
-    (line,) = warned
-    assert "the workers have not been heard of any more" in line
+    assert run.wait(TIMEOUT) == [-signal.SIGKILL, 0, 0]
+    for rank in 1, 2:
+        served, warned, _ = result(tmp_path, rank)
+        assert served in (1, 2), "the second may have been asked for"
+        (line,) = warned
+        assert "the workers have not been heard of any more" in line

@@ -34,6 +34,7 @@ from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 
 from second_order import SecondOrderError
+from second_order.optimizers.accelerator import Batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,13 +45,19 @@ MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 
 
+SCENES: dict[str, dict[str, Any]] = {  # options
+    "judged": {"final_update": "guarded"},
+    "one_fails": {"accelerators": 2},
+}
+
+
 def couriers() -> int:
     return sum(t.name == "second_order courier" for t in threading.enumerate())
 
 
 def play(rank: int, world_size: int, scene: str, *args: Any) -> dict[str, Any]:
     """A scene on one rank: {"worker": ..., "accelerator": ...}'s part; what it warned of."""
-    model, options = CASE.model(), {"final_update": "paper", **MOMENTUM}
+    model, options = CASE.model(), {"final_update": "paper", **MOMENTUM, **SCENES.get(scene, {})}
     optimizer = mrdho2(model, **options)
     part = globals()[f"{scene}_{optimizer.role}"]
     with noted() as warned:
@@ -128,7 +135,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
     until(optimizer, 6)
     optimizer.close()
     optimizer.close()
-    with replaced(optimizer._courier, {"wait": None}):  # waits for nobody
+    with replaced(optimizer._accelerator._courier, {"wait": None}):  # waits for nobody
         until(optimizer, 3)
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
@@ -151,7 +158,12 @@ def closes_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
             optimizer.close()
 
     with optimizer:
-        return worker(model, optimizer, rank, 2, before=close)
+        found = worker(model, optimizer, rank, 2, before=close)
+    kept = optimizer._epochs._courier._shared
+    assert optimizer._epochs.start is optimizer._epochs.total is None
+    assert not kept.received
+    assert not kept.expected
+    return found
 
 
 def closes_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
@@ -206,6 +218,51 @@ def test_an_exception_in_the_loss_reaches_the_caller_of_serve(world: World) -> N
     told_once(results, "SGD goes on alone")
 
 
+def one_fails_worker(model: nn.Module, optimizer: Any, rank: int, *_: Any) -> list[Tensor]:
+    with optimizer:
+        return worker(model, optimizer, rank, 1)
+
+
+def one_fails_accelerator(
+    model: nn.Module, optimizer: Any, rank: int, failing: int, where: str
+) -> str:
+    """Outside of what the Lanczos run agrees on itself."""
+
+    def batches() -> Any:
+        yield CURVED[0]
+        if where == "loader" and rank == failing:
+            raise KeyError("in the loader")
+        yield CURVED[1]
+
+    def fails(*_: Any) -> None:
+        raise KeyError("in the delivery")
+
+    wrong = {"_deliver": fails} if where == "delivery" and rank == failing else {}
+    wrongly = replaced(optimizer._accelerator, wrong)
+    with pytest.raises((KeyError, SecondOrderError)) as caught, optimizer, wrongly:
+        optimizer.serve(batches(), lambda batch: loss_of(model, batch))
+    return repr(caught.value)
+
+
+@pytest.mark.parametrize(("failing", "where"), [(1, "loader"), (2, "loader"), (2, "delivery")])
+def test_one_accelerator_that_fails_takes_the_others_along(
+    world: World, failing: int, where: str
+) -> None:
+    """With its own error where it failed; nobody waits for a timeout, which is half a minute."""
+    begun = time.monotonic()
+    results = world.run(play, 3, "one_fails", failing, where)
+    assert time.monotonic() - begun < 15.0
+    epochs = 1 if where == "loader" else 0
+    assert len(results[0]["found"]) == STEPS
+    assert results[0]["reports"] == [(True, "")] * epochs + [(False, GONE)]
+    told_once(results[:1], "SGD goes on alone")
+    for rank in 1, 2:
+        text = (
+            f"KeyError('in the {where}')" if rank == failing else "another accelerator has failed"
+        )
+        assert text in results[rank]["found"]
+
+
 def empty_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     with pytest.raises(SecondOrderError, match=rf"rank {rank} is a worker: it trains"):
         optimizer.serve(CURVED, lambda _: None)
@@ -257,6 +314,29 @@ def test_eigenpairs_that_are_not_finite_are_left_out(world: World, epochs: list[
     assert results[2]["found"] == 3
 
 
+def judged_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    return worker_part(model, optimizer, rank)
+
+
+def judged_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
+    seen: list[Any] = []
+
+    def loss_fn(batch: Any) -> Tensor:
+        """Sound for the Hessian, which evaluates it once."""
+        seen.append(batch)
+        again = sum(each is batch for each in seen) > 1
+        return loss_of(model, batch) * (math.nan if again else 1.0)
+
+    return serve(model, optimizer, loss_fn)
+
+
+def test_a_verdict_that_is_not_finite_is_told_as_such(world: World) -> None:
+    results = world.run(play, 3, "judged")
+    assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
+    reason = "the loss of the accelerators' batches is not finite"
+    assert all(result["reports"] == [(False, reason)] * 3 for result in results[:2])
+
+
 # Time.
 
 
@@ -273,16 +353,42 @@ def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
             return loss_of(model, batch)
 
         return serve(model, optimizer, loss_fn)
-    waits = optimizer._await
+    waits = optimizer._epochs._await
 
     def wait(*args: Any) -> Any:
-        if optimizer._epoch == 1:
+        if optimizer._epochs.number == 1:
             sign.touch()
         return waits(*args)
 
-    with optimizer, replaced(optimizer, {"_await": wait}):
+    with optimizer, replaced(optimizer._epochs, {"_await": wait}):
         worker(model, optimizer, rank, 1)
     return [report.waited for report in optimizer.epochs]
+
+
+class Unsized:
+    """As a DataLoader of a dataset without a length is."""
+
+    def __init__(self, *batches: int) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        raise TypeError("has no len()")
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([0, 1, 2], {4: 1, 5: 2, 6: 0, 8: 2, 2: 2}),
+        (Unsized(0, 1, 2), {4: 0, 5: 1, 6: 2, 8: 0, 2: 1}),
+        ((k for k in range(3)), {4: 0, 5: 1, 6: 2}),
+    ],
+)
+def test_an_epoch_has_the_batch_of_its_number(batches: Any, expected: dict[int, int]) -> None:
+    taken = Batches(batches, lambda batch: batch)
+    assert [taken.closure(epoch)() for epoch in expected] == list(expected.values())
 
 
 def test_a_worker_reports_how_long_it_has_waited(world: World, tmp_path: Path) -> None:
@@ -403,13 +509,15 @@ def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str
 def frequent(rank: int, world_size: int) -> int:
     model = CASE.model()
     optimizer = mrdho2(model, final_update="guarded", epoch_steps=1)
-    if optimizer.role == "accelerator":
-        serve(model, optimizer)
-        return len(optimizer._courier._shared.expected)
+    half = optimizer._accelerator or optimizer._epochs
+    listened_for = half._courier._shared.expected
     with optimizer:
-        worker(model, optimizer, rank, 1)
-    assert len(optimizer.epochs) == STEPS
-    return len(optimizer._courier._shared.expected)
+        if optimizer.role == "accelerator":
+            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        else:
+            worker(model, optimizer, rank, 1)
+            assert len(optimizer.epochs) == STEPS
+        return len(listened_for)
 
 
 def test_what_is_listened_for_does_not_grow(world: World) -> None:

@@ -79,6 +79,10 @@ def process_of(rank: int, world_size: int) -> int:
     return os.getpid()
 
 
+def hash_of_a_name(rank: int, world_size: int) -> int:
+    return hash("layer")
+
+
 def leaves_a_mess(rank: int, world_size: int) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(rank + 1)
@@ -111,6 +115,11 @@ def test_processes_persist(world: World) -> None:
     pids = world.run(process_of, 2)
     assert world.run(process_of, 3)[:2] == pids
     assert len({*pids, os.getpid()}) == 3
+
+
+def test_sets_of_names_are_in_an_order_of_their_own_on_some_rank(world: World) -> None:
+    """As under torchrun: what depends on the order must not pass."""
+    assert len(set(world.run(hash_of_a_name, 2))) == 2
 
 
 def test_tensors_travel_by_value_and_keep_their_aliases(world: World) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from second_order.distributed import collectives, courier
 from second_order.distributed.courier import PART_BYTES, Courier, open_store
 from second_order.distributed.roles import Roles, assign_roles
+from second_order.errors import SecondOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,6 +100,37 @@ def test_teams_work_apart(world: World) -> None:
             assert result[helpers] == expected
 
 
+class Opened:
+    """What stands for a store."""
+
+    port = 7
+
+
+def opened_badly(rank: int, world_size: int) -> tuple[str, Any]:
+    """What all ranks raise where the host cannot open it; and the address, by machines."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("no port is free")
+
+    world, places = collectives.World(), []
+    with replaced(courier, {"TCPStore": fails}), pytest.raises(SecondOrderError) as caught:
+        open_store(world, 1, 5.0)
+    for kernel in "here", f"kernel {rank}":  # all of the same name
+        stand_ins = {
+            "TCPStore": lambda *_, **__: Opened,
+            "_machine": lambda k=kernel: ("twin", k, ""),
+        }
+        with replaced(courier, stand_ins):
+            places.append(open_store(world, 1, 5.0)[1])
+    return str(caught.value), places
+
+
+def test_a_store_is_opened_where_all_can_reach_it_or_all_raise(world: World) -> None:
+    for text, places in world.run(opened_badly, 2):
+        assert text == "rank 1 cannot open a store at '127.0.0.1': OSError: no port is free"
+        assert places == [("127.0.0.1", 7), ("twin", 7)]
+
+
 # The courier.
 
 
@@ -171,6 +203,40 @@ def test_tensors_of_any_dtype_and_shape_arrive_as_they_were() -> None:
         assert get(a, "nothing") == ([], {})
 
 
+class Slow:
+    """A store that takes a twentieth of a second for each part of a message."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: Any) -> None:
+        time.sleep(0.05 if "/0/" in key else 0.0)
+        self._store.set(key, value)
+
+
+def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        return Slow(store(*args, **kwargs))
+
+    store, silences = courier.TCPStore, []
+    with replaced(courier, {"PART_BYTES": 8}):
+        opened, address = open_store(collectives.World.alone(), 0, 5.0)
+        with replaced(courier, {"TCPStore": slow}):
+            a, b = (Courier(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
+            b.expect("large")
+            a.post("large", [torch.zeros(20)])
+            while not b.holds("large"):
+                silences.append(b._shared.silent())
+                assert not b.lost, silences[-10:]
+        for one in a, b:
+            one.close(PATIENCE)
+    assert opened is not None
+    assert len(silences) > 0
+
+
 def test_a_message_larger_than_a_part_arrives_whole() -> None:
     elements = 2 * PART_BYTES // 4 + 17
     sent = [torch.arange(elements, dtype=torch.int32), torch.ones(3), torch.zeros(PART_BYTES // 8)]
@@ -204,20 +270,17 @@ def test_numbers_replace_each_other() -> None:
 
 
 def test_goodbye_comes_after_all_that_has_been_posted() -> None:
-
-    def slowly(*args: Any) -> Any:
-        time.sleep(0.02)
-        return send(*args)
-
-    send = courier._send
-    with pair() as (a, b), replaced(courier, {"_send": slowly}):
-        names = [f"message/{k}" for k in range(10)]
+    names = [f"message/{k}" for k in range(10)]
+    with pair() as (a, b):
         for name in names:
             b.expect(name)
             a.post(name, [torch.zeros(1000)])
+        a.post("last", [torch.zeros(1000)])
         a.close(0.0)
         assert eventually(lambda: b.closed_there)
         assert all(b.holds(name) for name in names)
+        b.expect("last")  # which the thread has seen no reason to look for
+        assert b.wait("last") is not None
         assert b.wait("what is not to come") is None
         assert not a.closed_there
 
@@ -232,6 +295,7 @@ def test_waiting_ends_when_one_has_had_enough() -> None:
 
 
 def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
+    """And there is a text that tells of it."""
     both = Pair()
     a, b = both.a, both.b
     a.post("first", [torch.ones(2)])
@@ -243,7 +307,9 @@ def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
         one.expect("second")
         assert one.wait("second") is None
         assert one.lost
+        assert "Error: " in one.failure
         one.post("in vain", [torch.ones(2)])
+        assert one._shared.outgoing.empty(), "nobody would take it away"
         one.tell("steps", 1)
         one.close(PATIENCE)
     assert no_thread_is_left()
@@ -263,8 +329,8 @@ def test_a_peer_without_a_heartbeat_is_lost() -> None:
 
 def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
     """Heartbeats go on while its owner does something else, for several timeouts."""
-    with pair(timeout=0.5) as (a, b):
-        end = time.monotonic() + 1.6
+    with pair(timeout=0.2) as (a, b):
+        end = time.monotonic() + 0.7
         a.expect("what is not to come")
         assert a.wait("what is not to come", lambda: time.monotonic() > end) is None
         assert time.monotonic() > end

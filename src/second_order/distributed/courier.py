@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.distributed.collectives import World
+from second_order.errors import SecondOrderError
 
 __all__ = ["Courier", "Message", "await_goodbyes", "open_store"]
 
@@ -33,6 +35,8 @@ PART_BYTES = 4 * 2**20  # of a message: the store refuses values of more than 8 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
+LAST_LOOK_SECONDS = 0.5  # at most, for what a peer that is lost may have left
+BOOT_ID, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
 def open_store(world: World, host: int, timeout: float) -> tuple[TCPStore | None, tuple[str, int]]:
@@ -44,20 +48,38 @@ def open_store(world: World, host: int, timeout: float) -> tuple[TCPStore | None
         world: The processes.
         host: The rank that hosts it, for as long as it keeps what is returned.
         timeout: Seconds after which a call to the store gives up.
+
+    Raises:
+        SecondOrderError: On every rank, if the host cannot open it.
     """
-    names = world.everybody(socket.gethostname())
-    here = len(set(names)) == 1
+    machines = world.everybody(_machine())
+    name = "127.0.0.1" if len(set(machines)) == 1 else machines[host][0]
     store: TCPStore | None = None
+    error = ""
     if world.rank == host:
-        store = TCPStore(
-            "127.0.0.1" if here else names[host],
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-        )
-    port = world.everybody(0 if store is None else store.port)[host]
-    return store, ("127.0.0.1" if here else names[host], port)
+        try:
+            store = TCPStore(
+                name,
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )
+        except Exception as caught:  # the others are about to ask for its port
+            error = f"{type(caught).__name__}: {caught}"
+    port, error = world.everybody((0 if store is None else store.port, error))[host]
+    if error:
+        raise SecondOrderError(f"rank {host} cannot open a store at {name!r}: {error}")
+    return store, (name, port)
+
+
+def _machine() -> tuple[str, str, str]:
+    """What tells machines apart: two may have one name, and containers on one are as two."""
+    try:
+        kernel, network = BOOT_ID.read_text("ascii"), str(NETWORK.readlink())
+    except OSError:  # not on Linux
+        kernel = network = ""
+    return socket.gethostname(), kernel, network
 
 
 def await_goodbyes(store: TCPStore, names: Sequence[str], patience: float) -> None:
@@ -100,8 +122,10 @@ class Courier:
 
         Tensors on a CUDA device are copied to the host here.
         """
-        self._shared.outgoing.put((name, [t.detach().cpu().contiguous() for t in tensors], note))
-        self._shared.wake.set()
+        if self._thread.is_alive():
+            sent = [t.detach().cpu().contiguous() for t in tensors]
+            self._shared.outgoing.put((name, sent, note))
+            self._shared.wake.set()
 
     def tell(self, name: str, value: int) -> None:
         """Say a number that replaces the one said before; delivered when there is time."""
@@ -141,17 +165,38 @@ class Courier:
                 message = self.arrived(name)
                 if message is not None:
                     return message
-                if until() or self.lost or self.closed_there:
+                if until():
+                    return self.arrived(name)
+                if self.lost or self.closed_there or not self._thread.is_alive():
+                    self._look_again()
                     return self.arrived(name)
                 self._shared.news.wait(POLL_SECONDS)
                 self._shared.news.clear()
         finally:
             self._shared.hurry(False)
 
+    def _look_again(self) -> None:
+        """Until the thread has looked at the store once more, from beginning to end.
+
+        It may have heard a goodbye, and not looked yet for a message that is newly expected.
+        """
+        shared, begun = self._shared, self._shared.begun
+        end = time.monotonic() + LAST_LOOK_SECONDS
+        while shared.ended <= begun and self._thread.is_alive():
+            if self.lost and time.monotonic() > end:
+                return
+            shared.news.wait(POLL_SECONDS)
+            shared.news.clear()
+
+    @property
+    def failure(self) -> str:
+        """What the thread has failed with, or ""."""
+        return self._shared.failure
+
     @property
     def lost(self) -> bool:
         """Whether the store has failed, or the peer's heart has stopped."""
-        return self._shared.broken or self._shared.silent() > self._shared.timeout
+        return bool(self._shared.failure) or self._shared.silent() > self._shared.timeout
 
     @property
     def closed_there(self) -> bool:
@@ -161,6 +206,8 @@ class Courier:
     def close(self, patience: float) -> None:
         """Say goodbye, and end the thread; what has been posted goes first.
 
+        What has been fetched and not asked for is let go.
+
         Args:
             patience: Seconds to wait for that; a thread that hangs in a dead connection is left.
         """
@@ -168,6 +215,9 @@ class Courier:
             return
         self._farewell.detach()
         _say_goodbye(self._shared, self._thread, patience)
+        with self._shared.lock:
+            self._shared.expected.clear()
+            self._shared.received.clear()
 
 
 class _Shared:
@@ -186,7 +236,8 @@ class _Shared:
         self.lock = threading.Lock()
         self.news, self.stop, self.wake = threading.Event(), threading.Event(), threading.Event()
         self.hurried = False  # somebody waits
-        self.broken = False
+        self.failure = ""
+        self.begun = self.ended = 0  # passes of the thread
         self._beat, self._heard_at = -1, time.monotonic()
 
     def hurry(self, hurried: bool) -> None:
@@ -212,62 +263,99 @@ def _say_goodbye(shared: _Shared, thread: threading.Thread, patience: float) -> 
 
 def _run(address: tuple[str, int], shared: _Shared) -> None:
     try:
-        store = TCPStore(
+        line = _Line(address, shared)
+        while _pass(line, shared):
+            pass
+    except Exception as error:  # whatever it is, the other side cannot be reached any more
+        shared.failure = f"{type(error).__name__}: {error}"
+    finally:
+        while not shared.outgoing.empty():
+            shared.outgoing.get()
+        shared.news.set()
+
+
+class _Line:
+    """The store, and a heart that goes on beating between the parts of a large message."""
+
+    def __init__(self, address: tuple[str, int], shared: _Shared) -> None:
+        self._shared = shared
+        self._store = TCPStore(
             *address,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=max(shared.timeout, 1.0)),
         )
-        _serve(store, shared)
-    except Exception:  # whatever it is, the other side cannot be reached any more
-        shared.broken = True
-    finally:
-        shared.news.set()
+        self.said: dict[str, int] = {}
+        self.pause = POLL_SECONDS
+        self._beat, self._next = 0, 0.0
+        self.beat()
 
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+        self.beat()
 
-def _serve(store: TCPStore, shared: _Shared) -> None:
-    beat, next_beat, said, pause = 0, 0.0, dict[str, int](), POLL_SECONDS
-    while True:
-        stopping = shared.stop.is_set()  # read first: what is posted before it is still sent
-        busy = _send(store, shared)
-        for name, value in list(shared.said.items()):
-            last = name == CLOSED and (busy or not stopping)  # goodbye comes after what was posted
-            if said.get(name) != value and not last:
-                store.set(f"{shared.me}/{name}", str(value))
-                said[name] = value
-        if stopping and not busy:
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        self.beat()
+        return value
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def beat(self) -> None:
+        """Tell that one lives, and listen for the peer, if it is time to."""
+        now, shared = time.monotonic(), self._shared
+        if now < self._next:
             return
-        now = time.monotonic()
-        if now >= next_beat:
-            store.set(f"{shared.me}/beat", str(beat))
-            beat, next_beat = beat + 1, now + shared.timeout / BEATS_A_TIMEOUT
-            if store.check([f"{shared.peer}/beat"]):
-                shared.heard_beat(int(store.get(f"{shared.peer}/beat")))
-        numbers = {
-            name: int(store.get(f"{shared.peer}/{name}"))
-            for name in list(shared.listening)
-            if store.check([f"{shared.peer}/{name}"])
-        }
-        with shared.lock:
-            expected = list(shared.expected)
-        for name in expected:
-            if store.check([name]):
-                message = _fetch(store, name)
-                with shared.lock:
-                    if name in shared.expected:  # not forgotten meanwhile
-                        shared.expected.discard(name)
-                        shared.received[name] = message
-                shared.news.set()
-                busy = True
-        shared.numbers.update(numbers)  # last: who hears goodbye has got what came before it
-        # The thread that trains has better things to do than to yield to this one.
-        pause = POLL_SECONDS if busy or shared.hurried else min(2 * pause, IDLE_SECONDS)
-        if not busy:
-            shared.wake.wait(pause)
-            shared.wake.clear()
+        self._beat, self._next = self._beat + 1, now + shared.timeout / BEATS_A_TIMEOUT
+        self._store.set(f"{shared.me}/beat", str(self._beat))
+        if self.has(f"{shared.peer}/beat"):
+            shared.heard_beat(int(self._store.get(f"{shared.peer}/beat")))
 
 
-def _send(store: TCPStore, shared: _Shared) -> bool:
+def _pass(line: _Line, shared: _Shared) -> bool:
+    """Send what is to be sent, and fetch what has come; False when goodbye has been said."""
+    shared.begun += 1
+    stopping = shared.stop.is_set()  # read first: what is posted before it is still sent
+    busy = _send(line, shared)
+    for name, value in list(shared.said.items()):
+        early = name == CLOSED and (busy or not stopping)  # goodbye comes after what was posted
+        if line.said.get(name) != value and not early:
+            line.set(f"{shared.me}/{name}", str(value))
+            line.said[name] = value
+    if stopping and not busy:
+        return False
+    line.beat()
+    numbers = {
+        name: int(line.get(f"{shared.peer}/{name}"))
+        for name in list(shared.listening)
+        if line.has(f"{shared.peer}/{name}")
+    }
+    with shared.lock:
+        expected = list(shared.expected)
+    for name in expected:
+        if line.has(name):
+            message = _fetch(line, name)
+            with shared.lock:
+                if name in shared.expected:  # not forgotten meanwhile
+                    shared.expected.discard(name)
+                    shared.received[name] = message
+            shared.news.set()
+            busy = True
+    shared.numbers.update(numbers)  # last: who hears goodbye has got what came before it
+    shared.ended = shared.begun
+    # The thread that trains has better things to do than to yield to this one.
+    line.pause = POLL_SECONDS if busy or shared.hurried else min(2 * line.pause, IDLE_SECONDS)
+    if not busy:
+        shared.wake.wait(line.pause)
+        shared.wake.clear()
+    return True
+
+
+def _send(line: _Line, shared: _Shared) -> bool:
     try:
         name, tensors, note = shared.outgoing.get_nowait()
     except queue.Empty:
@@ -277,21 +365,21 @@ def _send(store: TCPStore, shared: _Shared) -> bool:
         for k, start in enumerate(range(0, tensor.nbytes, PART_BYTES)):
             size = min(PART_BYTES, tensor.nbytes - start)
             part = ctypes.string_at(tensor.data_ptr() + start, size)
-            store.set(f"{name}/{i}/{k}", part)  # type: ignore[arg-type]
+            line.set(f"{name}/{i}/{k}", part)
     # The heading goes last: who sees it finds the rest.
-    store.set(name, json.dumps({"tensors": described, "note": note}))
+    line.set(name, json.dumps({"tensors": described, "note": note}))
     return True
 
 
-def _fetch(store: TCPStore, name: str) -> Message:
-    heading = json.loads(store.get(name))
+def _fetch(line: _Line, name: str) -> Message:
+    heading = json.loads(line.get(name))
     tensors = []
     for i, (dtype, shape) in enumerate(heading["tensors"]):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         for k, start in enumerate(range(0, tensor.nbytes, PART_BYTES)):
-            part = store.get(f"{name}/{i}/{k}")
+            part = line.get(f"{name}/{i}/{k}")
             ctypes.memmove(tensor.data_ptr() + start, part, len(part))
-            store.delete_key(f"{name}/{i}/{k}")
+            line.delete(f"{name}/{i}/{k}")
         tensors.append(tensor)
-    store.delete_key(name)
+    line.delete(name)
     return tensors, heading["note"]

@@ -6,8 +6,12 @@ are the last ranks, so that rank 0, which saves and prints, is a worker.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypeAlias
+
+import torch.distributed as dist
 
 from second_order.distributed.collectives import World
 
@@ -39,10 +43,34 @@ class Roles:
         """The role of a rank."""
         return self.helper_role if rank in self.helpers else "worker"
 
-    def team(self, world: World) -> World:
-        """The world of this process's own kind. Every process calls it."""
-        mine = self.helpers if world.rank in self.helpers else self.workers
-        return world.subgroup(mine, grouped=True)
+    def team(self, world: World, helper_timeout: float | None = None) -> World:
+        """The world of this process's own kind. Every process calls it.
+
+        Args:
+            world: Of all of them.
+            helper_timeout: Seconds after which a helper that waits for others of its kind in a
+                collective raises; None for the backend's default, half an hour with gloo.
+        """
+        helps = world.rank in self.helpers
+        mine = self.helpers if helps else self.workers
+        if helper_timeout is None or world.group is None:
+            return world.subgroup(mine, grouped=True)
+        # Both kinds make a group here: see World.subgroup for why.
+        made, key = _teams.setdefault(world.group, {}), (mine, helper_timeout)
+        if key not in made:
+            group = dist.new_group(
+                [dist.get_global_rank(world.group, r) for r in mine],
+                timeout=timedelta(seconds=helper_timeout) if helps else None,
+                backend=dist.get_backend_config(world.group),
+                use_local_synchronization=True,
+            )
+            made[key] = World(group)
+        return made[key]
+
+
+_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], float], World]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def assign_roles(

@@ -1,18 +1,24 @@
 """What an accelerator of MRDHO2 does: eigenpairs for the workers, and verdicts on their updates.
 
-point/i   c, of some epoch         ->  pairs/i/j: û, residuals and worker j's vectors, rows of mine
-try/i     w_E without and with V̂'s  ->  verdict/i/j: the losses of the accelerators' batches
+worker 0         first accelerator         the others
+point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together
+                 pairs/i/j/a: û, residuals, and worker j's vectors, accelerator a's rows of them
+try/i        ->  order/k: judge       ->   w_E without and with V̂'s, too; then the loss of each
+                 verdict/i/j: the losses of all batches
+goodbye      ->  order/k: leave       ->
 
-i counts what has been asked for, from 0 on, whatever epochs a checkpoint takes the workers to.
+i counts what has been asked for, from 0 on, whatever epochs a checkpoint takes the workers to. Who
+has nothing to do waits for a message, never in a collective; what fails on one accelerator, all
+agree on before the next collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +29,16 @@ from second_order.distributed.courier import Courier
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn
 from second_order.lanczos.rows import row_bounds
-from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs, mean_loss
+from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs, lanczos_dtype, mean_loss
 from second_order.optimizers.flat import Chunk
 from second_order.optimizers.fosi_options import FOSIOptions
 
-__all__ = ["Accelerator", "Subject", "closures_of"]
+__all__ = ["Accelerator", "Batches", "Subject"]
+
+T = TypeVar("T")
+Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
+
+PARTING_SECONDS = 1.0  # in which an accelerator that fails says goodbye
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,11 @@ class Subject:
     model: nn.Module | None
     sign: float
 
+    def flat(self) -> Tensor:
+        """The parameters as one vector that loses nothing of them."""
+        dtype = lanczos_dtype(self.params)
+        return torch.cat([chunk.values(dtype) for chunk in self.chunks])
+
     def write(self, flat: Tensor) -> None:
         """Set the parameters.
 
@@ -60,7 +76,7 @@ class Subject:
                 f"the workers train {len(flat)} numbers, this accelerator {n}: freeze and unfreeze "
                 f"the same parameters on every rank"
             )
-        flat = flat.to(self.params[0].device, self.dtype)
+        flat = flat.to(self.params[0].device)
         for chunk in self.chunks:
             chunk.overwrite(flat[chunk.columns])
 
@@ -69,7 +85,7 @@ class Accelerator:
     """Answers the workers' messages.
 
     Args:
-        courier: To the workers.
+        courier: To worker 0, on the first accelerator; to that one, on the others.
         team: The accelerators.
         options: Of the eigenpairs.
         workers: How many workers there are.
@@ -77,6 +93,7 @@ class Accelerator:
 
     Attributes:
         answered: How many points' eigenpairs have been computed.
+        lost: Who has not been heard of any more, or "".
     """
 
     def __init__(
@@ -85,67 +102,144 @@ class Accelerator:
         self._courier, self._team, self._options = courier, team, options
         self._workers, self._judges = workers, judges
         self._loss_fn: LossFn | Sequence[LossFn] | None = None
+        self._orders = self._calls = 0
+        self._over = False
         self.answered = 0
+        self.lost = ""
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether the other side has said goodbye."""
+        return self._courier.closed_there
+
+    def close(self, patience: float) -> None:
+        """Say goodbye."""
+        self._over = True
+        self._courier.close(patience)
+
+    def help_for_a_step(self, subject: Subject, closure_at: Callable[[int], Any]) -> None:
+        """As :meth:`help`, until the workers have taken as many steps as this has been called."""
+        self._calls += 1
+        courier, calls = self._courier, self._calls
+        self.help(subject, closure_at, lambda: (courier.heard("steps") or 0) >= calls)
+        courier.tell("steps", calls)  # for the other accelerators
 
     def help(
-        self, subject: Subject, closures: Iterator[Any], enough: Callable[[Courier], bool]
+        self,
+        subject: Subject,
+        closure_at: Callable[[int], Any],
+        enough: Callable[[], bool] = lambda: False,
     ) -> None:
         """Answer messages until the workers close or are lost, or it is enough.
 
         Args:
             subject: What to compute eigenpairs of.
-            closures: The curvature closure of each epoch.
+            closure_at: The curvature closure of an epoch.
             enough: Asked while there is nothing to do.
 
         Raises:
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
+            SecondOrderError: If another accelerator has failed.
         """
-        courier = self._courier
-        while True:
-            point, trial = f"point/{self.answered}/{self._team.rank}", ""
-            courier.expect(point)
-            if self._judges and self._loss_fn is not None:
-                trial = f"try/{self.answered - 1}/{self._team.rank}"
-                courier.expect(trial)
-            asked = courier.arrived(trial)
-            if asked is not None:
-                self._judge(subject, *asked[0])
-                continue
-            message = courier.wait(point, partial(self._interrupted, trial, enough))
-            if message is not None:
-                courier.forget(trial)
-                self._compute(subject, closures, *message)
-            elif not courier.holds(trial):
+        while not self._over:
+            order = self._lead(enough) if self._team.rank == 0 else self._follow(enough)
+            if order is None:
                 return
+            what, tensors, note = order
+            try:
+                if what == "compute":
+                    self._compute(subject, closure_at, tensors[0], note["epoch"])
+                else:
+                    self._judge(subject, tensors)
+            except Exception:
+                self.close(PARTING_SECONDS)
+                raise
 
-    def _interrupted(self, trial: str, enough: Callable[[Courier], bool]) -> bool:
-        return self._courier.holds(trial) or enough(self._courier)
+    def _lead(self, enough: Callable[[], bool]) -> Order | None:
+        """What is to be done next, by the workers' messages; the others are told."""
+        courier, point = self._courier, f"point/{self.answered}"
+        trial = f"try/{self.answered - 1}" if self._judges and self._loss_fn is not None else ""
+        for name in filter(None, (point, trial)):
+            courier.expect(name)
+        what, message = "compute", courier.wait(point, lambda: courier.holds(trial) or enough())
+        if message is None:
+            what, message = "judge", courier.arrived(trial)
+        if message is None:
+            if not (courier.closed_there or courier.lost):
+                return None
+            what, self._over = "leave", True
+            if not courier.closed_there:
+                self.lost = "the workers have not been heard of any more"
+        courier.forget(trial)
+        tensors, note = message or ([], {"lost": self.lost})
+        for a in range(1, self._team.size):
+            courier.post(f"order/{self._orders}/{a}", tensors, do=what, **note)
+        self._orders += 1
+        return None if self._over else (what, tensors, note)
+
+    def _follow(self, enough: Callable[[], bool]) -> Order | None:
+        """What the first accelerator says is next."""
+        courier, name = self._courier, f"order/{self._orders}/{self._team.rank}"
+        courier.expect(name)
+        message = courier.wait(name, enough)
+        if message is None:
+            self._over = courier.closed_there or courier.lost
+            if self._over and not courier.closed_there:
+                self.lost = "the first accelerator has not been heard of any more"
+            return None
+        self._orders += 1
+        tensors, note = message
+        if note["do"] == "leave":
+            self._over, self.lost = True, note["lost"]
+            return None
+        return note["do"], tensors, note
+
+    def _together(self, subject: Subject, work: Callable[[], T]) -> T:
+        """Do something that may fail here and not there, before all enter a collective."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        try:
+            agreed = self._team.all_agree(error is None, subject.params[0].device)
+        except Exception as caught:
+            if error is not None:
+                raise error from None
+            raise SecondOrderError("another accelerator has died, or stands still") from caught
+        if error is not None:
+            raise error
+        if not agreed:
+            raise SecondOrderError("another accelerator has failed; its own error tells why")
+        return result
 
     def _compute(
-        self,
-        subject: Subject,
-        closures: Iterator[Any],
-        point: Sequence[Tensor],
-        asked: Mapping[str, Any],
+        self, subject: Subject, closure_at: Callable[[int], Any], point: Tensor, epoch: int
     ) -> None:
-        """û, V̂ at c, to the workers; if that fails they are told to go on without."""
-        try:
-            subject.write(point[0])
-            self._loss_fn = next(closures)
-            pairs = self._pairs(subject, self._loss_fn, asked["epoch"])
-        except Exception:
-            self._courier.close(1.0)
-            raise
-        note = {"finite": pairs.finite, "products": pairs.iterations}
+        """û, V̂ at c, to the workers."""
+
+        def prepare() -> Any:
+            subject.write(point)
+            return closure_at(epoch)
+
+        self._loss_fn = self._together(subject, prepare)
+        pairs = self._pairs(subject, self._loss_fn, epoch)
+        self._together(subject, partial(self._deliver, subject, pairs))
+        self.answered += 1
+
+    def _deliver(self, subject: Subject, pairs: Pairs) -> None:
         cuts = row_bounds(len(pairs.values), self._workers)
-        with torch.autocast(subject.params[0].device.type, enabled=False):
-            rows = pairs.vectors() if pairs.finite else None
+        rows = None
+        if pairs.finite:
+            with torch.autocast(subject.params[0].device.type, enabled=False):
+                rows = pairs.vectors()
+        finite = rows is not None and bool(rows.isfinite().all())
         for j in range(self._workers):
             tensors = []
-            if rows is not None:
+            if finite and rows is not None:
                 tensors = [pairs.values, pairs.bounds(), rows[cuts[j] : cuts[j + 1]]]
-            self._courier.post(f"pairs/{self.answered}/{j}/{self._team.rank}", tensors, **note)
-        self.answered += 1
+            name = f"pairs/{self.answered}/{j}/{self._team.rank}"
+            self._courier.post(name, tensors, finite=finite, products=pairs.iterations)
 
     def _pairs(self, subject: Subject, loss_fn: Any, epoch: int) -> Pairs:
         options = self._options
@@ -171,13 +265,13 @@ class Accelerator:
             space.raise_together()
         return pairs
 
-    def _judge(self, subject: Subject, before: Tensor, after: Tensor) -> None:
+    def _judge(self, subject: Subject, points: Sequence[Tensor]) -> None:
         """The losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
         losses = []
-        for flat in (before, after):
+        for point in points:
             with record_function("second_order.judge"):
-                subject.write(flat)
+                self._together(subject, partial(subject.write, point))
                 loss = mean_loss(self._loss_fn, subject.params, self._team, subject.model)
             losses.append(subject.sign * loss if math.isfinite(loss) else None)
         if self._team.rank == 0:
@@ -185,16 +279,44 @@ class Accelerator:
                 self._courier.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
 
 
-def closures_of(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> Iterator[Any]:
-    """The loss of each batch, over and over.
+class Batches:
+    """The loss of each epoch's batch: of as many as there are, number epoch mod len.
 
-    Raises:
-        ValueError: If there is none.
+    Where ``batches`` has no length it is that after the last one. A run that is resumed meets the
+    batches of one that was not interrupted, if it can.
+
+    Args:
+        batches: Gone through over and over.
+        loss_fn: Of a batch.
     """
-    while True:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield partial(loss_fn, batch)
-        if empty:
-            raise ValueError("batches is empty, or an iterator that has ended; give a loader")
+
+    def __init__(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> None:
+        self._batches, self._loss_fn = batches, loss_fn
+        self._iterator: Iterator[Any] = iter(())
+        self._next = 0
+
+    def closure(self, epoch: int) -> Callable[[], Any]:
+        """The loss of an epoch's batch.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        count = self._count()
+        for _ in range((epoch - self._next) % count if count else 0):
+            self._take()
+        self._next = epoch + 1
+        return partial(self._loss_fn, self._take())
+
+    def _count(self) -> int:
+        try:
+            return len(self._batches) if isinstance(self._batches, Sized) else 0
+        except TypeError:  # a DataLoader of a dataset without a length
+            return 0
+
+    def _take(self) -> Any:
+        for batch in self._iterator:
+            return batch
+        self._iterator = iter(self._batches)
+        for batch in self._iterator:
+            return batch
+        raise ValueError("batches is empty, or an iterator that has ended; give a loader")

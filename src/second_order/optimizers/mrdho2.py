@@ -8,29 +8,27 @@ at the end:  w <- w_E − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂�
 The last line is the paper's equation 17. It replaces what the base has done in the span of V̂ by one
 Newton step on the summed gradient, which is stable only while α (1 − (1 − ηu)^E) / (ηu) < 2 for
 each eigenvalue u at a learning rate η. So "guarded" asks the accelerators for the loss without and
-with it, and "additive" keeps w_E and adds a Newton step on the mean of the last gradients.
+with it, and makes it where that falls by a fifth; "additive" keeps w_E and adds a Newton step on
+the mean of the last gradients.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
-from second_order.distributed.courier import Courier, Message, await_goodbyes, open_store
+from second_order.distributed.courier import Courier, await_goodbyes, open_store
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
-from second_order.optimizers.accelerator import Accelerator, Subject, closures_of
+from second_order.optimizers.accelerator import Accelerator, Batches, Subject
 from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.epochs import UNSOUND, Epochs, FinalUpdate
 from second_order.optimizers.fosi import FOSIOptimizer
 from second_order.optimizers.fosi_options import FOSIOptions, check_whole
 from second_order.optimizers.fosi_state import load_vector, vector_parts
@@ -42,16 +40,12 @@ from second_order.optimizers.options import (
     check_number,
     own_keywords,
 )
-from second_order.optimizers.subspace import ColumnBasis, newton_rates, updated
 from second_order.report import CurvatureReport, EpochReport
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 
-FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
-
-ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 FAREWELL_SECONDS = 5.0  # that the store outlives its host's own goodbye at most
-SUM, CHECKPOINT = "gradient_sum", "epoch_start"
+SUM, START = "gradient_sum", "epoch_start"
 
 
 class MRDHO2(FOSIOptimizer):
@@ -80,8 +74,8 @@ class MRDHO2(FOSIOptimizer):
         accelerators: A, how many ranks compute eigenpairs.
         epoch_steps: E, steps between two final updates.
         final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
-            batches does not rise by it. "additive" adds a Newton step on the mean of the last
-            gradients to what the base has done.
+            batches falls by it by at least a fifth. "additive" adds a Newton step on the mean of
+            the last gradients to what the base has done.
         helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch, after
             which accelerators are given up.
         largest: k, how many of the largest eigenpairs.
@@ -143,18 +137,13 @@ class MRDHO2(FOSIOptimizer):
         check_choice("final_update", final_update, ("guarded", "paper", "additive"))
         check_number("helper_timeout", helper_timeout, low=0.1, remedy="60.0 is the default")
         check_whole("accelerators", accelerators, 0, "0 for none")
-        self._epoch_steps, self._final_update = epoch_steps, final_update
+        self._epoch_steps, self._judged = epoch_steps, final_update == "guarded"
         self._patience = float(helper_timeout)
-        self._courier: Courier | None = None
         self._role: Role = "worker"
-        self._epoch = self._epoch_step = 0
-        self._checkpoint: Tensor | None = None  # c, flat
-        self._sum: Tensor | None = None  # p, flat
-        self._asked = -1  # the epoch whose eigenpairs are under way
-        self._request = -1  # which message that is
         self._accelerator: Accelerator | None = None
-        self._found: tuple[Tensor, Tensor] | None = None
-        self.epochs: deque[EpochReport] = deque(maxlen=1000)
+        self._epochs = Epochs(
+            epoch_steps, final_update, eigenvalue_floor, self._patience, base.__name__, self._warn
+        )
         alone = {
             "curvature_interval": epoch_steps,
             "warmup_steps": None,
@@ -181,6 +170,11 @@ class MRDHO2(FOSIOptimizer):
             [f"options: {accelerators} {epoch_steps} {final_update} {helper_timeout}"], "options"
         )
         self._roles = assign_roles(everybody.size, accelerators, "accelerator", self._under_ddp)
+        if self._roles.helpers and not self._options.wanted:
+            self._warn(
+                f"largest=0 and smallest=0: the {accelerators} accelerators have nothing to do, so "
+                f"all {everybody.size} processes train"
+            )
         if self._roles.helpers and self._options.wanted:
             self._divide(everybody)
         elif self._options.wanted:
@@ -194,25 +188,25 @@ class MRDHO2(FOSIOptimizer):
         """Give every process its role, and workers and accelerators a way to talk."""
         roles: Roles = self._roles
         self._role, self._divided = roles.of(everybody.rank), True
-        self._store, address = open_store(everybody, roles.helpers[0], self._patience)
+        first = roles.helpers[0]
+        self._store, address = open_store(everybody, first, self._patience)
         self._everybody = [f"{roles.of(r)} {r}" for r in range(everybody.size)]
-        self._world = roles.team(everybody)
+        self._world = roles.team(everybody, self._patience)
         self._averages = self._averages and self._world.size > 1
         name = self._everybody[everybody.rank]
-        peers = {"worker": f"accelerator {roles.helpers[0]}", "accelerator": "worker 0"}
-        self._courier = Courier(address, name, peers[self._role], self._patience)
+        peer = self._everybody[0 if everybody.rank == first else first]
+        courier = Courier(address, name, peer, self._patience)
         if self._role == "worker":
-            self._helped = True
+            self._epochs.connect(courier, self._world, len(roles.helpers))
         else:
             self._accelerator = Accelerator(
-                self._courier,
+                courier,
                 self._world,
                 self._options,
                 workers=len(roles.workers),
-                judges=self._final_update == "guarded",
+                judges=self._judged,
             )
 
-    _helped = False  # whether accelerators are at work for this worker
     _divided = False  # whether there have been any
 
     @property
@@ -242,7 +236,7 @@ class MRDHO2(FOSIOptimizer):
         Returns:
             What the closure returned, or None.
         """
-        if self._role == "worker":
+        if self._role == "worker" or self._initialises_state():
             return super().step(closure, curvature_closure=curvature_closure)
         loss = None
         if closure is not None:
@@ -250,159 +244,59 @@ class MRDHO2(FOSIOptimizer):
                 loss = closure()
         self._steps += 1
         chosen = curvature_closure if curvature_closure is not None else self.curvature_closure
-        with torch.no_grad():
-            self._help(
-                itertools.repeat(self._no_closure if chosen is None else chosen),
-                lambda courier: (courier.heard("steps") or 0) >= self._steps,
-            )
+        if self._accelerator is not None:
+            closure_at = partial(self._chosen, self._no_closure if chosen is None else chosen)
+            self._follow_layout()
+            with torch.no_grad():
+                self._accelerator.help_for_a_step(self._subject(), closure_at)
+            self._tell_whom_it_has_lost(self._accelerator)
         return loss
 
+    @staticmethod
+    def _chosen(closure: Any, epoch: int) -> Any:
+        return closure
+
     def _computes_pairs(self) -> bool:
-        return self._courier is None and super()._computes_pairs()
+        return not self._divided and super()._computes_pairs()
 
     def _transform_gradients(self, average: Callable[[], None]) -> None:
         super()._transform_gradients(average)
-        if not self._helped:
-            return
-        if self._asked != self._epoch:
-            self._begin_epoch()
-        last = self._epoch_steps - min(ADDED_STEPS, self._epoch_steps)
-        if self._sum is not None and (self._final_update != "additive" or self._epoch_step >= last):
-            parts = [self._sum[chunk.columns] for chunk in self._chunks]
-            torch._foreach_add_(parts, [chunk.gradients(self._dtype) for chunk in self._chunks])
+        if self._epochs.helped:
+            self._epochs.add(self._subject())
 
     def _base_step(self) -> None:
         stepping = self._stepping
         super()._base_step()
-        if not (stepping and self._helped):
+        if not (stepping and self._epochs.helped):
             return
-        assert self._courier is not None
-        self._epoch_step += 1
-        if self._epoch_step >= self._epoch_steps:
-            with record_function("second_order.final_update"), self._plain:
-                self._end_epoch(self._courier)
-        self._courier.tell("steps", self._steps + 1)
+        with self._plain:
+            report = self._epochs.stepped(self._subject(), self._scales)
+        if report is not None:
+            self._count(report)
 
-    def _flat(self) -> Tensor:
-        return torch.cat([chunk.values(self._dtype) for chunk in self._chunks])
+    def _scales(self) -> list[float | Tensor]:
+        return [self._newton_scale(group) for group in self.param_groups]
 
-    def _begin_epoch(self) -> None:
-        """C = w, p = 0, and off with c; an epoch taken up from a checkpoint has both already."""
-        assert self._courier is not None
-        if self._checkpoint is None or self._epoch_step == 0:
-            self._checkpoint = self._flat()
-            self._sum = torch.zeros_like(self._checkpoint)
-        self._asked, self._request = self._epoch, self._request + 1
-        if self._world.rank == 0:
-            for a in range(len(self._roles.helpers)):
-                point = self._checkpoint.clone()
-                self._courier.post(f"point/{self._request}/{a}", [point], epoch=self._epoch)
-        for name in self._expected("pairs"):
-            self._courier.expect(name)
-
-    def _expected(self, what: str) -> list[str]:
-        helpers = range(len(self._roles.helpers))
-        return [f"{what}/{self._request}/{self._world.rank}/{a}" for a in helpers]
-
-    def _end_epoch(self, courier: Courier) -> None:
-        """The final update, if every worker has sound eigenpairs."""
-        begun = time.monotonic()
-        messages = [self._await(courier, name, begun) for name in self._expected("pairs")]
-        waited = time.monotonic() - begun
-        found = [message for message in messages if message is not None]
-        here = len(found) == len(messages)
-        sound = here and all(
-            note["finite"] and all(bool(t.isfinite().all()) for t in tensors)
-            for tensors, note in found
-        )
-        if not self._agreed(here):
-            self._give_up(courier)
-            report = EpochReport(self._epoch, waited, False, "the accelerators are gone")
-        elif self._checkpoint is None:
-            report = EpochReport(self._epoch, waited, False, "other parameters train now")
-        elif not self._agreed(sound):
-            if self._first_time("eigenpairs"):
-                self._warn(
-                    f"the accelerators' eigenpairs of epoch {self._epoch} are not finite; the base "
-                    f"goes on alone until they are"
-                )
-            self._failures += 1
-            report = EpochReport(self._epoch, waited, False, "the eigenpairs are not finite")
-        else:
-            report = self._finish(courier, found, waited)
-        self.epochs.append(report)
-        self._checkpoint = self._sum = None
-        self._epoch, self._epoch_step = self._epoch + 1, 0
-
-    def _await(self, courier: Courier, name: str, begun: float) -> Message | None:
-        with record_function("second_order.wait"):
-            return courier.wait(name, lambda: time.monotonic() - begun > self._patience)
-
-    def _agreed(self, mine: bool) -> bool:
-        return self._world.all_agree(mine, self.param_groups[0]["params"][0].device)
-
-    def _give_up(self, courier: Courier) -> None:
-        """Go on as the base alone."""
-        self._warn(
-            f"the accelerators have left, died, or not answered in {self._patience:g} s: "
-            f"{type(self._base).__name__} goes on alone"
-        )
-        self._helped, self._patience = False, 0.1  # there is nobody to say goodbye to
-        courier.close(self._patience)
-
-    def _finish(self, courier: Courier, found: Sequence[Message], waited: float) -> EpochReport:
-        assert self._checkpoint is not None
-        assert self._sum is not None
-        (values, residuals, _), note = found[0]
-        self._found = values, residuals
-        self._refreshes, self._products = self._refreshes + 1, int(note["products"])
-        self._total_products += self._products
-        self._refreshed_at = self._steps + 1 - self._epoch_steps
-        rows = torch.cat([t[2] for t, _ in found], dim=1).to(self._checkpoint.device, self._dtype)
-        before = self._flat()
-        adds = self._final_update == "additive"
-        after = updated(
-            before,
-            None if adds else self._checkpoint,
-            self._sum / min(ADDED_STEPS, self._epoch_steps) if adds else self._sum,
-            ColumnBasis(rows, self._chunks, self._world, len(values)),
-            newton_rates(values, self._options.eigenvalue_floor),
-            self._chunks,
-            [self._newton_scale(group) for group in self.param_groups],
-        )
-        if self._final_update != "guarded":
-            self._subject().write(after)
-            return EpochReport(self._epoch, waited, True, products=self._products)
-        return self._ask(courier, before, after, waited)
-
-    def _ask(self, courier: Courier, before: Tensor, after: Tensor, waited: float) -> EpochReport:
-        """Make the update if the loss of the accelerators' batches does not rise by it."""
-        begun = time.monotonic()
-        name = f"verdict/{self._request}/{self._world.rank}"
-        courier.expect(name)
-        if self._world.rank == 0:
-            for a in range(len(self._roles.helpers)):
-                courier.post(f"try/{self._request}/{a}", [before, after])
-        message = self._await(courier, name, begun)
-        waited += time.monotonic() - begun
-        if not self._agreed(message is not None):
-            self._give_up(courier)
-            return EpochReport(self._epoch, waited, False, "the accelerators are gone")
-        assert message is not None
-        old, new = (math.nan if x is None else float(x) for x in message[1]["losses"])
-        better = new <= old
-        if better:
-            self._subject().write(after)
-        reason = "" if better else "the loss of the accelerators' batches would have risen"
-        return EpochReport(self._epoch, waited, better, reason, old, new, self._products)
+    def _count(self, report: EpochReport) -> None:
+        """What :attr:`curvature` tells."""
+        self._failures += report.reason == UNSOUND
+        if report.products:
+            self._refreshes, self._products = self._refreshes + 1, report.products
+            self._total_products += report.products
+            self._refreshed_at = self._steps + 1 - self._epoch_steps
 
     @property
     def curvature(self) -> CurvatureReport:
         """The eigenvalues that came last, and what they took."""
-        report = super().curvature
-        if self._found is None:
+        report, found = super().curvature, self._epochs.found
+        if found is None:
             return report
-        return replace(report, eigenvalues=self._found[0], residuals=self._found[1])
+        return replace(report, eigenvalues=found[0], residuals=found[1])
+
+    @property
+    def epochs(self) -> Sequence[EpochReport]:
+        """What the last 1,000 epochs have come to, on a worker."""
+        return self._epochs.reports
 
     # ------------------------------------------------------------------------------- accelerator
 
@@ -410,14 +304,15 @@ class MRDHO2(FOSIOptimizer):
         """Compute eigenpairs until the workers close; what an accelerator does instead of training.
 
         Args:
-            batches: Taken one for each epoch's eigenpairs, from the start again when they end.
+            batches: Taken one for each epoch's eigenpairs, from the start again when they end; if
+                they have a length, an epoch's is its number modulo that, after a resume too.
             loss_fn: The loss of a batch, or (loss, number of examples); no ``backward``.
 
         Returns:
             How many epochs' eigenpairs have been computed.
 
         Raises:
-            SecondOrderError: On a worker.
+            SecondOrderError: On a worker; and if another accelerator has failed.
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             ValueError: If there is no batch.
         """
@@ -426,20 +321,18 @@ class MRDHO2(FOSIOptimizer):
                 f"rank {self._world.rank} is a worker: it trains, and serve() is for the ranks "
                 f"whose optimizer.role is 'accelerator'"
             )
-        if self._accelerator is None or self._courier is None:
+        if self._accelerator is None:
             return 0
         before = self._accelerator.answered
+        self._follow_layout()
         with torch.no_grad():
-            self._help(closures_of(batches, loss_fn), lambda courier: False)
-        if not (self._closed or self._courier.closed_there):
-            self._warn("the workers have not been heard of any more: serve() returns")
+            self._accelerator.help(self._subject(), Batches(batches, loss_fn).closure)
+        self._tell_whom_it_has_lost(self._accelerator)
         return self._accelerator.answered - before
 
-    def _help(self, closures: Iterator[Any], enough: Callable[[Courier], bool]) -> None:
-        if self._accelerator is None or self._closed:
-            return
-        self._follow_layout()
-        self._accelerator.help(self._subject(), closures, enough)
+    def _tell_whom_it_has_lost(self, accelerator: Accelerator) -> None:
+        if accelerator.lost and self._first_time("lost"):
+            self._warn(f"{accelerator.lost}: this accelerator has nothing more to do")
 
     def _subject(self) -> Subject:
         assert self._layout is not None
@@ -455,11 +348,11 @@ class MRDHO2(FOSIOptimizer):
 
     def close(self) -> None:
         """Say goodbye: accelerators return from serve(), workers go on as the base alone."""
-        if self._courier is not None:
-            self._courier.close(self._patience)
-            if self._store is not None and self._courier.closed_there:  # others still listen to it
+        self._epochs.close()
+        if self._accelerator is not None:
+            self._accelerator.close(self._patience)
+            if self._store is not None and self._accelerator.dismissed:  # others still listen to it
                 await_goodbyes(self._store, self._everybody, min(self._patience, FAREWELL_SECONDS))
-        self._helped = False
         super().close()
 
     def __enter__(self) -> MRDHO2:
@@ -470,51 +363,43 @@ class MRDHO2(FOSIOptimizer):
 
     def _vector_changed(self) -> None:
         super()._vector_changed()
-        if self._checkpoint is not None:
+        if self._epochs.start is not None:
             self._warn("the parameters that train have changed: this epoch has no final update")
-            self._checkpoint = self._sum = None
+            self._epochs.let_go()
 
     def _counts(self) -> dict[str, float]:
-        return {**super()._counts(), "epoch": self._epoch, "epoch_step": self._epoch_step}
+        return {**super()._counts(), "epoch": self._epochs.number, "epoch_step": self._epochs.step}
 
     def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
         parts = super()._curvature_state()
-        if self._courier is None or self._layout is None or not self._layout.params:
+        if not self._divided or self._layout is None or not self._layout.params:
             return parts
-        start, total = self._checkpoint, self._sum
+        start, total = self._epochs.start, self._epochs.total
         if start is None or total is None:
             if not is_sharded_checkpoint():
                 return parts
             start = total = torch.zeros(self._layout.size, dtype=self._dtype)
-        vectors = vector_parts({CHECKPOINT: start, SUM: total}, self._layout.params)
+        vectors = vector_parts({START: start, SUM: total}, self._layout.params)
         return {p: {**parts.get(p, {}), **vectors[p]} for p in self._layout.params}
 
     def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
         super()._adopt_curvature(saved)
         assert self._layout is not None
+        number = step = 0
         for part in saved.values():
-            self._epoch = part.get("epoch", 0)
-            self._epoch_step = part.get("epoch_step", 0)
-        self._asked, self._checkpoint, self._sum = -1, None, None
-        if self._helped and self._courier is not None:  # of what is under way
-            for name in self._expected("pairs"):
-                self._courier.forget(name)
-        if self._epoch_step:
-            params, dtype = self._layout.params, self._dtype
-            self._checkpoint = load_vector(saved, CHECKPOINT, params, dtype)
-            self._sum = load_vector(saved, SUM, params, dtype)
+            number, step = part.get("epoch", 0), part.get("epoch_step", 0)
+        self._epochs.resume(number, step)
+        if step:
+            params = self._layout.params
+            self._epochs.start = load_vector(saved, START, params, self._layout.dtype)
+            self._epochs.total = load_vector(saved, SUM, params, self._dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_courier", "_store", "_accelerator", "_helped"):  # a copy talks to nobody
-            state.pop(name, None)
-        return state | {
-            "_courier": None,
-            "_accelerator": None,
-            "_closed": state["_closed"] or self._courier is not None,
-        }
+        state.pop("_store", None)  # a copy talks to nobody
+        return state | {"_accelerator": None, "_closed": state["_closed"] or self._divided}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._divided and self._world.unpickled and self._world.size == self._roles.size:
-            self._world = self._roles.team(self._world)
+            self._world = self._roles.team(self._world, self._patience)

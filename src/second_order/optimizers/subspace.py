@@ -21,7 +21,7 @@ from second_order.distributed.collectives import Delivery, World
 from second_order.lanczos.rows import row_bounds
 from second_order.optimizers.flat import Chunk
 
-__all__ = ["Basis", "ColumnBasis", "RowBasis", "Subspace", "newton_rates", "rest_scale", "updated"]
+__all__ = ["Basis", "ColumnBasis", "RowBasis", "Subspace", "newton_rates", "rest_scale"]
 
 
 class Basis(Protocol):
@@ -159,38 +159,6 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
     largest = sizes.max() if len(sizes) else sizes.new_zeros(())
     rates = 1.0 / torch.maximum(sizes, floor * largest)
     return torch.where(torch.isfinite(rates), rates, 0.0)
-
-
-def updated(
-    end: Tensor,
-    start: Tensor | None,
-    gradient: Tensor,
-    basis: ColumnBasis,
-    rates: Tensor,
-    chunks: Sequence[Chunk],
-    scales: Sequence[float | Tensor],
-) -> Tensor:
-    """w_E − V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], [D] equation 17, or without its last term.
-
-    Args:
-        end: ``(n,)`` w_E.
-        start: ``(n,)`` c; None to leave what has moved since as it is.
-        gradient: ``(n,)`` p.
-        basis: V̂.
-        rates: ``(r,)`` |û|⁻¹.
-        chunks: Of all n.
-        scales: α of each group.
-    """
-
-    def coefficients(x: Tensor) -> Tensor:
-        return basis.coefficients([x[chunk.columns] for chunk in chunks])
-
-    newton = coefficients(gradient) * rates[basis.mine].to(gradient)
-    undone = torch.zeros_like(newton) if start is None else coefficients(end - start)
-    steps = [-(scale * newton + undone) for scale in scales]
-    result = end.clone()
-    basis.add([result[chunk.columns] for chunk in chunks], [steps[chunk.group] for chunk in chunks])
-    return result
 
 
 def rest_scale(values: Tensor, largest: int, clip: float) -> float:
