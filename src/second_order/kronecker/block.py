@@ -54,7 +54,10 @@ class KroneckerBlock:
         silent: Whether the last refresh found that no statistic had ever arrived.
         asked: Whether statistics have been due since there was a block.
         failures: Refreshes in a row that gave no sound decomposition.
+        shares_a: Whether its A is another block's.
     """
+
+    shares_a = False
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class KroneckerBlock:
         d: Tensor,
         approximation: Approximation,
         dtype: torch.dtype,
+        known_a: Tensor | None = None,
     ) -> PairStatistics:
         """Statistics of a captured pair of one of the modules; see :func:`pair_statistics`."""
         return pair_statistics(
@@ -152,6 +156,7 @@ class KroneckerBlock:
             approximation=approximation,
             dtype=dtype,
             triangular=self.staged.triangular,
+            known_a=known_a,
         )
 
     def ensure_factors(self) -> KroneckerFactors:
@@ -283,8 +288,11 @@ class KroneckerBlock:
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of the running averages on this process."""
-        return 0 if self.factors is None else self.factors.nbytes
+        """Bytes of the running averages on this process, without an A that is another block's."""
+        if self.factors is None:
+            return 0
+        shared = self.factors.a if self.shares_a else None
+        return self.factors.nbytes - (0 if shared is None else shared.nbytes)
 
     @property
     def inverse_bytes(self) -> int:
@@ -320,6 +328,7 @@ class StatisticsCollector:
         gradient_scale: A further factor of the captured gradients, asked for at every pair.
         conv_approximation: That of convolutions; None for the same.
         blocks: Those of each module.
+        sharing: By block, another one that has had the same input, since the last :meth:`settle`.
     """
 
     approximation: Approximation
@@ -328,6 +337,8 @@ class StatisticsCollector:
     gradient_scale: Callable[[Tensor], Tensor | float]
     conv_approximation: Approximation | None = None
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
+    sharing: dict[KroneckerBlock, KroneckerBlock] = field(default_factory=dict)
+    _last_a: tuple[tuple[int, int, bool], KroneckerBlock, Tensor] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Give the pairs of a module to the blocks that have it."""
@@ -335,6 +346,11 @@ class StatisticsCollector:
         for block in blocks:
             for module in block.modules:
                 self.blocks.setdefault(module, []).append(block)
+
+    def settle(self) -> dict[KroneckerBlock, KroneckerBlock]:
+        """Forget the passes so far; gives :attr:`sharing`."""
+        sharing, self.sharing, self._last_a = self.sharing, {}, None
+        return sharing
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
@@ -351,20 +367,36 @@ class StatisticsCollector:
                 )
             block.staged.dropped += 1
 
-    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
+    def consume(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int = -1
+    ) -> None:
         """Add one pair to the staged statistics of its blocks."""
         for block in self.blocks.get(module, ()):
             if block.trainable:
                 block.follow_requires_grad()
                 with record_function("second_order.capture"), ieee_matmul(d.device):
-                    self._stage(block, module, x, d, pass_id)
+                    self._stage(block, module, x, d, pass_id, source)
 
     def _stage(
-        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, pass_id: int
+        self,
+        block: KroneckerBlock,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        pass_id: int,
+        source: int,
     ) -> None:
         approximation = self.approximation
         if self.conv_approximation is not None and is_convolution(module):
             approximation = self.conv_approximation
-        pair = block.statistics(module, x, d, approximation, self.factor_dtype)
+        # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
+        plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and source >= 0
+        key, last, known = (source, pass_id, block.trains_bias), self._last_a, None
+        if plain and last is not None and last[0] == key and last[1] is not block:
+            self.sharing[block] = last[1]
+            known = last[2]
+        pair = block.statistics(module, x, d, approximation, self.factor_dtype, known)
+        if plain and known is None:
+            self._last_a = (key, block, pair.a)
         terms = pair.terms if self.mean_reduction else 1
         block.staged.add(pair, self.gradient_scale(d) * terms, pass_id)

@@ -16,7 +16,7 @@ pickled or deep-copied model takes no optimizer along, and its copies capture no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -33,8 +33,16 @@ NO_BACKWARD = -1
 class PairConsumer(Protocol):
     """Whoever turns pairs into statistics."""
 
-    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
-        """Take one pair; calls with the same ``pass_id`` belong to one backward pass."""
+    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int) -> None:
+        """Take one pair.
+
+        Args:
+            module: The layer.
+            x: Its input.
+            d: The gradient of its output.
+            pass_id: The same for all pairs of one backward pass.
+            source: The same for layers that were called one after the other on the same tensor.
+        """
 
     def lose(self, module: nn.Module, reason: str) -> None:
         """Hear of a pair that cannot be had, and why."""
@@ -90,6 +98,7 @@ def _gradient_hook(
     capture: weakref.ref[Capture],
     module: nn.Module,
     saved: list[Any],
+    source: int,
     outer: int,
     gradient: Tensor,
 ) -> None:
@@ -106,14 +115,14 @@ def _gradient_hook(
             # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
             alive._consumer.lose(module, "its input was changed in place after its forward")
             return
-        alive._emit(module, x, gradient, pass_id)
+        alive._emit(module, x, gradient, pass_id, source)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             saved.clear()  # autograd frees its own inputs now, however long the loss is kept
 
 
 def _delivery_hook(
     capture: weakref.ref[Capture],
-    pairs: list[tuple[nn.Module, Tensor, Tensor]],
+    pairs: list[tuple[nn.Module, Tensor, int, Tensor]],
     pass_id: int,
     gradient: Tensor,
 ) -> None:
@@ -121,8 +130,8 @@ def _delivery_hook(
     if alive is None or Capture.sampling:
         return
     delivered, pairs[:] = list(pairs), []
-    for module, x, d in delivered:
-        alive._emit(module, x, d, pass_id)
+    for module, x, source, d in delivered:
+        alive._emit(module, x, d, pass_id, source)
 
 
 def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
@@ -184,7 +193,9 @@ class Capture:
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._root: weakref.ref[nn.Module] | None = None
         self._inside_root = False
-        self._pending: list[tuple[nn.Module, Tensor, GradientEdge]] = []
+        self._pending: list[tuple[nn.Module, Tensor, int, GradientEdge]] = []
+        self._last_input: tuple[weakref.ref[Tensor], int] | None = None
+        self._sources = self._last_version = 0
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, _release, self._watched)
 
@@ -225,14 +236,22 @@ class Capture:
             and not torch._C._are_functorch_transforms_active()
         ):
             return
-        x = _as_used(x)
+        source, x = self._source_of(x), _as_used(x)
         if self._sampler is None:
             outer = torch._C._current_graph_task_id()
-            hook = partial(_gradient_hook, weakref.ref(self), module, [_save(x)], outer)
+            hook = partial(_gradient_hook, weakref.ref(self), module, [_save(x)], source, outer)
             output.register_hook(hook)
         elif self._inside_root:
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
-            self._pending.append((module, x.detach(), get_gradient_edge(output)))
+            self._pending.append((module, x.detach(), source, get_gradient_edge(output)))
+
+    def _source_of(self, x: Tensor) -> int:
+        """A number for an input as it is now, the same if the last layer has had it, too."""
+        last = self._last_input
+        if last is None or last[0]() is not x or self._last_version != x._version:
+            self._sources += 1
+            self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
+        return self._sources
 
     def _enter_root(self, module: nn.Module) -> None:
         if self._root is not None and module is self._root():
@@ -252,8 +271,8 @@ class Capture:
             return
         Capture.sampling = True
         try:
-            gradients = torch.autograd.grad(
-                loss, [edge for _, _, edge in pending], retain_graph=True, allow_unused=True
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, [edge for *_, edge in pending], retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
@@ -264,21 +283,22 @@ class Capture:
             ) from error
         finally:
             Capture.sampling = False
-        found: list[tuple[nn.Module, Tensor, Tensor | None]] = [
-            (layer, x, gradient) for (layer, x, _), gradient in zip(pending, gradients, strict=True)
+        pairs = [
+            (layer, x, source, gradient)
+            for (layer, x, source, _), gradient in zip(pending, gradients, strict=True)
+            if gradient is not None
         ]
-        pairs = [(layer, x, d) for layer, x, d in found if d is not None]
         # They count once the user's own backward comes by, and not if none ever does.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in _differentiable_tensors(output):
             tensor.register_hook(deliver)
         self.root_calls += 1
 
-    def _emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int) -> None:
+    def _emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int) -> None:
         if module not in self._observed:  # let go while its pair was in flight
             return
         with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
-            self._consumer.consume(module, x, d.detach(), pass_id)
+            self._consumer.consume(module, x, d.detach(), pass_id, source)
 
 
 def _weight_trains(module: nn.Module) -> bool:

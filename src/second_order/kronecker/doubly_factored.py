@@ -77,6 +77,7 @@ class DoublyFactoredBlock(KroneckerBlock):
         d: Tensor,
         approximation: Approximation,
         dtype: torch.dtype,
+        known_a: Tensor | None = None,
     ) -> PairStatistics:
         """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
         dtype = torch.promote_types(dtype, torch.float32)

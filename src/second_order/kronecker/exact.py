@@ -113,6 +113,7 @@ class ExactBlock(KroneckerBlock):
         d: Tensor,
         approximation: Approximation,
         dtype: torch.dtype,
+        known_a: Tensor | None = None,
     ) -> PairStatistics:
         """Sums of ĝ ĝᵀ over the examples of a pair.
 

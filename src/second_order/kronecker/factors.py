@@ -182,12 +182,13 @@ class KroneckerFactors:
         """A symmetric matrix, or a diagonal, in the form in which this layer keeps and sends it."""
         return _stored(matrix, self.triangular).to(self.dtype)
 
-    def update(self, sums: StatisticsSums, decay: float) -> None:
+    def update(self, sums: StatisticsSums, decay: float, skip: str = "") -> None:
         """Take in one step's sums, which are used up; nothing changes where nobody had an example.
 
         Args:
             sums: Over all ranks; of factors that are not kept here, anything.
             decay: Weight of the past.
+            skip: The letter of a factor that is another layer's, which updates it.
         """
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
@@ -196,8 +197,8 @@ class KroneckerFactors:
         examples = examples.clamp_min(1.0)
         # X + step (x - X), where a step of 0 leaves X bit for bit.
         self.means.lerp_((means / examples).to(self.means.dtype), step.to(self.means.dtype))
-        for average, total in zip(self.stored.values(), sums.factors, strict=True):
-            if average is not None:
+        for (letter, average), total in zip(self.stored.items(), sums.factors, strict=True):
+            if average is not None and letter != skip:
                 # The number is not rounded to what the factors are kept in.
                 narrow = total.dtype != examples.dtype
                 mean = total.to(examples.dtype) / examples if narrow else total.div_(examples)

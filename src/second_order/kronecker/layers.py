@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -186,11 +186,11 @@ def _linear_statistics(
     if approximation == "reduce" and x.dim() > 2:
         x = x.flatten(1, -2).mean(1)
         d = d.flatten(1, -2).sum(1)
-    x = x.reshape(1, -1, x.shape[-1])
+    x = x.reshape(1, d.numel() // d.shape[-1], x.shape[-1])
     d = d.reshape(1, -1, d.shape[-1])
-    rows = x.shape[1]
-    a, g = gram(x, bias, triangular), gram(d, False, triangular)
-    return PairStatistics(a, g, examples=rows, terms=rows)
+    rows = d.shape[1]
+    a = x if x.shape[-1] == 0 else gram(x, bias, triangular)  # what is known is not asked for
+    return PairStatistics(a, gram(d, False, triangular), examples=rows, terms=rows)
 
 
 def _embedding_statistics(
@@ -350,6 +350,7 @@ def pair_statistics(
     approximation: Approximation,
     dtype: torch.dtype,
     triangular: bool = False,
+    known_a: Tensor | None = None,
 ) -> PairStatistics:
     """Statistics of one captured pair.
 
@@ -361,10 +362,15 @@ def pair_statistics(
         approximation: How dimensions that share the weight are treated (Eschenhagen et al. 2023).
         dtype: The sums are formed in this dtype, never in a narrower one than float32.
         triangular: Give symmetric sums as triangles.
+        known_a: The sum for A that another Linear has got from the same input; a copy is given.
     """
     kind = _registered_type(module)
     assert kind is not None
     dtype = torch.promote_types(dtype, torch.float32)
+    if known_a is not None:
+        x = x[..., :0]  # which spares the product
+        pair = _REGISTRY[kind](module, x, d.to(dtype), False, approximation, triangular)
+        return replace(pair, a=known_a.clone())
     if x.is_floating_point():
         x = x.to(dtype)
     return _REGISTRY[kind](module, x, d.to(dtype), bias, approximation, triangular)

@@ -32,6 +32,7 @@ from second_order.kronecker.finding import (
 )
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.layers import Approximation, FactorShape
+from second_order.kronecker.sharing import link_equal_inputs
 from second_order.kronecker.solvers import SOLVERS
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.keepers import (
@@ -320,8 +321,11 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             block.asked = True
         with record_function("second_order.exchange"):
             self._exchange_statistics(sums)
+        found = self._collector.settle()
+        linked = link_equal_inputs(found, dict(zip(taken, sums, strict=True)))
         for block in reversed(taken):  # the last one's go first
-            block.ensure_factors().update(sums.pop(), decay)
+            skip = "A" if block in linked else ""
+            block.ensure_factors().update(sums.pop(), decay, skip)
 
     def _precondition_gradients(self) -> None:
         """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""

@@ -1,0 +1,62 @@
+"""One A for layers that are fed by the same tensor, as q, k and v are (Ba et al. 2017, app. C)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import KroneckerFactors, StatisticsSums
+
+__all__ = ["link_equal_inputs"]
+
+
+def link_equal_inputs(
+    found: Mapping[KroneckerBlock, KroneckerBlock], sums: Mapping[KroneckerBlock, StatisticsSums]
+) -> set[KroneckerBlock]:
+    """Let layers with equal statistics of their inputs keep one running average of them.
+
+    Where A's differ after all, on another process or in another pass, each layer has its own.
+
+    Args:
+        found: By layer, another one that had the same input in this process's passes.
+        sums: Of all layers, over all processes, before they go into the averages.
+
+    Returns:
+        The layers whose A is another one's, which alone is to update it.
+    """
+    leaders = {leader for leader in found.values() if leader not in found and leader in sums}
+    followers = [block for block in sums if found.get(block) in leaders]
+    kept: set[int] = set()  # averages that somebody updates
+    for block in (block for block in sums if block not in followers):
+        _keep_own(block, kept)
+    linked: set[KroneckerBlock] = set()
+    for block in followers:
+        leader = found[block]
+        ours, theirs = block.ensure_factors(), leader.ensure_factors()
+        if _same(ours, theirs) and torch.equal(sums[block].a, sums[leader].a):
+            ours.stored["A"] = theirs.a
+            linked.add(block)
+        else:
+            _keep_own(block, kept)
+    for block in sums:
+        block.shares_a = block in linked
+    return linked
+
+
+def _keep_own(block: KroneckerBlock, kept: set[int]) -> None:
+    """Give a layer a running average that no layer before it updates."""
+    factors = block.ensure_factors()
+    if factors.a is not None and id(factors.a) in kept:
+        factors.stored["A"] = factors.a.clone()
+    kept.add(id(factors.a))
+
+
+def _same(ours: KroneckerFactors, theirs: KroneckerFactors) -> bool:
+    """Whether two layers have seen the same inputs so far."""
+    a, b = ours.a, theirs.a
+    # On CUDA a comparison would wait for the device; averages stay apart there.
+    if a is None or b is None or a.device.type != "cpu" or a.shape != b.shape:
+        return False
+    return torch.equal(ours.weight, theirs.weight) and (a is b or torch.equal(a, b))
