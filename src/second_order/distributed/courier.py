@@ -32,7 +32,7 @@ __all__ = ["Courier", "Message", "await_goodbyes", "open_store"]
 Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
 
 PART_BYTES = 4 * 2**20  # of a message: the store refuses values of more than 8 MiB
-POLL_SECONDS, IDLE_SECONDS = 0.005, 0.1  # between looks, while somebody waits and otherwise
+POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
 LAST_LOOK_SECONDS = 0.5  # at most, for what a peer that is lost may have left
