@@ -156,7 +156,7 @@ def reference(
     added: int = EPOCH,
     curved: Sequence[Batch] = CURVED,
     with_update: Callable[[int], bool] = lambda epoch: True,
-    fall: float = 0.2,
+    fall: float = 0.5,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[tuple[float, float]]]:
     """Section 8 with dense Hessians: the trajectory, and each epoch's losses without and with.

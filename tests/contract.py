@@ -19,7 +19,7 @@ import torch
 from reference import cross_entropy
 from torch import Tensor, nn
 
-from second_order import DHO2, DPKFAC, KAISA
+from second_order import DHO2, DPKFAC, KAISA, DistKFAC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from second_order import SecondOrderOptimizer
 
-KRONECKER: list[type[SecondOrderOptimizer]] = [KAISA, DPKFAC]
+KRONECKER: list[type[SecondOrderOptimizer]] = [KAISA, DPKFAC, DistKFAC]
 SYSTEMS: list[type[SecondOrderOptimizer]] = [*KRONECKER, DHO2]
 EXACT = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 PLAIN: dict[str, Any] = {
@@ -40,6 +40,10 @@ PLAIN: dict[str, Any] = {
     "factor_update_steps": 1,
     "inv_update_steps": 1,
     "refresh_warmup_steps": 0,
+    # DistKFAC as the others: when inverses come must not depend on threads.
+    "max_staleness": 0,
+    "solver": "eigen",
+    "exact_blocks": False,
     **EXACT,
 }
 PAIRS: dict[str, Any] = {
@@ -73,6 +77,9 @@ each_variant = pytest.mark.parametrize(
             pytest.param(System, {"fisher": fisher}, id=f"{System.__name__}-{fisher}")
             for System in KRONECKER
             for fisher in ("empirical", "sampled")
+        ),
+        pytest.param(
+            DistKFAC, {"solver": "inverse", "exact_blocks": True}, id="DistKFAC-exact-blocks"
         ),
         pytest.param(DHO2, {}, id="DHO2"),
     ],

@@ -11,7 +11,7 @@ from models import ZOO
 from reference import cross_entropy
 from torch import nn
 
-from second_order import DPKFAC, LayerRow, Summary
+from second_order import DPKFAC, DistKFAC, LayerRow, Summary
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -31,7 +31,9 @@ def test_a_row_for_every_layer_with_its_kind_parameters_and_sizes(System: Any) -
     assert rows["5"].detail == f"A {model[5].in_features + 1}², G 3²"
     for name, row in rows.items():
         assert row.parameters == sum(p.numel() for p in model.get_submodule(name).parameters())
-        assert row.computed_by == ("owner 0" if System is DPKFAC else "solve 0, precondition 0")
+        everybody = "all" if System is DistKFAC else "0"
+        expected = "owner 0" if System is DPKFAC else f"solve 0, precondition {everybody}"
+        assert row.computed_by == expected
 
 
 @each_system
@@ -226,7 +228,8 @@ def test_the_table_reads_as_text(System: Any) -> None:
         assert row.detail in line
         assert f"{row.parameters:,}" in line
     assert f"{summary.preconditioned_share:.1%} of the parameters preconditioned" in text
-    assert "statistics dropped: 0; layers failing to decompose: 0" in lines[-1]
+    last = lines[-2 if System is DistKFAC else -1]  # the age of inverses comes after it
+    assert "statistics dropped: 0; layers failing to decompose: 0" in last
     starts = {line.index(row.kind) for row, line in zip(summary.rows, table, strict=True)}
     assert len(starts) == 1, "columns are not aligned"
 

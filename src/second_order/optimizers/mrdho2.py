@@ -8,8 +8,8 @@ at the end:  w <- w_E − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂�
 The last line is the paper's equation 17. It replaces what the base has done in the span of V̂ by one
 Newton step on the summed gradient, which is stable only while α (1 − (1 − ηu)^E) / (ηu) < 2 for
 each eigenvalue u at a learning rate η. So "guarded" asks the accelerators for the loss without and
-with it, and makes it where that falls by a fifth; "additive" keeps w_E and adds a Newton step on
-the mean of the last gradients.
+with it, and makes it where that falls by half; "additive" keeps w_E and adds a Newton step on the
+mean of the last gradients.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MRDHO2(FOSIOptimizer):
         accelerators: A, how many ranks compute eigenpairs.
         epoch_steps: E, steps between two final updates.
         final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
-            batches falls by it by at least a fifth. "additive" adds a Newton step on the mean of
+            batches falls by at least half with it. "additive" adds a Newton step on the mean of
             the last gradients to what the base has done.
         helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch, after
             which accelerators are given up.
@@ -261,16 +261,15 @@ class MRDHO2(FOSIOptimizer):
 
     def _transform_gradients(self, average: Callable[[], None]) -> None:
         super()._transform_gradients(average)
-        if self._epochs.helped:
-            self._epochs.add(self._subject())
+        if self._epochs.helped and self._layout is not None:
+            self._epochs.add(self._layout.params, self._subject)
 
     def _base_step(self) -> None:
         stepping = self._stepping
         super()._base_step()
         if not (stepping and self._epochs.helped):
             return
-        with self._plain:
-            report = self._epochs.stepped(self._subject(), self._scales)
+        report = self._epochs.stepped(self._subject, self._scales)
         if report is not None:
             self._count(report)
 
