@@ -6,13 +6,15 @@ first piece of work, again in a child of ``fork``, and end with the pool.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ __all__ = ["Ticket", "WorkerPool", "retrieve", "take_snapshot"]
 
 T = TypeVar("T")
 
-FAREWELL_SECONDS = 60.0  # that the end of the interpreter waits for a decomposition under way
+FAREWELL_SECONDS = 60.0  # that close(), or the interpreter's end, waits for what is under way
 
 
 class Ticket(Generic[T]):
@@ -72,7 +74,8 @@ class WorkerPool:
 
     def __init__(self, threads: int) -> None:
         self._size = threads
-        self._unfinished: list[Ticket[object]] = []
+        # Whoever wants a result has its ticket; nobody else is to keep what it holds.
+        self._unfinished: weakref.WeakSet[Ticket[object]] = weakref.WeakSet()
         self._closed = False
         self._abandon()
 
@@ -93,8 +96,7 @@ class WorkerPool:
             raise RuntimeError("the pool of threads is closed")
         self.revive()
         ticket = Ticket(work)
-        self._unfinished = [t for t in self._unfinished if not t.done]
-        self._unfinished.append(ticket)  # type: ignore[arg-type]
+        self._unfinished.add(ticket)  # type: ignore[arg-type]
         self._start()
         self._tickets.put(ticket)  # type: ignore[arg-type]
         return ticket
@@ -104,7 +106,7 @@ class WorkerPool:
         if self._pid == os.getpid():
             return
         self._abandon()
-        for ticket in self._unfinished:
+        for ticket in tuple(self._unfinished):
             if not ticket.done:
                 ticket._finished = threading.Event()  # its lock may have been taken
                 self._start()
@@ -126,12 +128,15 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
         self._farewell = weakref.finalize(self, _dismiss, self._tickets, self._threads)
+        self._farewell.atexit = False
+        _running[id(self._tickets)] = self._tickets, self._threads
 
     def close(self) -> None:
         """Drop what has not been begun, and end the threads."""
         self._closed = True
         if self._pid == os.getpid() and self._farewell is not None:
             self._farewell()
+            _join(self._threads)
 
 
 def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> None:
@@ -151,17 +156,41 @@ def _use_one_core(others: int) -> None:
     restorer.join()
 
 
-def _dismiss(
-    tickets: queue.SimpleQueue[Ticket[object] | None], threads: Sequence[threading.Thread]
-) -> None:
+_Tickets: TypeAlias = "queue.SimpleQueue[Ticket[object] | None]"
+_running: dict[int, tuple[_Tickets, list[threading.Thread]]] = {}
+
+
+def _dismiss(tickets: _Tickets, threads: Sequence[threading.Thread]) -> None:
+    """Let threads end after what they are at."""
     with suppress(queue.Empty):
         while True:
             tickets.get_nowait()
     for _ in threads:
         tickets.put(None)
+    _running.pop(id(tickets), None)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    end = time.monotonic() + FAREWELL_SECONDS
     for thread in threads:
-        if thread is not threading.current_thread():  # the collector may run on one of them
-            thread.join(FAREWELL_SECONDS)
+        thread.join(max(end - time.monotonic(), 0.0))
+
+
+@atexit.register
+def _finish() -> None:
+    """Threads must be gone before the interpreter is: what they return to would be."""
+    pools = list(_running.values())
+    for pool in pools:
+        _dismiss(*pool)
+    for _, threads in pools:
+        _join(threads)
+
+
+def _forget() -> None:
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget)  # the threads are the parent's
 
 
 def take_snapshot(

@@ -328,6 +328,11 @@ class BackgroundRefresh(KFACOptimizer):
                 for block in [b for b in steps if b not in known or not b.solved]:
                     del steps[block]
 
+    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        super()._adopt_curvature(saved)
+        self._flights.clear()
+        self._landed_at, self._taken_at = {}, {}
+
     def close(self) -> None:
         """End the threads and remove every hook; the optimizer goes on as its base alone."""
         self._pool.close()
