@@ -339,13 +339,15 @@ def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
 
 
 def test_an_address_where_nobody_listens() -> None:
-    store, address = open_store(collectives.World.alone(), 0, 1.0)
-    assert store is not None
-    del store
-    one = Courier(address, "a", "b", 1.0)
-    one.expect("what is not to come")
-    assert one.wait("what is not to come") is None
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("refused")
+
+    with replaced(courier, {"TCPStore": refused}):  # which would try for a second
+        one = Courier(("127.0.0.1", 1), "a", "b", PATIENCE)
+        one.expect("what is not to come")
+        assert one.wait("what is not to come") is None
     assert one.lost
+    assert one.failure == "ConnectionError: refused"
     one.close(PATIENCE)
     assert no_thread_is_left()
 
