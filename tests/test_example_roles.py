@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCRIPT = Path(roles.__file__)
 
 
-def test_workers_train_and_accelerators_help(torchrun: TorchRunner) -> None:
+def test_workers_train_and_helpers_help(torchrun: TorchRunner) -> None:
     """Slow: processes of their own."""
     run = torchrun(SCRIPT, 2, "--epochs", 2)
     assert run.wait(120.0) == 0, run.output
@@ -27,26 +27,40 @@ def test_workers_train_and_accelerators_help(torchrun: TorchRunner) -> None:
     assert "eigenpairs of 2 epochs" in run.output
 
 
-def test_the_usual_loop_does_too(world: World) -> None:
-    output = "".join(world.run(script, 3, "roles", "--epochs", 2, "--usual-loop"))
+def test_stats_workers_serve(world: World) -> None:
+    output = "".join(world.run(script, 2, "roles", "--optimizer", "distkfac", "--epochs", 2))
     assert_helped(output)
-    assert "eigenpairs of" not in output
+    assert re.search(r"rank 1: statistics of [1-9][0-9]* batches", output), output
+
+
+@pytest.mark.parametrize("optimizer", ["mrdho2", "distkfac"])
+def test_the_usual_loop_does_too(world: World, optimizer: str) -> None:
+    arguments = ("--optimizer", optimizer, "--epochs", 2, "--usual-loop")
+    output = "".join(world.run(script, 3, "roles", *arguments))
+    assert_helped(output)
+    assert "rank" not in output, "nobody has served"
 
 
 def assert_helped(output: str) -> None:
     assert trained_well(output), output
     assert "epoch 1: loss" in output
-    assert "alone" not in output, "the accelerator was there to the end"
+    assert "alone" not in output, "the helper was there to the end"
 
 
-def test_one_process_does_as_dho2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("optimizer", "warning"), [("mrdho2", "as DHO2 does"), ("distkfac", "own passes")]
+)
+def test_one_process_has_nobody_to_help(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    optimizer: str,
+    warning: str,
 ) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", ["roles.py", "--epochs", "2"])
-    with pytest.warns(SecondOrderWarning, match="as DHO2 does"):
+    monkeypatch.setattr("sys.argv", ["roles.py", "--optimizer", optimizer, "--epochs", "2"])
+    with pytest.warns(SecondOrderWarning, match=warning):
         roles.main()
     assert trained_well(capsys.readouterr().out)
 
