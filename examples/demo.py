@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from digits import Digits, batches, conv_net, load_split, mlp
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 GLOBAL_BATCH = 64
 CURVATURE_BATCH = 256  # training images that eigenpairs are of
@@ -68,6 +68,15 @@ def kaisa_mem_opt(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Op
 
 def dpkfac(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
     return model, DPKFAC(model, lr=lr, momentum=0.9)
+
+
+def distkfac(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
+    return model, DistKFAC(model, lr=lr, momentum=0.9)
+
+
+def distkfac_stats(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
+    helpers = dist.get_world_size() // 2  # with one process it takes its own statistics
+    return model, DistKFAC(model, lr=lr, momentum=0.9, stats_workers=helpers)
 
 
 def dho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimizer]:
@@ -125,6 +134,8 @@ ENTRIES = [
     Entry("KAISA COMM-OPT", (0.03, 0.1, 0.3), kaisa_comm_opt),
     Entry("KAISA MEM-OPT", (0.03, 0.1, 0.3), kaisa_mem_opt),
     Entry("DPKFAC", (0.03, 0.1, 0.3), dpkfac),
+    Entry("DistKFAC", (0.03, 0.1, 0.3), distkfac),
+    Entry("DistKFAC, stats", (0.03, 0.1, 0.3), distkfac_stats),
     Entry("DHO2", (0.03, 0.1, 0.3), dho2),
     Entry("MRDHO2", (0.03, 0.1, 0.3), mrdho2),
     Entry("Adam", (0.001, 0.003, 0.01), adam),
@@ -232,14 +243,12 @@ def train(
         mininterval=0.5,
         disable=dist.get_rank() != 0,
     ) as bar:
-        if isinstance(optimizer, MRDHO2) and has_accelerators(optimizer):
-            train_beside_accelerators(run, model, optimizer, data, steps, seed, bar)
+        if isinstance(optimizer, MRDHO2 | DistKFAC) and has_helpers(optimizer):
+            kept = train_beside_helpers(run, model, optimizer, data, steps, seed, bar)
         else:
-            train_together(run, model, trained, optimizer, data, steps, seed, bar)
-    summary = getattr(optimizer, "summary", None)  # torch's own optimizers have none
-    beside = isinstance(optimizer, MRDHO2) and has_accelerators(optimizer)  # of no lasting state
-    if summary is not None and not beside:
-        run.curvature_bytes = largest_over_processes(summary().total_bytes)
+            kept = train_together(run, model, trained, optimizer, data, steps, seed, bar)
+    if kept is not None:
+        run.curvature_bytes = largest_over_processes(kept)
     return run
 
 
@@ -252,8 +261,11 @@ def train_together(
     steps: int,
     seed: int,
     bar: "tqdm[NoReturn]",
-) -> None:
-    """All processes train, and evaluate every few steps, which is not counted."""
+) -> int | None:
+    """All processes train, and evaluate every few steps, which is not counted.
+
+    Returns the bytes of curvature that this process keeps.
+    """
     parts = batches_of_this_process(data, seed, None)
     seconds = 0.0
     while run.steps[-1] < steps and math.isfinite(run.losses[-1]):
@@ -268,26 +280,37 @@ def train_together(
             f"loss {run.losses[-1]:.4f}, accuracy {run.accuracies[-1]:.1%}", refresh=False
         )
         bar.update(block)
+    summary = getattr(optimizer, "summary", None)  # torch's own optimizers have none
+    return None if summary is None else summary().total_bytes
 
 
-def train_beside_accelerators(
+def train_beside_helpers(
     run: Run,
     model: nn.Module,
-    optimizer: MRDHO2,
+    optimizer: MRDHO2 | DistKFAC,
     data: Digits,
     steps: int,
     seed: int,
     bar: "tqdm[NoReturn]",
-) -> None:
-    """Workers train, accelerators serve; parameters are kept, and evaluated when all is over.
+) -> int | None:
+    """Workers train, helpers serve; parameters are kept, and evaluated when all is over.
 
-    Evaluating in between would give accelerators time that nobody counts.
+    Evaluating in between would give helpers time that nobody counts. Returns the bytes of curvature
+    that this process keeps; MRDHO2 keeps none from one epoch to the next.
     """
     kept: list[tuple[int, float, dict[str, Tensor]]] = []
     with optimizer:
         if optimizer.role == "accelerator":
             closure = curvature_closure(model, data, optimizer.worker_group)
             optimizer.serve([closure], lambda closure: closure())
+        elif optimizer.role == "stats":
+            others = seed + 1 + dist.get_rank()  # batches of its own
+            optimizer.serve(
+                batches(len(data.train_images), GLOBAL_BATCH, seed=others),
+                lambda indices: cross_entropy(
+                    model(data.train_images[indices]), data.train_labels[indices]
+                ),
+            )
         else:
             parts = batches_of_this_process(data, seed, optimizer.worker_group)
             start = time.perf_counter()
@@ -297,15 +320,17 @@ def train_beside_accelerators(
                     seconds = time.perf_counter() - start
                     kept.append((step, seconds, copy.deepcopy(model.state_dict())))
                     bar.update(step - bar.n)
+        size = optimizer.summary().total_bytes if isinstance(optimizer, DistKFAC) else None
     shared = [kept]
     dist.broadcast_object_list(shared, src=0)
     for step, seconds, parameters in shared[0]:
         if math.isfinite(run.losses[-1]):
             model.load_state_dict(parameters)
             run.add(step, seconds, *evaluate(model, data))
+    return size
 
 
-def has_accelerators(optimizer: MRDHO2) -> bool:
+def has_helpers(optimizer: MRDHO2 | DistKFAC) -> bool:
     """Whether not all processes are workers; with one process nobody can be spared."""
     return dist.get_world_size(optimizer.worker_group) < dist.get_world_size()
 
