@@ -34,8 +34,6 @@ from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 
 from second_order import SecondOrderError
-from second_order.distributed.collectives import World as Team
-from second_order.optimizers.accelerator import Accelerator, Batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -264,36 +262,6 @@ def test_one_accelerator_that_fails_takes_the_others_along(
         assert text in results[rank]["found"]
 
 
-class Silence:
-    """A courier of the second accelerator, with one order at most."""
-
-    lost, closed_there = True, False
-
-    def __init__(self, *orders: dict[str, str]) -> None:
-        self._orders = [([], order) for order in orders]
-
-    def expect(self, name: str) -> None:
-        assert name == "order/0/1"
-
-    def wait(self, name: str, until: Any) -> Any:
-        return self._orders.pop() if self._orders else None
-
-
-@pytest.mark.parametrize(
-    ("orders", "who"), [([], "the first accelerator"), ([{"do": "leave", "lost": "W"}], "W")]
-)
-def test_the_other_accelerators_leave_with_the_first(
-    orders: list[dict[str, str]], who: str
-) -> None:
-    """When it tells them to, and when it is lost."""
-    team = Team.alone(1, 2)
-    other: Any = Accelerator(Silence(*orders), team, None, workers=1, judges=True)  # type: ignore[arg-type]
-    for _ in range(2):
-        other.help(None, None)
-        assert other.lost.startswith(who)
-    assert other.answered == 0
-
-
 def empty_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     with pytest.raises(SecondOrderError, match=rf"rank {rank} is a worker: it trains"):
         optimizer.serve(CURVED, lambda _: None)
@@ -394,32 +362,6 @@ def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
     with optimizer, replaced(optimizer._epochs, {"_await": wait}):
         worker(model, optimizer, rank, 1)
     return [report.waited for report in optimizer.epochs]
-
-
-class Unsized:
-    """As a DataLoader of a dataset without a length is."""
-
-    def __init__(self, *batches: int) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        raise TypeError("has no len()")
-
-
-@pytest.mark.parametrize(
-    ("batches", "expected"),
-    [
-        ([0, 1, 2], {4: 1, 5: 2, 6: 0, 8: 2, 2: 2}),
-        (Unsized(0, 1, 2), {4: 0, 5: 1, 6: 2, 8: 0, 2: 1}),
-        ((k for k in range(3)), {4: 0, 5: 1, 6: 2}),
-    ],
-)
-def test_an_epoch_has_the_batch_of_its_number(batches: Any, expected: dict[int, int]) -> None:
-    taken = Batches(batches, lambda batch: batch)
-    assert [taken.closure(epoch)() for epoch in expected] == list(expected.values())
 
 
 def test_a_worker_reports_how_long_it_has_waited(world: World, tmp_path: Path) -> None:
