@@ -1,0 +1,682 @@
+"""DistKFAC on one process: when inverses come, what becomes of its threads, and its options."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import noted
+from contract import factors, hook_count, take
+from models import ZOO
+from ranks import OPTIONS, assert_same_trajectory, go, vector
+from reference import cross_entropy
+from torch import nn
+
+from asynchronous import (
+    BATCHES,
+    CASE,
+    LAYERS,
+    Dawdle,
+    Gate,
+    delayed,
+    distkfac,
+    eventually,
+    landed,
+    solving,
+    threads_of,
+)
+from second_order import KAISA, DecayingClip, DecompositionError, DistKFAC, SecondOrderError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ADAM = {"base": torch.optim.Adam, "lr": 0.01}
+NEVER = 10**9
+
+
+def train(**options: Any) -> list[torch.Tensor]:
+    model = CASE.model()
+    with distkfac(model, **options) as optimizer:
+        return go(model, optimizer, CASE, BATCHES)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+# When inverses come: invariant 23.
+
+
+@pytest.mark.parametrize("base", [{"momentum": 0.9}, ADAM], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("every", [(1, 1), (2, 4), (3, 2)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "conv_grouped", "norms", "embedding", "shared_linear"])
+def test_without_staleness_it_is_kaisa(name: str, every: tuple[int, int], base: Any) -> None:
+    case = ZOO[name]
+    batches = case.batches(6)
+    intervals = {"factor_update_steps": every[0], "inv_update_steps": every[1], **base}
+    model = case.model()
+    kaisa = KAISA(model, **{**OPTIONS, "solver": "inverse", **intervals})
+    expected = go(model, kaisa, case, batches)
+    for how in ({"max_staleness": 0}, {"async_inverse": False}):
+        model = case.model()
+        with distkfac(model, exact_blocks=False, inverse_threads=2, **intervals, **how) as mine:
+            assert_same_trajectory(go(model, mine, case, batches), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_a_certain_staleness_is_a_loop_with_inverses_of_that_age(
+    staleness: int, every: int, solver: Any
+) -> None:
+    expected = delayed(staleness, inv_update_steps=every, solver=solver)
+    assert not same(expected, delayed(staleness + 1, inv_update_steps=every, solver=solver))
+    options = {"max_staleness": staleness, "deterministic": True, "inv_update_steps": every}
+    found = train(solver=solver, **options)
+    assert_same_trajectory(found, expected)
+    with solving(Dawdle(1)):
+        assert same(train(solver=solver, inverse_threads=3, **options), found), "it depends on them"
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_never_more_than_so_many_steps_under_way(staleness: int) -> None:
+    """Solved when waited for, and not before: the same as with that staleness exactly."""
+    model, gate, delays = CASE.model(), Gate(), []
+    with (
+        solving(gate),
+        gate.open_when_waited_for(),
+        distkfac(model, max_staleness=staleness) as optimizer,
+    ):
+        trajectory = []
+        for batch in BATCHES:
+            trajectory += go(model, optimizer, CASE, [batch])
+            delays.append(max(optimizer.delays.values()))
+            assert all(age <= 2 * staleness + 2 for age in optimizer.staleness.values())
+        gate.open()
+    assert delays[0] == 0, "the first one is waited for at once"
+    assert set(delays[1:]) - {0} == {staleness}
+    assert_same_trajectory(trajectory, delayed(staleness))
+
+
+def test_an_inverse_that_is_ready_sooner_is_put_to_use_sooner() -> None:
+    model = CASE.model()
+    with distkfac(model, max_staleness=5, inv_update_steps=3) as optimizer:
+        go(model, optimizer, CASE, BATCHES[:4])  # the second launch is at step 3
+        eventually(lambda: landed(optimizer))
+        go(model, optimizer, CASE, BATCHES[4:5])
+        assert all(delay <= 1 for delay in optimizer.delays.values())
+        assert all(age <= 2 for age in optimizer.staleness.values())
+
+
+def test_without_a_bound_nobody_waits_after_the_warm_up() -> None:
+    """Inverses land once the threads are done; until then the old ones are in use."""
+    model, gate = CASE.model(), Gate()
+    optimizer = distkfac(model, refresh_warmup_steps=2)
+    go(model, optimizer, CASE, BATCHES[:2])
+    assert optimizer.delays == dict.fromkeys(LAYERS, 0)
+    assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
+    inverses = [block.inverse for block in optimizer._blocks]
+    with solving(gate):
+        go(model, optimizer, CASE, BATCHES[2:6])
+        eventually(lambda: gate.waiting == 1)
+        assert [block.inverse for block in optimizer._blocks] == inverses
+        assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
+        assert optimizer.delays == dict.fromkeys(LAYERS, 0), "of the last that came"
+        age = "inverses are 5 to 5 steps old; the last solves took 0 to 0 steps; 3 under way"
+        assert age in str(optimizer.summary())
+        gate.open()
+        eventually(lambda: landed(optimizer))
+        go(model, optimizer, CASE, BATCHES[6:7])
+    assert all(a is not b.inverse for a, b in zip(inverses, optimizer._blocks, strict=True))
+    assert optimizer.delays == dict.fromkeys(LAYERS, 4), "from step 2 to step 6"
+    assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
+    age = "inverses are 5 to 5 steps old; the last solves took 4 to 4 steps; 0 under way"
+    assert age in str(optimizer.summary())
+    optimizer.close()
+
+
+def test_during_the_warm_up_it_is_synchronous() -> None:
+    with solving(Dawdle(0)):
+        found = train(refresh_warmup_steps=len(BATCHES))
+    assert same(found, train(max_staleness=0))
+
+
+def test_a_layers_first_inverse_is_waited_for() -> None:
+    model = CASE.model()
+    with solving(Dawdle(0, 0.03)), distkfac(model, inv_update_steps=NEVER) as optimizer:
+        found = go(model, optimizer, CASE, BATCHES)
+    assert_same_trajectory(found, delayed(0, inv_update_steps=NEVER))
+
+
+def test_before_the_first_step_there_are_no_ages() -> None:
+    optimizer = distkfac(CASE.model())
+    assert (optimizer.staleness, optimizer.delays) == ({}, {})
+    assert "no inverses yet" in str(optimizer.summary())
+    assert threads_of() == 0, "threads are started by the first solve"
+
+
+# What goes wrong on a thread.
+
+
+class BrokenError(Exception):
+    pass
+
+
+def raising(solve: Callable[[], Any]) -> Any:
+    raise BrokenError("out of paper")
+
+
+def test_an_exception_on_a_thread_reaches_the_caller_of_step() -> None:
+    """With its cause and the layers' names; who catches it can go on."""
+    model = CASE.model()
+    with distkfac(model, max_staleness=1, inv_update_steps=3) as optimizer:
+        go(model, optimizer, CASE, BATCHES[:3])
+        with solving(raising), pytest.raises(DecompositionError, match="BrokenError: out of") as e:
+            go(model, optimizer, CASE, BATCHES[3:6])
+        assert isinstance(e.value.__cause__, BrokenError)
+        assert any(repr(name) in str(e.value) for name in LAYERS)
+        assert "a thread that solves for" in str(e.value)
+        before = vector(model)
+        go(model, optimizer, CASE, BATCHES[6:])
+        assert not torch.equal(before, vector(model))
+        assert max(optimizer.staleness.values()) <= 4, "solved anew"
+
+
+def failing(solve: Callable[[], Any]) -> Any:
+    return [None for _ in solve()]
+
+
+def test_a_failing_decomposition_keeps_the_last_inverse_and_says_so_once() -> None:
+    model = CASE.model()
+    options = {"max_staleness": 0, "inv_update_steps": 2, "max_consecutive_failures": 3}
+    with distkfac(model, **options) as optimizer, noted() as warned:
+        go(model, optimizer, CASE, BATCHES[:2])
+        inverses = [block.inverse for block in optimizer._blocks]
+        with solving(failing):
+            go(model, optimizer, CASE, BATCHES[2:6])  # fails twice
+        assert [block.inverse for block in optimizer._blocks] == inverses
+        assert optimizer.staleness == dict.fromkeys(LAYERS, 6)
+        assert optimizer.summary().failed == 3
+        go(model, optimizer, CASE, BATCHES[6:7])
+        assert optimizer.summary().failed == 0
+        assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
+        with solving(failing):
+            go(model, optimizer, CASE, BATCHES[:5])  # fails twice more, which are the first
+            with pytest.raises(DecompositionError, match="decomposed 3 refreshes in a row") as e:
+                go(model, optimizer, CASE, BATCHES[5:7])
+    assert all(repr(name) in str(e.value) for name in LAYERS)
+    assert len(warned) == 3
+    for name, line in zip(LAYERS, warned, strict=True):
+        assert f"layer {name!r} could not be decomposed at step 2" in line
+        assert "its last inverse is kept" in line
+
+
+def test_a_layer_that_is_not_solved_at_all_is_the_bases() -> None:
+    model = CASE.model()
+    with solving(failing), noted() as warned, distkfac(model, kl_clip=None) as optimizer:
+        found = go(model, optimizer, CASE, BATCHES[:2])
+        assert (optimizer.staleness, optimizer.delays) == ({}, {})
+    plain = CASE.model()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
+    assert same(found, go(plain, sgd, CASE, BATCHES[:2]))
+    assert len(warned) == 3
+    assert all("the base optimizer trains it alone" in line for line in warned)
+
+
+# In mid-flight.
+
+
+def in_flight(model: nn.Module, gate: Gate, **options: Any) -> DistKFAC:
+    """An optimizer after three steps, all of whose layers are under way since the second."""
+    optimizer = distkfac(model, **{"momentum": 0.9, "refresh_warmup_steps": 1, **options})
+    go(model, optimizer, CASE, BATCHES[:1])
+    with solving(gate):
+        go(model, optimizer, CASE, BATCHES[1:3])
+    assert len(optimizer._flights) == 3
+    return optimizer
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_in_mid_flight_goes_on_with_threads_of_its_own(how: str) -> None:
+    """Where inverses must come at each step, as the original does once it is let go on."""
+    gate, model = Gate(), CASE.model()
+    optimizer = in_flight(model, gate)
+    if how == "deepcopy":
+        twin, copied = copy.deepcopy((model, optimizer))
+    else:
+        twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    assert copied._flights == {}
+    assert copied.staleness == optimizer.staleness == dict.fromkeys(LAYERS, 3)
+    before = threads_of()
+    go(twin, copied, CASE, BATCHES[3:6])
+    assert threads_of() == before + 1
+    eventually(lambda: landed(copied))
+    go(twin, copied, CASE, BATCHES[6:7])
+    assert max(copied.staleness.values()) <= 4
+    assert optimizer.staleness == dict.fromkeys(LAYERS, 3), "the original knows of nothing"
+    copied.close()
+    gate.open()
+    eventually(lambda: landed(optimizer))
+    go(model, optimizer, CASE, BATCHES[3:4])
+    assert optimizer.delays == dict.fromkeys(LAYERS, 2)
+    optimizer.close()
+    assert threads_of() == 0
+
+
+def test_a_copy_takes_the_same_course() -> None:
+    """Its inverses are of the factors of where it was copied."""
+    model = CASE.model()
+    options = {"deterministic": True, "max_staleness": 1, "inv_update_steps": NEVER}
+    with distkfac(model, **options) as optimizer:
+        go(model, optimizer, CASE, BATCHES[:3])
+        twin, copied = copy.deepcopy((model, optimizer))
+        with copied:
+            assert same(
+                go(twin, copied, CASE, BATCHES[3:]), go(model, optimizer, CASE, BATCHES[3:])
+            )
+
+
+def test_loading_in_mid_flight_drops_what_is_under_way() -> None:
+    """Inverses are solved anew of the factors loaded, and waited for."""
+    model, gate = CASE.model(), Gate()
+    saved = CASE.model()
+    with distkfac(saved, max_staleness=0, momentum=0.9) as other:
+        go(saved, other, CASE, BATCHES[:5])
+        state = copy.deepcopy((saved.state_dict(), other.state_dict()))
+        expected = go(saved, other, CASE, BATCHES[5:])
+    optimizer = in_flight(model, gate, inverse_threads=4)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    assert (optimizer.staleness, optimizer.delays) == ({}, {}), "no inverse is in use"
+    found = go(model, optimizer, CASE, BATCHES[5:6])
+    assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
+    assert_same_trajectory(found, expected[:1])
+    gate.open()
+    go(model, optimizer, CASE, BATCHES[6:8])
+    assert max(optimizer.staleness.values()) <= 3
+    optimizer.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_checkpoint_is_one_line(staleness: int) -> None:
+    """With `torch.load`'s defaults; inverses are not in it, and solved at once after it."""
+    options = {"max_staleness": staleness, "deterministic": True, "momentum": 0.9}
+    model, buffer = CASE.model(), io.BytesIO()
+    with distkfac(model, **options) as optimizer:
+        go(model, optimizer, CASE, BATCHES[:4])
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+        went_on = go(model, optimizer, CASE, BATCHES[4:])
+    buffer.seek(0)
+    state, model = torch.load(buffer), CASE.model(seed=7)
+    with distkfac(model, **options) as optimizer:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        found = go(model, optimizer, CASE, BATCHES[4:])
+        assert optimizer._steps == len(BATCHES)
+    if staleness == 0:
+        assert_same_trajectory(found, went_on)
+    else:
+        assert not same(found, went_on)
+
+
+def test_a_fork_in_mid_flight_solves_in_both_processes() -> None:
+    """The child has no threads but its own."""
+    gate, model = Gate(), CASE.model()
+    optimizer = in_flight(model, gate, max_staleness=2)
+    gate.open()  # for the child, too, whatever a thread of the parent is at
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            found = go(model, optimizer, CASE, BATCHES[3:])
+            optimizer.close()
+            code = 0 if max(optimizer.delays.values(), default=0) <= 2 and len(found) == 6 else 2
+        finally:
+            os._exit(code)
+    go(model, optimizer, CASE, BATCHES[3:])
+    assert max(optimizer.delays.values()) <= 2
+    optimizer.close()
+    end = time.monotonic() + 20
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > end:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_freezing_in_mid_flight_drops_what_is_under_way() -> None:
+    model, gate = CASE.model(), Gate()
+    optimizer = in_flight(model, gate, inverse_threads=4, max_staleness=2)
+    kept = factors(optimizer)["2"]
+    model[2].requires_grad_(False)
+    frozen = model[2].weight.detach().clone()
+    go(model, optimizer, CASE, BATCHES[3:4])
+    assert sorted(optimizer.staleness) == ["0", "4"], "solved anew, and waited for"
+    assert set(optimizer.staleness.values()) == {1}
+    gate.open()
+    go(model, optimizer, CASE, BATCHES[4:6])
+    assert torch.equal(model[2].weight, frozen)
+    model[2].requires_grad_(True)
+    go(model, optimizer, CASE, BATCHES[6:7])
+    assert sorted(optimizer.staleness) == list(LAYERS)
+    assert set(optimizer.staleness.values()) == {1}
+    assert not torch.equal(model[2].weight, frozen)
+    assert not torch.equal(factors(optimizer)["2"][0], kept[0]), "averaged on from what it had"
+    go(model, optimizer, CASE, BATCHES[7:])
+    assert max(optimizer.delays.values()) <= 2
+    optimizer.close()
+
+
+def test_a_group_added_in_mid_flight_is_planned_for() -> None:
+    model, gate = CASE.model(), Gate()
+    params = [*model[0].parameters(), *model[2].parameters()]
+    optimizer = distkfac(params, model=model, inverse_threads=4)
+    go(model, optimizer, CASE, BATCHES[:1])
+    with solving(gate):
+        go(model, optimizer, CASE, BATCHES[1:3])
+    assert sorted(optimizer.staleness) == ["0", "2"]
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+    go(model, optimizer, CASE, BATCHES[3:5])
+    assert sorted(optimizer.staleness) == list(LAYERS)
+    gate.open()
+    eventually(lambda: landed(optimizer))
+    go(model, optimizer, CASE, BATCHES[5:7])
+    assert max(optimizer.staleness.values()) <= 4
+    optimizer.close()
+
+
+# Threads end with the optimizer.
+
+
+def test_threads_end_when_it_is_closed_even_twice() -> None:
+    model = CASE.model()
+    optimizer = distkfac(model, inverse_threads=3)
+    go(model, optimizer, CASE, BATCHES[:2])
+    assert threads_of() == 3
+    optimizer.close()
+    optimizer.close()
+    assert (threads_of(), hook_count(model)) == (0, 0)
+    assert (optimizer.staleness, optimizer.delays) == ({}, {})
+    plain = copy.deepcopy(model)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
+    expected = go(plain, sgd, CASE, BATCHES[2:4])
+    assert same(go(model, optimizer, CASE, BATCHES[2:4]), expected), "it goes on as its base"
+
+
+def test_threads_end_with_the_block_also_by_an_exception() -> None:
+    model = CASE.model()
+
+    def script() -> None:
+        with distkfac(model) as optimizer:
+            go(model, optimizer, CASE, BATCHES[:2])
+            assert threads_of() == 1
+            raise BrokenError
+
+    with pytest.raises(BrokenError):
+        script()
+    assert threads_of() == 0
+
+
+def test_threads_end_when_nobody_has_the_optimizer_any_more() -> None:
+    model = CASE.model()
+    optimizer = distkfac(model, inverse_threads=2)
+    with solving(Dawdle(0)):
+        go(model, optimizer, CASE, BATCHES[:3])
+    assert threads_of() == 2
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    eventually(lambda: threads_of() == 0)
+
+
+def test_closing_does_not_wait_for_what_has_not_begun() -> None:
+    model = CASE.model()
+    optimizer = distkfac(model)
+    go(model, optimizer, CASE, BATCHES[:1])
+
+    def slow(solve: Callable[[], Any]) -> Any:
+        time.sleep(0.2)
+        return solve()
+
+    with solving(slow):
+        go(model, optimizer, CASE, BATCHES[1:2])
+    begun = time.monotonic()
+    optimizer.close()
+    assert time.monotonic() - begun < 0.45, "one of three"
+
+
+EXIT = """
+import sys, time
+sys.path[:0] = {paths!r}
+from asynchronous import BATCHES, CASE, distkfac, solving
+from ranks import go
+from torch import nn
+
+def slow(solve):
+    time.sleep(0.5)
+    return solve()
+
+model = nn.Sequential(nn.Linear(5, 3), *(nn.Linear(3, 3) for _ in range(15))).double()
+optimizer = distkfac(model)
+go(model, optimizer, CASE, BATCHES[:1])
+with solving(slow):
+    go(model, optimizer, CASE, BATCHES[1:2])
+assert len(optimizer._flights) == 16
+print(time.time(), flush=True)
+"""
+
+
+def test_the_interpreter_ends_in_mid_flight() -> None:
+    """Slow: a process of its own."""
+    script = EXIT.format(paths=[path for path in sys.path if path])
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    took = time.time() - float(found.stdout.split()[0])
+    assert (found.returncode, found.stderr) == (0, "")
+    assert took < 5.0, "it waits for one solve, and not for sixteen"
+
+
+# In scripts.
+
+
+STALE: dict[str, Any] = {"deterministic": True, "max_staleness": 2}
+
+
+def test_closures_micro_batches_and_scalers_change_nothing() -> None:
+    expected = train(**STALE)
+    halves = [[(x[:6], y[:6]), (x[6:], y[6:])] for x, y in BATCHES]
+
+    model = CASE.model()
+    with distkfac(model, **STALE) as optimizer:
+        found = []
+        for x, y in BATCHES:
+
+            def closure(x: Any = x, y: Any = y, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).item() > 0
+            found.append(vector(model))
+    assert same(found, expected)
+
+    model = CASE.model()
+    with distkfac(model, accumulation_steps=2, **STALE) as optimizer:
+        found = []
+        for parts in halves:
+            optimizer.zero_grad()
+            for x, y in parts:
+                (cross_entropy(model(x), y) / 2).backward()
+            optimizer.step()
+            found.append(vector(model))
+    assert_same_trajectory(found, expected)
+
+    model, scaler = CASE.model(), torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    with distkfac(model, grad_scaler=scaler, **STALE) as optimizer:
+        found, delays = [], []
+        for step, (x, y) in enumerate(BATCHES):
+            for spoiled in [False] if step != 4 else [True, False]:  # a step that is skipped
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x), y) * (float("inf") if spoiled else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(vector(model))
+            delays.append(dict(optimizer.delays))
+    assert_same_trajectory(found, expected)
+    assert delays[-1] == dict.fromkeys(LAYERS, 2)
+
+
+def test_schedules_reach_the_base_and_the_clip() -> None:
+    expected = delayed(2, lr=lambda step: 0.1 * 0.5 ** (step // 3), kl_clip=falling)
+    model = CASE.model()
+    with distkfac(model, lr=0.1, kl_clip=falling, **STALE) as optimizer:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        found = []
+        for batch in BATCHES:
+            found += go(model, optimizer, CASE, [batch])
+            scheduler.step()
+    assert_same_trajectory(found, expected)
+
+
+def falling(step: int) -> float:
+    return 1e-3 * 0.7**step
+
+
+def test_the_papers_clip_decays_by_steps() -> None:
+    clip = DecayingClip(0.01, 0.9, every=3)
+    assert [clip(step) for step in range(7)] == [0.01 * 0.9 ** (step // 3) for step in range(7)]
+    assert DecayingClip() == DecayingClip(0.01, 0.96, 100)
+    clip = DecayingClip(2e-3, 0.5, every=2)
+    expected = delayed(1, kl_clip=lambda step: 2e-3 * 0.5 ** (step // 2))
+    found = train(deterministic=True, max_staleness=1, kl_clip=clip)
+    assert_same_trajectory(found, expected)
+    assert pickle.loads(pickle.dumps(clip)) == clip
+
+
+def test_one_process_has_nobody_for_statistics_and_says_so() -> None:
+    with noted() as warned:
+        found = train(stats_workers=1, max_staleness=0)
+    (line,) = warned
+    assert "stats_workers=1) with one process" in line
+    assert "from this process's own passes" in line
+    assert same(found, train(max_staleness=0))
+
+
+def test_who_trains_does_not_serve() -> None:
+    with distkfac(CASE.model()) as optimizer:
+        assert optimizer.role == "worker"
+        with pytest.raises(SecondOrderError, match="rank 0 is a worker: it trains"):
+            optimizer.serve(BATCHES, lambda batch: cross_entropy(*batch))
+
+
+def test_gains_and_biases_have_exact_blocks_unless_told_otherwise() -> None:
+    case = ZOO["norms"]
+
+    def names(**options: Any) -> set[str]:
+        model = case.model()
+        with noted(), distkfac(model, **options) as optimizer:
+            take(model, optimizer, case.batch(), case.loss)
+            return set(optimizer.staleness)
+
+    assert names() == {"0", "1", "4", "5", "7"}
+    assert names(exact_blocks=False) == {"0", "4", "7"}
+
+
+# Options.
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"stats_workers": -1}, r"stats_workers=-1 .*0"),
+    ({"helper_timeout": 0.0}, r"helper_timeout=0.0 is outside \[0.1, inf\]; 60.0 is the default"),
+    ({"inverse_threads": 0}, "inverse_threads=0 is below 1: .*; use 1 or more"),
+    ({"inverse_device": "gpu"}, "inverse_device='gpu' is not one of 'cpu', 'cuda'"),
+    ({"inverse_device": "cuda"}, "the parameters are on cpu; move the model.*'cpu'"),
+    ({"max_staleness": -1}, "max_staleness=-1 .*None for no bound"),
+    (
+        {"async_inverse": False, "max_staleness": 2},
+        "async_inverse=False waits for every solve, so that max_staleness=2 .*; leave it out",
+    ),
+    ({"deterministic": True}, "after exactly max_staleness steps; give max_staleness, 10 perhaps"),
+    (
+        {"deterministic": True, "max_staleness": 2, "stats_workers": 1},
+        "deterministic=True cannot be had with stats_workers=1.*; use stats_workers=0",
+    ),
+    ({"conv_factors": "cheapest"}, "conv_factors='cheapest' is not one of 'kfc', 'cheap'; did you"),
+    ({"max_factor_dim": 0}, "max_factor_dim=0 is below 1: .*; use 1 or more"),
+    ({"max_exact_dim": 0}, "max_exact_dim=0 is below 1: .*; use 1 or more"),
+    ({"doubly_factored": "all"}, "doubly_factored='all' is not 'auto', None, or a dict"),
+    ({"doubly_factored": {"0": 3}}, r"doubly_factored=\{'0': 3\} is not .*\(locations, channels\)"),
+    ({"doubly_factored": {"0": (3, 2)}}, "'0'.*5"),
+    ({"doubly_factored": {"nowhere": (3, 2)}}, "'nowhere'"),
+    ({"kl_clip": 0.0}, "kl_clip=0.0 is outside .*; use a positive number, or None"),
+]
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"stats_workers": 1.5}, "stats_workers=1.5 is not a whole number; use 0 for none"),
+    ({"helper_timeout": "long"}, "helper_timeout='long' is not a number; 60.0 is the default"),
+    ({"inverse_threads": 1.0}, "inverse_threads=1.0 is not a whole number of threads; 1 is"),
+    ({"max_staleness": 2.0}, "max_staleness=2.0 is not a whole number; use None for no bound"),
+    ({"async_inverse": "no"}, "async_inverse='no' is not a flag; use True or False"),
+    ({"deterministic": 1, "max_staleness": 1}, "deterministic=1 is not a flag; use True or False"),
+    ({"exact_blocks": 0}, "exact_blocks=0 is not a flag; use True or False"),
+    ({"max_factor_dim": 1e3}, r"max_factor_dim=1000.0 is not a whole number of rows; 1 is"),
+    ({"max_exact_dim": None}, "max_exact_dim=None is not a whole number of rows; 1 is"),
+    ({"max_stalenes": 1}, "unknown keyword 'max_stalenes'.*did you mean 'max_staleness'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "message"),
+    [
+        *((ValueError, *row) for row in WRONG),
+        *((TypeError, *row) for row in WRONG_TYPES),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_wrong_options_are_refused_before_anything_is_changed(
+    error: type[Exception], options: dict[str, Any], message: str
+) -> None:
+    model = CASE.model()
+    before = vector(model)
+    with pytest.raises(error, match=message):
+        distkfac(model, **options)
+    assert torch.equal(vector(model), before)
+    assert (hook_count(model), threads_of()) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "later", "message"),
+    [
+        ("factor_update_steps", 0, "factor_update_steps at step 2: .*=0 is below 1"),
+        ("inv_update_steps", 0, "inv_update_steps at step 2: .*=0 is below 1"),
+        ("damping", -1.0, "damping=-1.0 is outside"),
+        ("factor_decay", 1.0, "factor_decay=1.0 is outside"),
+        ("kl_clip", -1.0, "kl_clip=-1.0 is outside"),
+    ],
+)
+def test_a_schedule_that_goes_astray_is_told_at_its_step(
+    option: str, later: float, message: str
+) -> None:
+    model = CASE.model()
+    good = {"damping": 0.1, "factor_decay": 0.9, "kl_clip": 1e-3}.get(option, 1)
+    chosen: dict[str, Any] = {option: lambda step: good if step < 2 else later}
+    optimizer = distkfac(model, max_staleness=0, **chosen)
+    with optimizer, pytest.raises(ValueError, match=message):
+        go(model, optimizer, CASE, BATCHES[:4])
