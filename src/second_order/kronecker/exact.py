@@ -90,6 +90,16 @@ class ExactBlock(KroneckerBlock):
         """Whether any of the parameters asks for a gradient now."""
         return any(p.requires_grad for p in self.owned)
 
+    def _reset(self) -> None:
+        self._staged_for = [id(p) for p in self.params]
+        super()._reset()
+
+    def follow_requires_grad(self) -> None:
+        """Start anew if other parameters train: those of a gain and a bias are as many."""
+        if self.trainable and self._staged_for != [id(p) for p in self.params]:
+            self._reset()
+        super().follow_requires_grad()
+
     @property
     def trains_bias(self) -> bool:
         """Never: there is no homogeneous coordinate."""

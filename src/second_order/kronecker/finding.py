@@ -166,6 +166,11 @@ def find_blocks(
         if not members:
             blocks.append(exact[key])
             continue
+        if key in exact:  # its curvature is not of what the other module does with the gain
+            tied, reason = exact[key], "its weight is tied to a module left to the base"
+            count = sum(p.numel() for p in tied.owned)
+            left.append(LeftToBase(tied.name, type(tied.modules[0]).__name__, reason, count))
+            continue
         names = [name for name, _ in members]
         modules = [module for _, module in members]
         if any((name or "(model)") in rejected for name in names):
@@ -185,6 +190,11 @@ def find_blocks(
         apart = locations[modules[0]] > 0 or frozen
         if apart and add_exact(names[0], modules[0], key, ("bias",)):
             blocks.append(exact[key])
+            bias = None  # also once the weight thaws
+        elif locations[modules[0]] and bias is not None:
+            reason = "its weight is doubly factored, and there are no exact blocks"
+            left.append(LeftToBase(f"{names[0]}.bias", "Linear", reason, bias.numel()))
+            counted.add(id(bias))
         block = known.get(key)
         if locations[modules[0]]:
             if not isinstance(block, DoublyFactoredBlock) or block.modules != modules:
