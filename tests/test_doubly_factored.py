@@ -1,0 +1,476 @@
+"""Three Kronecker factors: doubly factored Linears, their damping and solves. Cheap convolutions.
+
+Invariants 8, and 15, 16 and 18 for three factors. A block multiplies a gradient (out, channels,
+locations), row after row: it is kron(G, A, L).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import reference as ref
+import torch
+from contract import factors, make, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CLASSES, ZOO
+from reference import cross_entropy
+from torch import Tensor, nn
+
+from second_order import DistKFAC
+from second_order.kronecker import solvers
+from second_order.kronecker.decompositions import Problem
+from second_order.kronecker.doubly_factored import DoublyFactoredBlock, rank_one
+from second_order.kronecker.solvers import SOLVERS
+
+F32, F64 = torch.float32, torch.float64
+SEEDS = st.integers(0, 2**16)
+SIZES = st.integers(1, 5)
+DAMPINGS = st.floats(1e-4, 10.0)
+few = settings(max_examples=8)
+each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
+
+
+def distkfac(model: nn.Module, **options: Any) -> Any:
+    return make(DistKFAC, model, **{"async_inverse": False, "exact_blocks": True, **options})
+
+
+def close(actual: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
+    atol = rtol * float(expected.abs().max()) + 1e-14
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def factor(dim: int) -> Tensor:
+    x = torch.randn(2 * dim, dim, dtype=F64)
+    return x.T @ x / len(x)
+
+
+def network(channels: int, locations: int) -> nn.Sequential:
+    """The doubly factored layer is "1"."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(channels * locations, 3), nn.Tanh(), nn.Linear(3, CLASSES)
+    ).double()
+
+
+def doubly_factored(
+    model: nn.Module, channels: int, locations: int, **options: Any
+) -> tuple[Any, DoublyFactoredBlock]:
+    optimizer = distkfac(model, doubly_factored={"1": (locations, channels)}, **options)
+    (block,) = (b for b in optimizer._blocks if b.name == "1")
+    assert isinstance(block, DoublyFactoredBlock)
+    return optimizer, block
+
+
+def alg(block: DoublyFactoredBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """A, L and G of a block."""
+    A, L, G = (block.ensure_factors().matrix(letter, F64)[0] for letter in "ALG")
+    return A, L, G
+
+
+def weight_fisher(fisher: Tensor, width: int) -> Tensor:
+    """Without the bias, which is the last column of a row."""
+    kept = [i for i in range(len(fisher)) if i % (width + 1) != width]
+    return fisher[kept][:, kept]
+
+
+# The best rank one.
+
+
+def best_error(x: Tensor) -> Tensor:
+    """‖x - ψκᵀ‖ of the best approximation, and σ, for each of (N, C, T)."""
+    values = torch.linalg.svdvals(x)
+    return torch.stack([values[:, 1:].square().sum(1).sqrt(), values[:, 0]])
+
+
+@few
+@given(n=SIZES, channels=st.integers(1, 7), locations=st.integers(1, 7), seed=SEEDS)
+def test_18_rank_one_is_the_first_singular_triple(
+    n: int, channels: int, locations: int, seed: int
+) -> None:
+    x = torch.randn(n, channels, locations, dtype=F64)
+    psi, kappa = rank_one(x)
+    u, s, v = torch.linalg.svd(x)
+    close(psi[:, :, None] * kappa[:, None], u[:, :, :1] * s[:, :1, None] * v[:, :1], rtol=1e-6)
+    rest, sigma = best_error(x)
+    close((x - psi[:, :, None] * kappa[:, None]).norm(dim=(1, 2)), rest, rtol=1e-8)
+    for part in (psi, kappa):  # √σ on each side
+        close(part.norm(dim=1), sigma.sqrt())
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (1, 6), (6, 1)], ids=str)
+def test_18_rank_one_of_nothing_of_equals_and_of_a_mixed_batch(shape: tuple[int, int]) -> None:
+    x = torch.stack([torch.zeros(shape), torch.eye(*shape), torch.ones(shape)]).double()
+    psi, kappa = rank_one(x)
+    assert psi.shape == (3, shape[0])
+    assert kappa.shape == (3, shape[1])
+    assert not psi[0].any()
+    assert not kappa[0].any()
+    rest, sigma = best_error(x)
+    close((x - psi[:, :, None] * kappa[:, None]).norm(dim=(1, 2)), rest)
+    close(psi.norm(dim=1) * kappa.norm(dim=1), sigma)
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-22, 1e22, 1e36])
+@pytest.mark.parametrize("shape", [(3, 6), (6, 3)], ids=str)
+def test_18_rank_one_in_float32_far_from_one(shape: tuple[int, int], scale: float) -> None:
+    x = torch.randn(4, *shape, dtype=F64)
+    psi, kappa = rank_one((x * scale).float())
+    product = (psi.double()[:, :, None] * kappa.double()[:, None]) / scale
+    rest, sigma = best_error(x)
+    close((x - product).norm(dim=(1, 2)), rest, rtol=1e-5)
+    close(psi.double().norm(dim=1).square() / scale, sigma, rtol=1e-5)
+    close(kappa.double().norm(dim=1).square() / scale, sigma, rtol=1e-5)
+
+
+# 18. Doubly factored: exact for one example of rank-one input; unchanged by the SVD's sign.
+
+
+@few
+@given(channels=SIZES, locations=SIZES, seed=SEEDS)
+def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = network(channels, locations)
+    x = torch.einsum("c,t->ct", *(torch.randn(k, dtype=F64) for k in (channels, locations)))[None]
+    y = torch.randint(CLASSES, (1,))
+    optimizer, block = doubly_factored(model, channels, locations, lr=0.0, symmetry_aware=False)
+    take(model, optimizer, (x, y))
+    width = channels * locations
+    empirical = weight_fisher(ref.empirical_fisher(model, x, y, cross_entropy, "1"), width)
+    close(block.ensure_factors().to_dense()[0], empirical, rtol=1e-9)
+    # The expectation over the model's labels: the layer's G is the sum over them.
+    v = ref.label_gradients(model(x).detach(), "categorical")
+    total = torch.zeros_like(empirical)
+    for label in range(CLASSES):
+        ((_, d),) = ref.captured(model, x, lambda out, i=label: (out * v[i]).sum(), "1")["1"]
+        pair = block.statistics(model[1], x.flatten(1), d, "expand", F64)
+        A, G, L = (part[0] for part in pair.factors)
+        total += ref.kron(G, A, L)
+    exact = weight_fisher(ref.exact_fisher(model, x, "categorical", "1"), width)
+    close(total, exact, rtol=1e-9)
+
+
+def test_18_not_for_an_input_of_rank_two() -> None:
+    model, x, y = network(3, 4), torch.randn(1, 3, 4, dtype=F64), torch.randint(CLASSES, (1,))
+    optimizer, block = doubly_factored(model, 3, 4, lr=0.0)
+    take(model, optimizer, (x, y))
+    exact = weight_fisher(ref.empirical_fisher(model, x, y, cross_entropy, "1"), 12)
+    found = block.ensure_factors().to_dense()[0]
+    assert (found - exact).norm() > 0.05 * exact.norm()
+
+
+@few
+@given(n=SIZES, channels=SIZES, locations=SIZES, packed=st.booleans(), seed=SEEDS)
+def test_18_the_factors_are_the_means_over_examples(
+    n: int, channels: int, locations: int, packed: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = network(channels, locations)
+    x, y = torch.randn(n, channels, locations, dtype=F64), torch.randint(CLASSES, (n,))
+    optimizer, block = doubly_factored(model, channels, locations, lr=0.0, symmetry_aware=packed)
+    take(model, optimizer, (x, y))
+    ((_, d),) = ref.captured(model, x, lambda out: cross_entropy(out, y), "1")["1"]
+    L, A, G = ref.doubly_factored_factors(x.mT, d)
+    for found, expected in zip(alg(block), (A, L, G), strict=True):
+        close(found, expected, rtol=1e-8)
+    close(block.ensure_factors().to_dense()[0], ref.kron(G, A, L), rtol=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=str)
+def test_18_the_sign_of_the_singular_vectors_is_no_matter(shape: tuple[int, int]) -> None:
+    model, batch = network(*shape), (torch.randn(5, *shape, dtype=F64), torch.arange(5) % CLASSES)
+    found, eigh = [], torch.linalg.eigh
+    for sign in (1.0, -1.0):
+
+        def signed(x: Tensor, sign: float = sign) -> tuple[Tensor, Tensor]:
+            values, vectors = eigh(x)
+            return values, vectors * sign
+
+        optimizer, block = doubly_factored(model, *shape, lr=0.0)
+        with patch("torch.linalg.eigh", signed):
+            psi, _ = rank_one(batch[0])
+            take(model, optimizer, batch)
+        found.append((psi, *alg(block)))
+    (one, *plain), (other, *flipped) = found
+    assert torch.equal(one, -other)
+    for a, b in zip(plain, flipped, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("n", [1, 6])
+def test_18_not_plain_kfac_at_one_location(n: int) -> None:
+    """Inputs are squared after they are split, not before; one example has the same block."""
+    model = network(4, 1)
+    x, y = torch.randn(n, 4, 1, dtype=F64), torch.randint(CLASSES, (n,))
+    optimizer, block = doubly_factored(model, 4, 1, lr=0.0)
+    take(model, optimizer, (x, y))
+    plain_A, plain_G = ref.empirical_factors(model, x, y, cross_entropy, "1")
+    plain = torch.kron(plain_G[0], plain_A[0, :-1, :-1])
+    found = block.ensure_factors().to_dense()[0]
+    if n == 1:
+        close(found, plain, rtol=1e-8)
+    else:
+        assert (found - plain).norm() > 0.02 * plain.norm()
+
+
+def test_positions_of_a_sequence_are_rows() -> None:
+    """With a loss term each; an input (N, S, C T) is N S feature maps."""
+    linear = nn.Linear(6, 3, dtype=F64)
+    block = DoublyFactoredBlock(["1"], [linear], 3, F64, False)
+    x, d = torch.randn(2, 4, 6, dtype=F64), torch.randn(2, 4, 3, dtype=F64)
+    pairs = [
+        block.statistics(linear, *rows, "expand", F64)
+        for rows in ((x, d), (x.flatten(0, 1), d.flatten(0, 1)))
+    ]
+    assert pairs[0].examples == pairs[1].examples == 8
+    for a, b in zip(pairs[0].factors, pairs[1].factors, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_inputs_that_are_not_finite_are_dropped(bad: float) -> None:
+    model = network(2, 3)
+    x, y = torch.randn(4, 2, 3, dtype=F64), torch.randint(CLASSES, (4,))
+    optimizer, block = doubly_factored(model, 2, 3, lr=0.0)
+    take(model, optimizer, (x, y))
+    before = alg(block)
+    wrong = x.clone()
+    wrong[1, 0, 1] = bad
+    take(model, optimizer, (wrong, y))
+    assert int(block.staged.dropped) == 1
+    for a, b in zip(alg(block), before, strict=True):
+        assert torch.equal(a, b)
+
+
+# 15. eigen = dense solve with A ⊗ L ⊗ G + γI. inverse = dense solve with the damped factors.
+
+
+def dense(solver: str, A: Tensor, L: Tensor, G: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    if solver == "eigen":
+        return ref.dense_solve(ref.kron(G, A, L), gradient, damping)
+    A, L, G = ref.damp((A, L, G), damping)
+    return ref.dense_solve(ref.kron(G, A, L), gradient)
+
+
+def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float, packed: bool) -> Any:
+    means = torch.stack([f.diagonal().mean()[None] for f in (A, G, L)])
+    problems = [
+        Problem(1, len(f), F64, f.device, f[None].clone, added, None, False)
+        for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
+    ]
+    a, g, locations = SOLVERS[solver].decompose(problems, F64, packed)
+    assert a is not None
+    assert g is not None
+    return SOLVERS[solver].combine(a, g, damping, locations)
+
+
+@each_solver
+@few
+@given(dims=st.tuples(SIZES, SIZES, SIZES), damping=DAMPINGS, packed=st.booleans(), seed=SEEDS)
+def test_15_three_way_solves_are_dense_ones(
+    solver: str, dims: tuple[int, int, int], damping: float, packed: bool, seed: int
+) -> None:
+    A, G, L = map(factor, dims)
+    gradient = torch.randn(1, dims[1], dims[0] * dims[2], dtype=F64)
+    with patch.object(solvers, "TRIANGULAR_FROM", 1):
+        inverse = inverse_of(solver, A, G, L, damping, packed)
+    kept = gradient.clone()
+    close(inverse.precondition(gradient), dense(solver, A, L, G, gradient, damping), rtol=1e-8)
+    assert torch.equal(gradient, kept)
+
+
+def test_15_the_two_differ_and_the_order_of_factors_matters() -> None:
+    A, G, L = factor(3), factor(2), factor(3)
+    gradient = torch.randn(1, 2, 9, dtype=F64)
+    for solver, other in [("eigen", "inverse"), ("inverse", "eigen")]:
+        found = inverse_of(solver, A, G, L, 0.1, False).precondition(gradient)
+        for wrong in (
+            dense(other, A, L, G, gradient, 0.1),
+            dense(solver, L, A, G, gradient, 0.1),
+        ):
+            assert (found - wrong).norm() > 1e-3 * wrong.norm()
+
+
+@each_solver
+@pytest.mark.parametrize("packed", [True, False], ids=["triangles", "matrices"])
+def test_15_a_step_is_the_dense_solve(solver: str, packed: bool) -> None:
+    model = network(2, 3)
+    x, y = torch.randn(5, 2, 3, dtype=F64), torch.randint(CLASSES, (5,))
+    optimizer, block = doubly_factored(
+        model, 2, 3, lr=1.0, damping=0.03, solver=solver, symmetry_aware=packed
+    )
+    before = model[1].weight.detach().clone()
+    gradient = torch.autograd.grad(cross_entropy(model(x), y), model[1].weight)[0]
+    take(model, optimizer, (x, y))
+    close(before - model[1].weight.detach(), dense(solver, *alg(block), gradient, 0.03), rtol=1e-8)
+
+
+@each_solver
+@pytest.mark.parametrize("zero", ["A", "G", "L"])
+def test_15_a_zero_factor(solver: str, zero: str) -> None:
+    """π is 1 then; the eigen solve divides by the damping alone."""
+    found = {k: torch.zeros(3, 3, dtype=F64) if k == zero else factor(3) for k in "AGL"}
+    gradient = torch.randn(1, 3, 9, dtype=F64)
+    P = inverse_of(solver, *found.values(), 0.25, False).precondition(gradient)
+    close(P, dense(solver, found["A"], found["L"], found["G"], gradient, 0.25), rtol=1e-8)
+    if solver == "eigen":
+        close(P, gradient / 0.25)
+
+
+# 16. Π πᵢ = 1; ⊗F̃ᵢ − ⊗Fᵢ − γI is positive semi-definite; scaling Fᵢ by cᵢ with Π cᵢ = 1 changes
+# nothing; π minimises its bound against random perturbations.
+
+
+def added(found: tuple[Tensor, ...], damping: float) -> list[Tensor]:
+    """What the inverse solver puts on the diagonals of A, G and L."""
+    means = torch.stack([f.diagonal().mean()[None] for f in found])
+    return [on for on in SOLVERS["inverse"].dampings(means, damping) if on is not None]
+
+
+def damped(found: tuple[Tensor, ...], on: list[Tensor]) -> list[Tensor]:
+    return [f + o * torch.eye(len(f), dtype=F64) for f, o in zip(found, on, strict=True)]
+
+
+@few
+@given(dims=st.tuples(SIZES, SIZES, SIZES), damping=DAMPINGS, seed=SEEDS)
+def test_16_the_product_of_pi_is_one(dims: tuple[int, int, int], damping: float, seed: int) -> None:
+    found = tuple(map(factor, dims))
+    on = added(found, damping)
+    assert len(on) == 3
+    pis = [float(o) / damping ** (1 / 3) for o in on]
+    assert math.prod(pis) == pytest.approx(1.0)
+    assert pis == pytest.approx(ref.pis(*found))
+    excess = ref.kron(*damped(found, on)) - ref.kron(*found)
+    excess -= damping * torch.eye(len(excess), dtype=F64)
+    assert torch.linalg.eigvalsh(excess).min() >= -1e-12 * float(excess.abs().max() + damping)
+
+
+@few
+@given(
+    dims=st.tuples(SIZES, SIZES, SIZES),
+    damping=DAMPINGS,
+    c=st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)),
+    seed=SEEDS,
+)
+def test_16_how_a_scale_is_split_is_no_matter(
+    dims: tuple[int, int, int], damping: float, c: tuple[float, float], seed: int
+) -> None:
+    A, G, L = map(factor, dims)
+    scaled = A * c[0], G * c[1], L / (c[0] * c[1])
+    gradient = torch.randn(1, dims[1], dims[0] * dims[2], dtype=F64)
+    close(
+        ref.kron(*damped(scaled, added(scaled, damping))),
+        ref.kron(*damped((A, G, L), added((A, G, L), damping))),
+    )
+    plain, moved = (
+        inverse_of("inverse", *three, damping, False).precondition(gradient)
+        for three in ((A, G, L), scaled)
+    )
+    close(moved, plain, rtol=1e-8)
+
+
+@few
+@given(
+    dims=st.tuples(SIZES, SIZES, SIZES),
+    damping=DAMPINGS,
+    stretch=st.tuples(st.floats(0.2, 5.0), st.floats(0.2, 5.0)),
+    seed=SEEDS,
+)
+def test_16_pi_minimises_its_bound(
+    dims: tuple[int, int, int], damping: float, stretch: tuple[float, float], seed: int
+) -> None:
+    """The trace of what ⊗F̃ᵢ has more than ⊗Fᵢ + γI: no other split has less of it."""
+    found = tuple(map(factor, dims))
+    on = added(found, damping)
+
+    def bound(on: list[Tensor]) -> float:
+        """Also by the terms of the expansion, a subset of the factors' damping each."""
+        terms = [
+            math.prod(
+                float(o) * len(f) if i in chosen else float(f.trace())
+                for i, (f, o) in enumerate(zip(found, on, strict=True))
+            )
+            for size in (1, 2)
+            for chosen in itertools.combinations(range(3), size)
+        ]
+        dense = ref.kron(*damped(found, on)) - ref.kron(*found)
+        assert sum(terms) == pytest.approx(float(dense.trace()) - damping * len(dense), rel=1e-8)
+        return sum(terms)
+
+    others = [on[0] * stretch[0], on[1] * stretch[1], on[2] / (stretch[0] * stretch[1])]
+    assert bound(on) <= bound(others) * (1 + 1e-12)
+
+
+# 8. Appendix-A convolution factors = reduce over locations.
+
+
+@pytest.mark.parametrize(
+    "name", ["conv1d", "conv3d", "conv_strided", "conv_rectangular", "conv_no_bias", "shared_conv"]
+)
+def test_8_cheap_convolutions_are_reduced_over_locations(name: str) -> None:
+    case = ZOO[name]
+    model, (x, y) = case.model(), case.batch(5)
+    for cheap in (True, False):
+        optimizer = distkfac(model, lr=0.0, conv_factors="cheap" if cheap else "kfc")
+        take(model, optimizer, (x, y))
+        found = factors(optimizer)
+        modules = dict(model.named_modules())
+        convolutions = [k for k in found if isinstance(modules[k], nn.modules.conv._ConvNd)]
+        assert convolutions
+        for layer in found:
+            approx = "reduce" if cheap and layer in convolutions else "expand"
+            expected = ref.empirical_factors(model, x, y, cross_entropy, layer, approx)
+            for a, b in zip(found[layer], expected, strict=True):
+                close(a, b)
+        if cheap:
+            reduced = found
+    assert all(
+        (reduced[k][i] - found[k][i]).norm() > 0.05 * found[k][i].norm()
+        for k in convolutions
+        for i in (0, 1)
+        if name != "shared_conv" or k == "shared"
+    )
+
+
+def test_8_cheap_convolutions_leave_a_linears_positions_alone() -> None:
+    case = ZOO["sequence_mlp"]
+    model, (x, y) = case.model(), case.batch(5)
+    optimizer = distkfac(model, lr=0.0, conv_factors="cheap")
+    take(model, optimizer, (x, y))
+    for layer, found in factors(optimizer).items():
+        expected = ref.empirical_factors(model, x, y, cross_entropy, layer, "expand")
+        for a, b in zip(found, expected, strict=True):
+            close(a, b)
+
+
+# What it is for.
+
+
+def test_a_wide_linear_after_a_feature_map_trains_in_little_memory() -> None:
+    """256 channels of 3 x 3: three small factors where A alone would have 5.3 million entries."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 256, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(2304, 512), nn.ReLU(),
+        nn.Linear(512, CLASSES),
+    )  # fmt: skip
+    x = torch.randn(16, 1, 8, 8)
+    y = x.mean((1, 2, 3)).gt(0).long()
+    optimizer = DistKFAC(model, lr=0.05, momentum=0.9, max_factor_dim=1024, refresh_warmup_steps=2)
+    losses = [float(take(model, optimizer, (x, y))) for _ in range(8)]
+    optimizer.close()
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_wide_linear_has_three_small_factors() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 256, 3), nn.Flatten(), nn.Linear(2304, 512))
+    optimizer = DistKFAC(model, lr=0.05, max_factor_dim=1024, refresh_warmup_steps=0)
+    (block,) = (b for b in optimizer._blocks if b.name == "2")
+    assert isinstance(block, DoublyFactoredBlock)
+    assert [block.shape.dim(k) for k in block.shape.letters] == [256, 512, 9]
+    model(torch.randn(4, 1, 5, 5)).square().mean().backward()
+    optimizer.step()
+    assert block.factor_bytes + block.inverse_bytes < 4 * 2 * (256**2 + 512**2 + 9**2)
+    assert block.solved
+    optimizer.close()

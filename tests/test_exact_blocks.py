@@ -1,0 +1,398 @@
+"""Exact blocks of gains and biases, against per-example gradients by a loop of autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference as ref
+import torch
+from contract import make, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CLASSES, Pool
+from reference import cross_entropy
+from torch import Tensor, nn
+
+from second_order import DistKFAC
+from second_order.kronecker.exact import ExactBlock, normalised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reference import Batch
+
+F64 = torch.float64
+few = settings(max_examples=4)
+SEEDS = st.integers(0, 2**16)
+each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
+
+# Each, and the shape of one of its inputs.
+PER_EXAMPLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "LayerNorm": (lambda: nn.LayerNorm(5), (5,)),
+    "LayerNorm of two axes": (lambda: nn.LayerNorm((2, 3)), (2, 3)),
+    "LayerNorm of three axes": (lambda: nn.LayerNorm((2, 1, 3)), (2, 1, 3)),
+    "LayerNorm, no bias": (lambda: nn.LayerNorm(5, bias=False), (5,)),
+    "RMSNorm": (lambda: nn.RMSNorm(5, eps=0.1), (5,)),
+    "RMSNorm of two axes": (lambda: nn.RMSNorm((3, 2)), (3, 2)),
+    "GroupNorm of a vector": (lambda: nn.GroupNorm(2, 4), (4,)),
+    "GroupNorm of a sequence": (lambda: nn.GroupNorm(2, 4, eps=0.1), (4, 3)),
+    "GroupNorm of a map": (lambda: nn.GroupNorm(3, 3), (3, 2, 2)),
+}
+BATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (4,)),
+    "BatchNorm1d of a sequence": (lambda: nn.BatchNorm1d(3, eps=0.1), (3, 4)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (3, 2, 3)),
+    "BatchNorm2d, no averages": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (3, 2, 2)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(2), (2, 2, 1, 3)),
+}
+ALL = PER_EXAMPLE | BATCHED
+EVALUATED = {k: v for k, v in ALL.items() if k != "BatchNorm2d, no averages"}
+
+
+def network(name: str, n: int, seed: int = 0) -> tuple[nn.Sequential, Batch]:
+    """The layer, named "0", and a head; gain, bias and running averages are all different."""
+    torch.manual_seed(seed)
+    build, shape = ALL[name]
+    model = nn.Sequential(
+        build(), nn.Flatten(), nn.Tanh(), nn.Linear(math.prod(shape), CLASSES)
+    ).double()
+    with torch.no_grad():
+        for tensor in (*model[0].parameters(), *model[0].buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.5)
+    return model, (2 * torch.randn(n, *shape, dtype=F64) + 1, torch.randint(CLASSES, (n,)))
+
+
+def distkfac(params_or_model: Any, **options: Any) -> Any:
+    return make(
+        DistKFAC, params_or_model, **{"async_inverse": False, "exact_blocks": True, **options}
+    )
+
+
+def exact_block(optimizer: Any, name: str = "0") -> ExactBlock:
+    (block,) = (b for b in optimizer._blocks if b.name == name)
+    assert isinstance(block, ExactBlock)
+    return block
+
+
+def curvature(optimizer: Any, name: str = "0") -> Tensor:
+    """G of an exact block: a matrix, or its diagonal as one. A is 1."""
+    a, g = exact_block(optimizer, name).ensure_factors().matrices(F64)
+    assert torch.equal(a, torch.ones_like(a))
+    return torch.block_diag(*g)
+
+
+def after_a_step(model: nn.Module, batch: Batch, **options: Any) -> Any:
+    optimizer = distkfac(model, lr=0.0, **options)
+    take(model, optimizer, batch)
+    return optimizer
+
+
+def close(actual: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
+    atol = rtol * float(expected.abs().max()) + 1e-14
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def coupled_fisher(model: nn.Sequential, batch: Batch) -> Tensor:
+    """Of a batch norm that trains: x̂ of the whole batch, an example's d of its own loss term."""
+    x, y = batch
+    module: Any = model[0]
+    ((_, d),) = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "0")["0"]
+    axes = [0, *range(2, x.dim())]
+    mean, variance = x.mean(axes, keepdim=True), x.var(axes, unbiased=False, keepdim=True)
+    hat = (x - mean) / (variance + module.eps).sqrt()
+    rows = []
+    for n in range(len(x)):
+        gain, bias = (part.reshape(len(part), -1).sum(1) for part in (d[n] * hat[n], d[n]))
+        rows.append(len(x) * torch.cat([gain, bias]))
+    return sum(torch.outer(row, row) for row in rows) / len(x)  # type: ignore[return-value]
+
+
+def entries(model: nn.Sequential, part: str) -> slice:
+    """Those of gain or bias among all of the layer."""
+    gain = model[0].weight.numel()
+    return {"both": slice(None), "gain": slice(gain), "bias": slice(gain, None)}[part]
+
+
+def keep_only(model: nn.Sequential, part: str) -> None:
+    """Freeze the rest of the layer."""
+    if part == "gain" and getattr(model[0], "bias", None) is not None:
+        model[0].bias.requires_grad_(False)
+    if part == "bias":
+        model[0].weight.requires_grad_(False)
+
+
+def parts_of(name: str) -> list[str]:
+    return ["both"] if "RMS" in name or "no bias" in name else ["both", "gain", "bias"]
+
+
+# E[ĝ ĝᵀ].
+
+
+@pytest.mark.parametrize("name", PER_EXAMPLE)
+@few
+@given(n=st.integers(1, 5), data=st.data(), seed=SEEDS)
+def test_a_block_is_the_mean_of_the_outer_products_of_examples_gradients(
+    name: str, n: int, data: Any, seed: int
+) -> None:
+    model, batch = network(name, n, seed)
+    part = data.draw(st.sampled_from(parts_of(name)))
+    at = entries(model, part)
+    keep_only(model, part)
+    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
+    for approx in ("expand", "reduce"):  # the same where there are no positions
+        close(curvature(after_a_step(model, batch, kfac_approx=approx)), expected)
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@few
+@given(n=st.integers(2, 5), part=st.sampled_from(["both", "gain", "bias"]), seed=SEEDS)
+def test_of_a_batch_norm_that_trains(name: str, n: int, part: str, seed: int) -> None:
+    model, batch = network(name, n, seed)
+    at = entries(model, part)
+    expected = coupled_fisher(model, batch)[at, at]
+    keep_only(model, part)
+    close(curvature(after_a_step(model, batch)), expected)
+
+
+@pytest.mark.parametrize("name", BATCHED.keys() & EVALUATED.keys())
+@few
+@given(n=st.integers(1, 5), part=st.sampled_from(["both", "gain", "bias"]), seed=SEEDS)
+def test_of_a_batch_norm_with_running_averages(name: str, n: int, part: str, seed: int) -> None:
+    model, batch = network(name, n, seed)
+    model.eval()
+    at = entries(model, part)
+    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
+    keep_only(model, part)
+    close(curvature(after_a_step(model, batch)), expected)
+
+
+def test_not_with_the_other_statistics_of_a_batch_norm() -> None:
+    model, batch = network("BatchNorm2d", 4)
+    trains = curvature(after_a_step(model, batch))
+    model.eval()
+    assert (trains - curvature(after_a_step(model, batch))).norm() > 0.05 * trains.norm()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_gain_multiplies_what_is_normalised(name: str) -> None:
+    model, (x, _) = network(name, 3)
+    module: Any = model[0]
+    shape = [1, -1] + [1] * (x.dim() - 2) if name in BATCHED or "Group" in name else [*x.shape[1:]]
+    gain = module.weight.view(shape)
+    bias = getattr(module, "bias", None)
+    expected = module(x) if bias is None else module(x) - bias.view(shape)
+    close(normalised(module, x) * gain, expected.detach())
+
+
+@pytest.mark.parametrize("missing", ["weight", "bias"])
+def test_what_the_optimizer_does_not_have_is_not_in_the_block(missing: str) -> None:
+    model, batch = network("GroupNorm of a map", 4)
+    at = entries(model, "gain" if missing == "bias" else "bias")
+    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
+    params = [p for n, p in model.named_parameters() if n != f"0.{missing}"]
+    optimizer = distkfac(params, model=model, lr=0.0)
+    take(model, optimizer, batch)
+    close(curvature(optimizer), expected)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm of two axes", "BatchNorm2d"])
+def test_large_blocks_are_diagonals(name: str) -> None:
+    model, batch = network(name, 4)
+    size = sum(p.numel() for p in model[0].parameters())
+    whole = curvature(after_a_step(model, batch, max_exact_dim=size))
+    diagonal = after_a_step(model, batch, max_exact_dim=size - 1)
+    assert exact_block(diagonal).shape.groups == size
+    close(curvature(diagonal), torch.diag(whole.diagonal()))
+    assert (whole - torch.diag(whole.diagonal())).norm() > 0.05 * whole.norm()
+
+
+# Positions of a sequence.
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4)], ids=["LayerNorm", "RMSNorm"])
+def test_expand_and_reduce_over_positions(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(norm, nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    pooled = nn.Sequential(*plain, Pool())
+    x = torch.randn(3, 5, 4, dtype=F64)
+    each, one = torch.randint(CLASSES, (3, 5)), torch.randint(CLASSES, (3,))
+    # A loss term a position: positions are examples. One an example: they are parts of it.
+    rows = x.flatten(0, 1), each.flatten()
+    expand = ref.empirical_fisher(plain, *rows, cross_entropy, "0")
+    reduce = ref.empirical_fisher(pooled, x, one, cross_entropy, "0")
+    close(curvature(after_a_step(plain, (x, each), kfac_approx="expand")), expand)
+    close(curvature(after_a_step(pooled, (x, one), kfac_approx="reduce")), reduce)
+    other = curvature(after_a_step(pooled, (x, one), kfac_approx="expand"))
+    assert (other - reduce).norm() > 0.05 * reduce.norm()
+
+
+# What is done with it.
+
+
+def solved(
+    model: nn.Module, batch: Batch, names: list[str], **options: Any
+) -> tuple[Tensor, Tensor, Any]:
+    """The gradients of some parameters as a vector, the step made of them, the optimizer."""
+    params = dict(model.named_parameters())
+    x, y = batch
+    gradients = torch.autograd.grad(cross_entropy(model(x), y), [params[n] for n in names])
+    optimizer = distkfac(model, lr=1.0, damping=0.03, **options)
+    before = [params[n].detach().clone() for n in names]
+    take(model, optimizer, batch)
+    steps = [(b - params[n].detach()).flatten() for b, n in zip(before, names, strict=True)]
+    return torch.cat([g.flatten() for g in gradients]), torch.cat(steps), optimizer
+
+
+@each_solver
+@pytest.mark.parametrize("most", [256, 1], ids=["matrix", "diagonal"])
+@pytest.mark.parametrize("name", ["LayerNorm of two axes", "RMSNorm", "BatchNorm2d"])
+def test_the_step_is_the_dense_solve(name: str, most: int, solver: str) -> None:
+    """Damped by γ itself, with either solver."""
+    model, batch = network(name, 4)
+    names = [f"0.{each}" for each, _ in model[0].named_parameters()]
+    gradient, step, optimizer = solved(model, batch, names, solver=solver, max_exact_dim=most)
+    F = curvature(optimizer)
+    assert len(F) == len(gradient)
+    assert (exact_block(optimizer).shape.groups > 1) == (most == 1)
+    close(step, ref.dense_solve(F, gradient, 0.03), rtol=1e-8)
+
+
+@each_solver
+def test_a_frozen_part_stays_and_the_rest_is_solved(solver: str) -> None:
+    model, batch = network("GroupNorm of a map", 4)
+    keep_only(model, "bias")
+    gain = model[0].weight.detach().clone()
+    gradient, step, optimizer = solved(model, batch, ["0.bias"], solver=solver)
+    assert torch.equal(model[0].weight, gain)
+    close(step, ref.dense_solve(curvature(optimizer), gradient, 0.03), rtol=1e-8)
+
+
+def test_a_part_that_freezes_later_leaves_the_block() -> None:
+    model, batch = network("LayerNorm", 4)
+    optimizer = after_a_step(model, batch)
+    keep_only(model, "gain")
+    at = entries(model, "gain")
+    take(model, optimizer, batch)
+    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
+    close(curvature(optimizer), expected)
+
+
+def test_a_part_that_takes_the_others_place_begins_anew() -> None:
+    """As large as the other, it would go on with the other's curvature."""
+    model, batch = network("LayerNorm", 4)
+    keep_only(model, "gain")
+    optimizer = distkfac(model.parameters(), model=model, lr=0.0)
+    take(model, optimizer, batch)
+    model[0].weight.requires_grad_(False)
+    model[0].bias.requires_grad_(True)
+    take(model, optimizer, batch)
+    at = entries(model, "bias")
+    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
+    close(curvature(optimizer), expected)
+
+
+# Biases alone.
+
+
+def with_frozen_weight(kind: str) -> tuple[nn.Sequential, Batch]:
+    torch.manual_seed(0)
+    first, shape, features = {
+        "Linear": (nn.Linear(4, 5), (4,), 5),
+        "Conv1d": (nn.Conv1d(2, 3, 2), (2, 5), 12),
+        "Conv2d": (nn.Conv2d(4, 4, 2, groups=2), (4, 3, 3), 16),
+        "Conv3d": (nn.Conv3d(1, 2, 2), (1, 2, 3, 2), 4),
+    }[kind]
+    model = nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(features, CLASSES)).double()
+    first.weight.requires_grad_(False)
+    return model, (torch.randn(4, *shape, dtype=F64), torch.randint(CLASSES, (4,)))
+
+
+def bias_fisher(model: nn.Module, batch: Batch, layer: str) -> Tensor:
+    """The part of the bias in the exact block of a layer: its column is each row's last."""
+    fisher = ref.empirical_fisher(model, *batch, cross_entropy, layer)
+    weight = model.get_submodule(layer).weight
+    assert isinstance(weight, Tensor)
+    width = weight[0].numel() + 1
+    return fisher[width - 1 :: width, width - 1 :: width]
+
+
+@each_solver
+@pytest.mark.parametrize("kind", ["Linear", "Conv1d", "Conv2d", "Conv3d"])
+def test_a_bias_whose_weight_is_frozen(kind: str, solver: str) -> None:
+    model, batch = with_frozen_weight(kind)
+    expected = bias_fisher(model, batch, "0")
+    gradient, step, optimizer = solved(model, batch, ["0.bias"], solver=solver)
+    close(curvature(optimizer, "0.bias"), expected)
+    close(step, ref.dense_solve(expected, gradient, 0.03), rtol=1e-8)
+
+
+def test_a_bias_keeps_its_block_when_its_weight_thaws() -> None:
+    """And is no homogeneous coordinate of the weight's as well."""
+    model, batch = with_frozen_weight("Linear")
+    optimizer = distkfac(model.parameters(), model=model, lr=0.0)
+    take(model, optimizer, batch)
+    model[0].weight.requires_grad_(True)
+    take(model, optimizer, batch)
+    take(model, optimizer, batch)
+    owners = [b.name for b in optimizer._blocks if any(p is model[0].bias for p in b.params)]
+    assert owners == ["0.bias"]
+    (weight,) = (b for b in optimizer._blocks if b.name == "0")
+    assert weight.shape.in_dim == 4
+    assert weight.solved
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_linears_bias_over_positions(approx: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, CLASSES)).double()
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(3, 5, 4, dtype=F64)
+    if approx == "reduce":
+        model.append(Pool())
+        batch = x, torch.randint(CLASSES, (3,))
+        expected = bias_fisher(model, batch, "0")
+    else:
+        batch = x, torch.randint(CLASSES, (3, 5))
+        expected = bias_fisher(model, (x.flatten(0, 1), batch[1].flatten()), "0")
+    close(curvature(after_a_step(model, batch, kfac_approx=approx), "0.bias"), expected)
+
+
+@each_solver
+def test_the_bias_of_a_doubly_factored_linear(solver: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    batch = torch.randn(5, 2, 3, dtype=F64), torch.randint(CLASSES, (5,))
+    expected = bias_fisher(model, batch, "1")
+    gradient, step, optimizer = solved(
+        model, batch, ["1.bias"], solver=solver, doubly_factored={"1": (3, 2)}
+    )
+    close(curvature(optimizer, "1.bias"), expected)
+    close(step, ref.dense_solve(expected, gradient, 0.03), rtol=1e-8)
+
+
+def test_a_norm_that_is_called_twice_is_lumped() -> None:
+    """G is the sum over uses, as of any module."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(torch.sin(2 * self.norm(x))))
+
+    model = Twice().double()
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.rand(4) + 0.5)
+    x, y = torch.randn(5, 4, dtype=F64), torch.randint(CLASSES, (5,))
+    pairs = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "norm")["norm"]
+    expected = torch.zeros(8, 8, dtype=F64)
+    for inputs, d in pairs:
+        hat = nn.functional.layer_norm(inputs, (4,))
+        rows = 5 * torch.cat([d * hat, d], 1)
+        expected += rows.T @ rows / 5
+    assert len(pairs) == 2
+    close(curvature(after_a_step(model, (x, y)), "norm"), expected)
