@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress progress-distributed final-updates hidden curvature bench scaling test lint types pytest docs format clean
+.PHONY: help venv demo progress progress-distributed final-updates hidden asynchronous curvature bench scaling test lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -42,6 +42,10 @@ final-updates: venv ## the three final updates of MRDHO2 beside the base alone: 
 hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
 	PYTHONPATH=examples:benchmarks $(BIN)/torchrun --standalone --nproc-per-node=2 \
 		benchmarks/hidden.py --json benchmarks/results/hidden.json $(ARGS)
+
+asynchronous: venv ## what DistKFAC's threads and stats workers buy, beside what was asked: most of an hour
+	PYTHONPATH=examples $(BIN)/python benchmarks/asynchronous.py \
+		--json benchmarks/results/asynchronous.json $(ARGS)
 
 curvature: venv ## what Lanczos and DHO2 cost and buy, beside what was asked: many minutes
 	PYTHONPATH=examples $(BIN)/python benchmarks/curvature.py \
