@@ -392,11 +392,14 @@ def bold(text: str, best: bool) -> str:
     return f"[bold]{text}[/bold]" if best else text
 
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and a dark
-# red; the dashes are for curves that lie on top of each other, as two placements of the same
-# computation do.
-COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#882255", "#E69F00", "#0072B2"]
-DASHES = ["-", "-", (0, (4, 2)), "-", "-", "-", (0, (1.5, 1)), "-"]
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, a dark red
+# and an olive; dashes are for what has one colour, or lies on top of each other, as two placements
+# of the same computation do.
+COLOURS = [
+    *("#000000", "#D55E00", "#56B4E9", "#009E73", "#8A8A00", "#8A8A00"),
+    *("#CC79A7", "#882255", "#E69F00", "#0072B2"),
+]
+DASHES = ["-", "-", (0, (4, 2)), "-", "-", (0, (4, 2)), "-", "-", (0, (1.5, 1)), "-"]
 
 
 def figure(runs: list[Run], title: str) -> Figure:
