@@ -30,7 +30,6 @@ from torch.nn.functional import cross_entropy
 from digits import batches, load_split
 from second_order import DistKFAC
 from second_order.optimizers import background_refresh, stats
-from second_order.optimizers.distkfac import DistKFAC as Patched
 
 HERE = Path(__file__).parent
 BATCH = 512
@@ -72,7 +71,7 @@ class Record:
 def watch(record: Record) -> None:
     """Note what the package does from here on."""
     submit, solve = background_refresh.BackgroundRefresh._submit, background_refresh._solve
-    deliver, statistics = Patched._deliver, stats.Helpers.statistics
+    deliver, statistics = DistKFAC._deliver, stats.Helpers.statistics
 
     def noted_submit(me: Any, block: Any, damping: Any) -> Any:
         record.launches.append(time.time())
@@ -97,7 +96,7 @@ def watch(record: Record) -> None:
 
     background_refresh.BackgroundRefresh._submit = noted_submit  # type: ignore[method-assign]
     background_refresh._solve = noted_solve
-    Patched._deliver = noted_deliver  # type: ignore[method-assign]
+    DistKFAC._deliver = noted_deliver  # type: ignore[method-assign]
     stats.Helpers.statistics = noted_statistics  # type: ignore[method-assign]
 
 
