@@ -292,7 +292,8 @@ class BackgroundRefresh(KFACOptimizer):
             assert flight.damping is not None
             here[i] = flight.damping, _by_letter(shape.letters, flat, counts[i])
             if self._world.size > 1:
-                mine[i] = torch.as_tensor(flight.damping, device=device), *flat
+                damping = torch.as_tensor(flight.damping, dtype=options.inv_dtype, device=device)
+                mine[i] = damping, *flat
         if self._world.size == 1 or not sound:
             return here
         everybody = range(self._world.size)

@@ -280,7 +280,7 @@ class DistKFAC(BackgroundRefresh):
         self._owners = spread_costs([solve_cost_of(block) for block in blocks], workers)
 
     def _keeper(self, index: int) -> tuple[int, int] | None:
-        if not self._helpers.any:
+        if not self._helpers.any or self._helpers.role == "stats":  # which keeps none
             return None
         return self._owners[index], self._owners[index]
 

@@ -1,7 +1,8 @@
 """Gradient workers and stats workers: what they say to each other, and who is still there.
 
     want        k, by a stats worker: the number of the point that it wants next
-    point/k     the newest parameters and buffers, by worker 0      ->  to that stats worker
+    point/k     the newest parameters and buffers, by worker 0,
+                and which of them train                             ->  to that stats worker
     stats/k/r   the statistics at point k of the layers of worker r ->  to worker r
 
 Each stats worker hosts a store of its own, so that none takes another along when it dies. Points
@@ -86,11 +87,14 @@ class Helpers:
         if self.rank != 0:
             return
         point: list[Tensor] | None = None
+        train: list[bool] = []
         for helper in self.active:
             wanted = helper.courier.heard("want")
             if wanted is not None and wanted >= helper.asked:
-                point = _pack(tensors()) if point is None else point
-                helper.courier.post(f"point/{wanted}", point, step=step)
+                if point is None:
+                    newest = tensors()
+                    point, train = _pack(newest), [t.requires_grad for t in newest]
+                helper.courier.post(f"point/{wanted}", point, step=step, train=train)
                 helper.asked = wanted + 1
 
     def statistics(self, mine: Mapping[str, KroneckerBlock]) -> Iterator[dict[str, StatisticsSums]]:
@@ -108,13 +112,9 @@ class Helpers:
             helper.heard += 1
             tensors, note = message
             found = _unpack_statistics(tensors, note["layers"], mine)
-            sound = {
-                layer: sums
-                for layer, sums in found.items()
-                if all(bool(t.isfinite().all()) for t in (sums.head, *sums.factors))
-            }
+            sound = {layer: sums for layer, sums in found.items() if _is_sound(sums)}
             self.nonfinite += len(found) - len(sound)
-            self.fed = True
+            self.fed = self.fed or bool(sound) or not mine
             yield sound
 
     def news(self) -> list[float]:
@@ -151,7 +151,10 @@ class Helpers:
     # ----------------------------------------------------------------------------- stats workers
 
     def fetch(self, into: Sequence[Tensor]) -> bool:
-        """Ask for the newest parameters, wait for them, and load them; False if none will come."""
+        """Ask for the newest parameters, wait for them, and load them; False if none will come.
+
+        Those that are frozen there are frozen here.
+        """
         (helper,) = self.active
         name = f"point/{helper.asked}"
         helper.courier.expect(name)
@@ -160,7 +163,10 @@ class Helpers:
         if message is None:
             return False
         helper.asked += 1
-        _unpack(message[0], into)
+        flats, note = message
+        _unpack(flats, into)
+        for tensor, trains in zip(into, note["train"], strict=True):
+            tensor.requires_grad_(trains)  # statistics of other layers would be of no use
         return True
 
     def deliver(self, parts: Sequence[Mapping[str, StatisticsSums]]) -> None:
@@ -242,6 +248,12 @@ def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tu
             helpers.active.append(Helper(name, courier))
             helpers.store, helpers.everybody = store, (name, *workers)
     return helpers, team
+
+
+def _is_sound(sums: StatisticsSums) -> bool:
+    """Whether they are finite, and of any example: those that are not finite count none."""
+    finite = all(bool(t.isfinite().all()) for t in (sums.head, *sums.factors))
+    return finite and bool(sums.head[0] > 0)
 
 
 def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
