@@ -143,6 +143,14 @@ class Pace:
             for clock, times in vars(self).items()
         }
 
+    def path(self, other: Pace) -> float:
+        """CPU time of all threads over that of the other's training thread, as `over`.
+
+        Of one whose threads wait for each other to one whose do not: wall over wall, if both had
+        cores to themselves.
+        """
+        return statistics.median(a / b for a, b in zip(self.process, other.thread, strict=True))
+
 
 def in_turn(trainings: Mapping[str, Training], steps: int, rounds: int) -> dict[str, Pace]:
     """Blocks of steps of each, after one that warms up."""
@@ -188,6 +196,7 @@ def pace(name: str, steps: int, rounds: int) -> list[Record]:
                 "intervals": intervals,
                 "milliseconds": {kind: each.medians for kind, each in paces.items()},
                 "sync to async": paces["sync"].over(paces["async"]),
+                "cpu ratio": paces["sync"].path(paces["async"]),
                 "floor": {
                     "sync": bare + floors["cholesky"] / inverses,
                     "async": bare,
@@ -204,7 +213,18 @@ def pace(name: str, steps: int, rounds: int) -> list[Record]:
 def pace_table(records: Sequence[Record]) -> Table:
     result = table(
         "Milliseconds a step (floor: bare calls); asked: sync / async at least 1.3",
-        ("model", "intervals", "SGD", "precondition", "sync", "async", "sync / async", "delay"),
+        (
+            "model",
+            "intervals",
+            "SGD",
+            "precondition",
+            "sync",
+            "async",
+            "sync / async",
+            "by CPU time",
+            "floor",
+            "delay",
+        ),
     )
     for record in records:
         ms, floor = record["milliseconds"], record["floor"]
@@ -213,7 +233,9 @@ def pace_table(records: Sequence[Record]) -> Table:
             "{} / {}".format(*record["intervals"]),
             *(f"{ms[kind]['wall']:.2f}" for kind in ("sgd", "precondition")),
             *(f"{ms[kind]['wall']:.2f} ({floor[kind]:.2f})" for kind in ("sync", "async")),
-            f"{record['sync to async']['wall']:.2f} ({floor['ratio']:.2f})",
+            f"{record['sync to async']['wall']:.2f}",
+            f"{record['cpu ratio']:.2f}",
+            f"{floor['ratio']:.2f}",
             f"{record['delay']:.1f}",
         )
     return result
@@ -363,7 +385,10 @@ def stats_worker(steps: int, rounds: int) -> Record:
             beside.add(base, steps)
         while not trains and time.perf_counter() < until:
             bare_statistics(workload)
-    rows.append({"what": "beside", "milliseconds": beside.medians, "to sgd": beside.over(alone)})
+    if trains:
+        rows.append(
+            {"what": "beside", "milliseconds": beside.medians, "to sgd": beside.over(alone)}
+        )
     for inverses in BESIDE_STATS:
         ours = Training(workload, at((10**6, inverses), stats_workers=1, helper_timeout=120.0))
         optimizer: DistKFAC = ours.optimizer
