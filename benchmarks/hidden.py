@@ -177,6 +177,16 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return result
 
 
+def report(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """The table so far: all of it takes many minutes."""
+    Console(width=140).print(table(rows))
+    if path:
+        machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
+        load = f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes"
+        record = {"machine": machine, "load": load, "date": date.today().isoformat(), "rows": rows}
+        path.write_text(json.dumps(record, indent=1))
+
+
 def main() -> None:
     """Measure, print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -194,12 +204,7 @@ def main() -> None:
             dist.barrier()
             if row is not None:
                 rows.append(row)
-    if dist.get_rank() == 0:
-        Console(width=140).print(table(rows))
-        if arguments.json:
-            machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-            record = {"machine": machine, "date": date.today().isoformat(), "rows": rows}
-            arguments.json.write_text(json.dumps(record, indent=1))
+                report(rows, arguments.json)
     dist.destroy_process_group()
 
 
