@@ -42,7 +42,8 @@ class Ticket(Generic[T]):
 
     def wait(self) -> None:
         """Wait until it is done."""
-        self._finished.wait()
+        if not self.done:  # its lock may have been taken when this process was forked
+            self._finished.wait()
 
     def result(self) -> T:
         """What the work has returned.
@@ -109,6 +110,9 @@ class WorkerPool:
         for ticket in tuple(self._unfinished):
             if not ticket.done:
                 ticket._finished = threading.Event()  # its lock may have been taken
+                if ticket._work is None:  # done, but for the announcement
+                    ticket._finished.set()
+                    continue
                 self._start()
                 self._tickets.put(ticket)
 
@@ -129,6 +133,9 @@ class WorkerPool:
             thread.start()
         self._farewell = weakref.finalize(self, _dismiss, self._tickets, self._threads)
         self._farewell.atexit = False
+        for key, (_, threads) in tuple(_running.items()):
+            if not any(thread.is_alive() for thread in threads):
+                del _running[key]
         _running[id(self._tickets)] = self._tickets, self._threads
 
     def close(self) -> None:
@@ -157,6 +164,7 @@ def _use_one_core(others: int) -> None:
 
 
 _Tickets: TypeAlias = "queue.SimpleQueue[Ticket[object] | None]"
+# Also of pools that are gone, until their threads are.
 _running: dict[int, tuple[_Tickets, list[threading.Thread]]] = {}
 
 
@@ -167,7 +175,6 @@ def _dismiss(tickets: _Tickets, threads: Sequence[threading.Thread]) -> None:
             tickets.get_nowait()
     for _ in threads:
         tickets.put(None)
-    _running.pop(id(tickets), None)
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
