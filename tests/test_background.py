@@ -1,0 +1,399 @@
+"""Threads that solve beside training: results, errors, cores, forks, and how they end."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from second_order.kronecker.background import Ticket, WorkerPool, retrieve, take_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CPU = torch.device("cpu")
+SOON = 20.0  # seconds in which a loaded machine gets round to anything
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(1)
+    yield pool
+    pool.close()
+
+
+def ours() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("second_order inverses")]
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    end = time.monotonic() + SOON
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def blocked(pool: WorkerPool) -> tuple[threading.Event, Ticket[str]]:
+    """A piece of work that is under way until the event is set."""
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        go.wait(SOON)
+        return "went"
+
+    ticket = pool.submit(work)
+    assert begun.wait(SOON)
+    return go, ticket
+
+
+# Work.
+
+
+def test_results(pool: WorkerPool) -> None:
+    tickets = [pool.submit(lambda i=i: torch.full((2,), float(i))) for i in range(20)]
+    assert [float(t.result()[0]) for t in tickets] == list(range(20))
+    assert all(t.done for t in tickets)
+    assert tickets[3].result() is tickets[3].result()
+
+
+def test_a_result_may_be_none_or_an_error_that_is_returned(pool: WorkerPool) -> None:
+    assert pool.submit(lambda: None).result() is None
+    assert isinstance(pool.submit(lambda: ValueError("fine")).result(), ValueError)
+
+
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, Odd, SystemExit, KeyboardInterrupt])
+def test_an_error_reaches_whoever_asks_for_the_result(
+    pool: WorkerPool, kind: type[BaseException]
+) -> None:
+    def work() -> None:
+        raise kind("from the thread")
+
+    ticket, other = pool.submit(work), pool.submit(lambda: 3)
+    for _ in range(2):  # as often as they ask
+        with pytest.raises(kind, match="from the thread") as raised:
+            ticket.result()
+        assert any(frame.name == "work" for frame in traceback.extract_tb(raised.tb))
+    assert ticket.done
+    assert other.result() == 3  # the thread lives on
+
+
+def test_work_is_taken_up_in_the_order_in_which_it_comes(pool: WorkerPool) -> None:
+    go, first = blocked(pool)
+    order: list[int] = []
+    tickets = [pool.submit(lambda i=i: order.append(i)) for i in range(30)]
+    assert not any(t.done for t in tickets)
+    assert not first.done
+    go.set()
+    for ticket in tickets:
+        ticket.wait()
+    assert first.result() == "went"
+    assert order == list(range(30))
+
+
+def test_so_many_pieces_at_a_time() -> None:
+    pool = WorkerPool(3)
+    meeting = threading.Barrier(3)
+    tickets = [pool.submit(lambda: meeting.wait(SOON)) for _ in range(3)]
+    assert sorted(t.result() for t in tickets) == [0, 1, 2]
+    assert len(ours()) == 3
+    pool.close()
+
+
+def test_no_thread_before_there_is_work() -> None:
+    pool = WorkerPool(2)
+    assert not ours()
+    pool.close()
+
+
+def test_what_work_holds_is_let_go_when_it_is_done(pool: WorkerPool) -> None:
+    tensor = torch.zeros(3)
+    gone = weakref.ref(tensor)
+    ticket = pool.submit(lambda held=tensor: float(held.sum()))
+    assert ticket.result() == 0
+    del tensor
+    assert until(lambda: gone() is None)
+
+
+def test_results_are_let_go_with_their_tickets(pool: WorkerPool) -> None:
+    ticket = pool.submit(lambda: torch.zeros(3))
+    gone = weakref.ref(ticket.result())
+    del ticket
+    pool.submit(lambda: None).wait()
+    assert until(lambda: gone() is None)
+
+
+# Cores.
+
+
+def test_one_core_in_the_work_and_as_many_as_before_elsewhere() -> None:
+    """In the caller, and in threads that are made before and after."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pool = WorkerPool(2)
+        meeting = threading.Barrier(2)
+
+        def work() -> int:
+            meeting.wait(SOON)  # on both threads
+            return torch.get_num_threads()
+
+        found = [pool.submit(work) for _ in range(2)]
+        assert [t.result() for t in found] == [1, 1]
+        assert torch.get_num_threads() == 3
+        seen: list[int] = []
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert seen == [3]
+        torch.set_num_threads(2)  # what the caller says later is no matter to them
+        assert [pool.submit(torch.get_num_threads).result() for _ in range(2)] == [1, 1]
+        pool.close()
+    finally:
+        torch.set_num_threads(before)
+
+
+# The end.
+
+
+def test_close_ends_the_threads_and_refuses_more() -> None:
+    pool = WorkerPool(2)
+    pool.submit(lambda: None).wait()
+    threads = ours()
+    assert len(threads) == 2
+    pool.close()
+    assert not any(t.is_alive() for t in threads)
+    pool.close()  # again: nothing
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(lambda: None)
+
+
+def test_close_waits_for_what_is_under_way_and_drops_the_rest() -> None:
+    pool = WorkerPool(1)
+    go, first = blocked(pool)
+    rest = [pool.submit(lambda: None) for _ in range(5)]
+    threading.Timer(0.05, go.set).start()
+    pool.close()
+    assert first.result() == "went"
+    assert not ours()
+    assert not any(t.done for t in rest)
+
+
+def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
+    pool = WorkerPool(2)
+    pool.submit(lambda: None).wait()
+    assert len(ours()) == 2
+    del pool
+    gc.collect()
+    assert until(lambda: not ours())
+
+
+def test_a_pool_in_a_cycle_that_its_own_thread_collects() -> None:
+    """The thread cannot join itself."""
+    pool: Any = WorkerPool(1)
+    pool.cycle = pool
+    gone = weakref.ref(pool)
+    go = threading.Event()
+
+    def work() -> None:
+        go.wait(SOON)
+        gc.collect()
+
+    ticket = pool.submit(work)
+    pool = None
+    go.set()
+    ticket.result()
+    assert gone() is None
+    assert until(lambda: not ours())
+
+
+ENDS = """
+import gc, os, sys, threading, time, torch
+torch.set_num_threads(1)
+from second_order.kronecker.background import WorkerPool
+gc.freeze()  # an interpreter ends sooner
+
+def end(how):
+    pool = WorkerPool(1)
+    x = torch.randn(100, 100)
+    x = x @ x.T
+    begun, pid = threading.Event(), os.getpid()
+    def solve():
+        begun.set()
+        torch.linalg.eigh(x)
+        time.sleep(0.3)
+        if os.getpid() == pid:
+            os.write(1, b"solved\\n")
+    tickets = [pool.submit(solve) for _ in range(1000)]
+    begun.wait()
+    if how == "without the pool":
+        pool = None
+    elif os.fork() == 0:
+        sys.exit(0)
+    else:
+        sys.exit(10 + os.wait()[1])
+
+for how in ("without the pool", "after a child"):
+    out, into = os.pipe()
+    pid = os.fork()  # in place of an interpreter that has to import torch
+    if pid == 0:
+        os.dup2(into, 1), os.dup2(into, 2), os.close(into), os.close(out)
+        end(how)
+        sys.exit(0)
+    os.close(into)
+    with open(out) as file:
+        said = file.read()
+    print((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said))
+"""
+
+
+def test_the_interpreter_ends_with_work_under_way() -> None:
+    """It waits for that, and for nothing that was not begun: C++ must not outlive it.
+
+    Be the pool there or gone; and a child that was forked then ends at once.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr
+    without, (status, said) = map(ast.literal_eval, run.stdout.splitlines())
+    assert without == (0, "solved\n")
+    assert status == 10
+    assert 1 <= said.count("solved\n") < 200
+    assert not said.replace("solved\n", "")
+
+
+# Forks.
+
+
+def in_child(check: Callable[[], bool]) -> bool:
+    """Whether something holds in a forked child, which ends at once."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if check() else 2
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    end = time.monotonic() + SOON
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.005)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return False
+
+
+def test_a_fork_in_the_middle_of_work(pool: WorkerPool) -> None:
+    """The child does anew what was not done; the parent's is undisturbed."""
+    done = pool.submit(lambda: 1)
+    done.wait()
+    parent = os.getpid()
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        if os.getpid() == parent:
+            go.wait(SOON)
+        return os.getpid()
+
+    under_way, queued = pool.submit(work), pool.submit(lambda: 3)
+    assert begun.wait(SOON)
+
+    def child() -> bool:
+        pool.revive()
+        found = [done.result(), under_way.result(), queued.result()]
+        return found == [1, os.getpid(), 3] and pool.submit(lambda: 4).result() == 4
+
+    assert in_child(child)
+    assert not under_way.done
+    go.set()
+    assert under_way.result() == parent
+    assert queued.result() == 3
+    assert pool.submit(lambda: 5).result() == 5
+
+
+def test_a_child_may_close_a_pool_that_it_has_not_used(pool: WorkerPool) -> None:
+    pool.submit(lambda: 1).wait()
+
+    def child() -> bool:
+        pool.close()
+        return not ours()
+
+    assert in_child(child)
+    assert pool.submit(lambda: 2).result() == 2
+
+
+def test_a_child_closes_its_own_threads(pool: WorkerPool) -> None:
+    pool.submit(lambda: 1).wait()
+
+    def child() -> bool:
+        used = pool.submit(lambda: 2).result() == 2 and len(ours()) == 1
+        pool.close()
+        return used and not ours()
+
+    assert in_child(child)
+    assert pool.submit(lambda: 3).result() == 3
+
+
+@pytest.mark.parametrize("at", ["_error", "_work"])
+def test_a_fork_between_a_result_and_its_announcement(pool: WorkerPool, at: str) -> None:
+    """The thread that was about to say so is not in the child."""
+    ticket: Ticket[int] = Ticket(lambda: 7)
+    ticket._result = 7
+    if at == "_work":
+        ticket._work = None
+    pool._unfinished.add(ticket)
+
+    def child() -> bool:
+        pool.revive()
+        return until(lambda: ticket.done) and ticket.result() == 7
+
+    assert in_child(child)
+
+
+def test_a_result_is_read_without_the_lock_of_its_announcement() -> None:
+    """A fork may have left it taken for ever."""
+    ticket: Ticket[int] = Ticket(lambda: 7)
+    ticket._run()
+    with ticket._finished._cond:
+        reader = threading.Thread(target=ticket.result, daemon=True)
+        reader.start()
+        reader.join(SOON / 10)
+        assert not reader.is_alive()
+
+
+# Copies.
+
+
+def test_a_snapshot_does_not_see_what_comes_later() -> None:
+    tensors = [torch.arange(3.0), torch.ones(2, dtype=torch.float64)]
+    fetch = take_snapshot(tensors, CPU, None)
+    for t in tensors:
+        t.add_(1)
+    found = fetch()
+    assert torch.equal(found[0], torch.arange(3.0))
+    assert torch.equal(found[1], torch.ones(2, dtype=torch.float64))
+    assert retrieve(found, CPU, None)[1] is found[1]
