@@ -10,7 +10,8 @@ from second_order.errors import (
 )
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
-from second_order.optimizers.distkfac import DecayingClip, DistKFAC
+from second_order.optimizers.distkfac import DistKFAC
+from second_order.optimizers.distkfac_options import DecayingClip
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2

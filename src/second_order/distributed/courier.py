@@ -139,7 +139,8 @@ class Courier:
     def expect(self, name: str) -> None:
         """Fetch a message as soon as it is there."""
         with self._shared.lock:
-            self._shared.expected.add(name)
+            if name not in self._shared.received:
+                self._shared.expected.add(name)
 
     def forget(self, name: str) -> None:
         """Fetch a message no more, and drop it if it is there."""

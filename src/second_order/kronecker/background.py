@@ -14,12 +14,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Ticket", "WorkerPool", "retrieve", "take_snapshot"]
+__all__ = ["Streams", "Ticket", "WorkerPool", "retrieve", "take_snapshot"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,17 @@ class Ticket(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._finished = threading.Event()
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Ticket[T]:
+        """One that is done, with an error."""
+
+        def fail() -> T:
+            raise error
+
+        ticket = cls(fail)
+        ticket._run()
+        return ticket
 
     @property
     def done(self) -> bool:
@@ -197,36 +209,51 @@ def _forget() -> None:
     _running.clear()
 
 
-os.register_at_fork(after_in_child=_forget)  # the threads are the parent's
+if hasattr(os, "register_at_fork"):  # where there is fork
+    os.register_at_fork(after_in_child=_forget)  # the threads are the parent's
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What copies and solves on CUDA beside the stream that trains.
+
+    Attributes:
+        snapshots: Copies to the CPU.
+        solves: Decompositions, where the device does them.
+        returns: Copies from the CPU, which are not to wait for the others.
+    """
+
+    snapshots: torch.cuda.Stream
+    solves: torch.cuda.Stream
+    returns: torch.cuda.Stream
 
 
 def take_snapshot(
-    tensors: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream | None
+    tensors: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> Callable[[], list[Tensor]]:
     """Copies of tensors as they are now, on a device.
 
     Args:
         tensors: Of one device. They may change as soon as this returns.
         device: Where the copies are wanted.
-        stream: Where the tensors are on CUDA: what copies between devices.
+        streams: Where the tensors are on CUDA.
 
     Returns:
         To be called on the thread that needs them: waits for the copies, and gives them.
     """
     copies = [t.clone() for t in tensors]
-    if stream is None:
+    if streams is None:
         return lambda: copies
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    arrived = []
-    with torch.cuda.stream(stream):
+    current = torch.cuda.current_stream(streams.snapshots.device)
+    if device.type == "cpu":
+        streams.snapshots.wait_stream(current)
+        with torch.cuda.stream(streams.snapshots):
+            arrived = [_to_pinned(copy, streams.snapshots) for copy in copies]
+        event = streams.snapshots.record_event()
+    else:
         for copy in copies:
-            copy.record_stream(stream)
-            if device.type == "cpu":
-                pinned = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=True)
-                arrived.append(pinned.copy_(copy, non_blocking=True))
-            else:
-                arrived.append(copy)
-        event = stream.record_event()
+            copy.record_stream(streams.solves)
+        arrived, event = copies, current.record_event()
 
     def fetch() -> list[Tensor]:
         event.synchronize()
@@ -235,22 +262,28 @@ def take_snapshot(
     return fetch
 
 
+def _to_pinned(copy: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    copy.record_stream(stream)
+    pinned = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(copy, non_blocking=True)
+
+
 def retrieve(
-    parts: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream | None
+    parts: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> tuple[Tensor, ...]:
     """A thread's results, where they are wanted; on CUDA without waiting for the device.
 
     Args:
-        parts: In pinned memory where they have to travel.
+        parts: In pinned memory where they have to travel; complete where they have not.
         device: Where they are wanted.
-        stream: As for :func:`take_snapshot`.
+        streams: Where they are wanted on CUDA.
     """
-    if stream is None:
+    if streams is None:
         return tuple(parts)
-    current = torch.cuda.current_stream(stream.device)
-    with torch.cuda.stream(stream):
+    current = torch.cuda.current_stream(streams.returns.device)
+    with torch.cuda.stream(streams.returns):
         moved = [part.to(device, non_blocking=True) for part in parts]
-    current.wait_stream(stream)
+    current.wait_stream(streams.returns)
     for part in moved:
         part.record_stream(current)
     return tuple(moved)

@@ -287,6 +287,12 @@ class KroneckerBlock:
         gradient_from_matrix(matrix, coefficient, self.weight.grad, bias, self.shape)
 
     @property
+    def size(self) -> int:
+        """How many parameters it stands for."""
+        bias = self.bias if self.trains_bias else None
+        return self.weight.numel() + (0 if bias is None else bias.numel())
+
+    @property
     def factor_bytes(self) -> int:
         """Bytes of the running averages on this process, without an A that is another block's."""
         if self.factors is None:

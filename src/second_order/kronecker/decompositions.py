@@ -45,9 +45,12 @@ CPU_BATCH_BYTES, BATCH_BYTES = 2**20, 64 * 2**20
 
 
 @contextmanager
-def ieee_matmul(device: torch.device) -> Iterator[None]:
-    """Full float32 products on CUDA, where TF32 would keep ten bits of each factor."""
-    if device.type != "cuda":
+def ieee_matmul(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Full float32 products on CUDA, where TF32 would keep ten bits of each factor.
+
+    The setting is the whole process's, so threads use float64, which it is not for.
+    """
+    if device.type != "cuda" or dtype == torch.float64:
         yield
         return
     matmul = torch.backends.cuda.matmul
@@ -236,7 +239,7 @@ def decompose_batched(
         stacked = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         del matrices
         refine = _refinement([problems[i] for i in indices])
-        with ieee_matmul(stacked.device):
+        with ieee_matmul(stacked.device, stacked.dtype):
             payload, sound = _climb(decompose, stacked, refine)
         start = 0
         for i in indices:

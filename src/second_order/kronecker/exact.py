@@ -110,6 +110,11 @@ class ExactBlock(KroneckerBlock):
         """Those that train now."""
         return [p for p in self.owned if p.requires_grad]
 
+    @property
+    def size(self) -> int:
+        """How many parameters it stands for."""
+        return sum(p.numel() for p in self.owned)
+
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.owned)
         if size > self.most:

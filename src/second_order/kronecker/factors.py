@@ -102,8 +102,8 @@ class StagedStatistics:
         head.masked_fill_(~finite, 0.0)
         # On the CPU nobody waits for an answer, and a mask costs more than the sums.
         if finite.device.type != "cpu" or not bool(finite):
-            for factor in found:
-                factor.masked_fill_(~finite, 0.0)
+            # Not in place: another layer may have been given the same A.
+            found = [factor.masked_fill(~finite, 0.0) for factor in found]
         self._head += head.to(self.dtype)
         self.dropped += ~finite
         if self._sums:

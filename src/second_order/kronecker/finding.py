@@ -137,6 +137,7 @@ def find_blocks(
     for name, module in model.named_modules():
         if is_convolution(module):
             channels = cast(Tensor, module.weight).shape[0]
+        fed_by, channels = channels, None if isinstance(module, nn.Linear) else channels
         if not any(id(p) in owned for p in module.parameters(recurse=False)):
             continue
         pattern = _skipping(patterns, model, name)
@@ -153,7 +154,7 @@ def find_blocks(
                 continue
             reason = "its weight is not in the optimizer's groups"
         if reason is None:
-            locations[module] = rules.locations(name, module, channels)
+            locations[module] = rules.locations(name, module, fed_by)
             reason = _too_large(module, locations[module], rules)
         if reason is not None:
             leave(name, module, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -13,24 +13,27 @@ __all__ = ["link_equal_inputs"]
 
 
 def link_equal_inputs(
-    found: Mapping[KroneckerBlock, KroneckerBlock], sums: Mapping[KroneckerBlock, StatisticsSums]
+    blocks: Iterable[KroneckerBlock],
+    found: Mapping[KroneckerBlock, KroneckerBlock],
+    sums: Mapping[KroneckerBlock, StatisticsSums],
 ) -> set[KroneckerBlock]:
     """Let layers with equal statistics of their inputs keep one running average of them.
 
     Where A's differ after all, on another process or in another pass, each layer has its own.
 
     Args:
-        found: By layer, another one that had the same input in this process's passes.
-        sums: Of all layers, over all processes, before they go into the averages.
+        blocks: All of them.
+        found: By layer, another one that had the same input in the passes of the sums.
+        sums: Of some layers, over all processes, before they go into the averages.
 
     Returns:
         The layers whose A is another one's, which alone is to update it.
     """
     leaders = {leader for leader in found.values() if leader not in found and leader in sums}
     followers = [block for block in sums if found.get(block) in leaders]
-    kept: set[int] = set()  # averages that somebody updates
-    for block in (block for block in sums if block not in followers):
-        _keep_own(block, kept)
+    for block in blocks:
+        if block not in followers:
+            _keep_own(block)
     linked: set[KroneckerBlock] = set()
     for block in followers:
         leader = found[block]
@@ -39,18 +42,17 @@ def link_equal_inputs(
             ours.stored["A"] = theirs.a
             linked.add(block)
         else:
-            _keep_own(block, kept)
-    for block in sums:
-        block.shares_a = block in linked
+            _keep_own(block)
+    for block in linked:
+        block.shares_a = True
     return linked
 
 
-def _keep_own(block: KroneckerBlock, kept: set[int]) -> None:
-    """Give a layer a running average that no layer before it updates."""
-    factors = block.ensure_factors()
-    if factors.a is not None and id(factors.a) in kept:
-        factors.stored["A"] = factors.a.clone()
-    kept.add(id(factors.a))
+def _keep_own(block: KroneckerBlock) -> None:
+    """End the sharing of a layer that has had another one's average."""
+    if block.shares_a and block.factors is not None and block.factors.a is not None:
+        block.factors.stored["A"] = block.factors.a.clone()
+    block.shares_a = False
 
 
 def _same(ours: KroneckerFactors, theirs: KroneckerFactors) -> bool:

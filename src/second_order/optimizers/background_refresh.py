@@ -10,8 +10,9 @@ then. A layer without an inverse is waited for, and so are all during ``refresh_
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,21 @@ from torch.profiler import record_function
 
 from second_order.distributed.parcels import Shapes, deliver_parts
 from second_order.errors import DecompositionError
-from second_order.kronecker.background import Ticket, WorkerPool, retrieve, take_snapshot
+from second_order.kronecker.background import (
+    Streams,
+    Ticket,
+    WorkerPool,
+    retrieve,
+    take_snapshot,
+)
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
+from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import Damping
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.optimizers.kfac import KFACOptimizer
-from second_order.optimizers.options import follow_learning_rates
+from second_order.optimizers.kfac_options import check_damping
+from second_order.optimizers.options import follow_learning_rates, value_at
 from second_order.optimizers.refresh import FAILED, LOST, UNSEEN
 
 __all__ = ["BackgroundOptions", "BackgroundRefresh"]
@@ -82,13 +91,15 @@ class BackgroundRefresh(KFACOptimizer):
         self._landed_at: dict[KroneckerBlock, int] = {}
         self._taken_at: dict[KroneckerBlock, int] = {}
         self._owners: list[int] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._made_streams: Streams | None = None
+        self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
         super().__init__(*args, **keywords)
 
     @property
     def staleness(self) -> dict[str, int]:
-        """By layer, how many steps old the factors are that its inverse in use was computed of."""
-        return {block.name: self._steps - taken for block, taken in self._taken_at.items()}
+        """By layer, how old the factors were, in steps, whose inverse the last step has used."""
+        last = self._steps - 1
+        return {block.name: last - taken for block, taken in self._taken_at.items()}
 
     @property
     def delays(self) -> dict[str, int]:
@@ -126,48 +137,54 @@ class BackgroundRefresh(KFACOptimizer):
             self._flights.clear()  # of other factors, or other layers
         if not (self._solve_needed or self._due("inv_update_steps")):
             return
+        check_damping(value_at(self._options.damping, self._steps))  # everywhere, before it begins
         self._solve_needed = False
         todo = [i for i in range(len(self._active)) if i not in self._flights]
         self._flights |= {i: Flight(self._steps) for i in todo}
         mine = [i for i in todo if self._owners[i] == self._world.rank]
-        if not mine:
-            return
-        weights = [self._active[i].ensure_factors().weight.to(self._device()) for i in mine]
-        seen = (torch.stack(weights) > 0).tolist()
-        for i, present in zip(mine, seen, strict=True):
-            if self._active[i].lost:
-                self._flights[i].verdict = LOST
-            elif not present:
-                self._flights[i].verdict = UNSEEN
-        ready = [i for i in mine if self._flights[i].verdict == FLYING]
-        damping = self._damping(ready)
         # The largest first, so that the threads end together.
-        for i in sorted(ready, key=lambda i: -solve_cost_of(self._active[i])):
-            self._flights[i].damping = damping[i]
-            self._flights[i].ticket = self._submit(self._active[i], damping[i])
+        for i in sorted(mine, key=lambda i: -solve_cost_of(self._active[i])):
+            self._launch_one(i, self._flights[i])
+
+    def _launch_one(self, index: int, flight: Flight) -> None:
+        try:
+            self._prepare(index, flight)
+        except Exception as error:  # all are told of it as of one on a thread
+            flight.ticket = Ticket.failed(error)
+
+    def _prepare(self, index: int, flight: Flight) -> None:
+        block = self._active[index]
+        factors = block.ensure_factors()
+        if block.lost:
+            flight.verdict = LOST
+        elif factors not in self._seen and not bool(factors.weight > 0):
+            flight.verdict = UNSEEN
+        else:
+            self._seen.add(factors)  # which needs no second look at the device
+            flight.damping = self._damping([index])[index]
+            flight.ticket = self._submit(block, flight.damping)
 
     def _submit(self, block: KroneckerBlock, damping: Damping) -> Ticket[Solved]:
         """A layer's factors, as they are now, to the threads."""
         factors, letters = block.ensure_factors(), block.shape.letters
         device = block.weight.device if self._background.device == "cuda" else torch.device("cpu")
         problems = [self._problem_of(block, letter, damping, _never, device) for letter in letters]
+        if device.type == "cuda":  # where float32 products obey a setting of the whole process
+            problems = [replace(problem, dtype=torch.float64) for problem in problems]
         added = [p.added for p in problems if p.added is not None]
         stored = [factors.stored[letter] for letter in letters]
-        fetch = take_snapshot([*(t for t in stored if t is not None), *added], device, self._side())
-        options = self._options
+        streams, options = self._streams(), self._options
+        fetch = take_snapshot([*(t for t in stored if t is not None), *added], device, streams)
         dtype, triangular = options.inv_dtype, options.symmetry_aware
         decompose = partial(self._solver.decompose, dtype=dtype, triangular=triangular)
-        work = partial(_solve, fetch, problems, factors.triangular, decompose, self._side())
+        work = partial(_solve, fetch, problems, factors.triangular, decompose, streams)
         return self._pool.submit(work)
 
-    def _side(self) -> torch.cuda.Stream | None:
-        """The stream on which threads copy and solve; None without CUDA."""
-        device = self._device()
-        if device.type != "cuda":
-            return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
+    def _streams(self) -> Streams | None:
+        """What copies and solves beside training; None without CUDA."""
+        if self._made_streams is None and self._device().type == "cuda":
+            self._made_streams = Streams(*(torch.cuda.Stream(self._device()) for _ in range(3)))
+        return self._made_streams
 
     # ------------------------------------------------------------------------------------- land
 
@@ -195,7 +212,8 @@ class BackgroundRefresh(KFACOptimizer):
         if self._world.size == 1 or not (self._flights or len(said) > len(self._active)):
             return lambda: said
         # On the CPU: a device need not be waited for to read it.
-        world, message = self._world.on_cpu(), torch.tensor(said, dtype=torch.float64)
+        message = torch.tensor(said, dtype=torch.float64, device="cpu")
+        world = self._world.on_cpu()
         pending = world.start_sum([message])
 
         def agreed() -> list[float]:
@@ -288,7 +306,7 @@ class BackgroundRefresh(KFACOptimizer):
             if flight.ticket is None:
                 continue
             solved = [parts for parts in flight.ticket.result() if parts is not None]
-            flat = retrieve([part for parts in solved for part in parts], device, self._side())
+            flat = retrieve([part for parts in solved for part in parts], device, self._streams())
             assert flight.damping is not None
             here[i] = flight.damping, _by_letter(shape.letters, flat, counts[i])
             if self._world.size > 1:
@@ -344,14 +362,14 @@ class BackgroundRefresh(KFACOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Threads stay here; what is under way on them is launched anew in the copy.
-        state |= {"_pool": None, "_stream": None, "_flights": {}}
+        state |= {"_pool": None, "_made_streams": None, "_flights": {}, "_seen": None}
         state["_solve_needed"] = state["_solve_needed"] or bool(self._flights)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_background" in state:
-            self._pool = WorkerPool(self._background.threads)
+            self._pool, self._seen = WorkerPool(self._background.threads), weakref.WeakSet()
 
 
 def solve_cost_of(block: KroneckerBlock) -> float:
@@ -383,7 +401,7 @@ def _solve(
     problems: Sequence[Problem],
     triangular: bool,
     decompose: Callable[[Sequence[Problem]], Solved],
-    stream: torch.cuda.Stream | None,
+    streams: Streams | None,
 ) -> Solved:
     """On a thread: decompose a layer's factors, from the snapshot of them."""
     snapshot = fetch()
@@ -395,14 +413,16 @@ def _solve(
         )
         for stored, problem in zip(snapshot, problems, strict=False)
     ]
-    with torch.no_grad(), torch.cuda.stream(stream):  # without one, no matter
-        found = decompose(built)
-        if stream is None:
-            return found
-        if problems[0].device.type == "cpu":  # to be fetched without waiting
+    with torch.no_grad():
+        if streams is None:
+            return decompose(built)
+        if problems[0].device.type == "cpu":  # pinned, to be fetched without waiting
+            found = decompose(built)
             return [None if p is None else tuple(t.pin_memory() for t in p) for p in found]
-        stream.record_event().synchronize()
-    return found
+        with torch.cuda.stream(streams.solves):
+            found = decompose(built)
+        streams.solves.record_event().synchronize()
+        return found
 
 
 def _matrix(stored: Tensor, problem: Problem, triangular: bool) -> Tensor:

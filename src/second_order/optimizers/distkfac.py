@@ -11,10 +11,9 @@ every step:                       inverses that are solved are sent to all gradi
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,13 @@ from torch import Tensor, nn
 from second_order.distributed.assignment import spread_costs
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.background import take_snapshot
+from second_order.kronecker.block import GradientScale, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.finding import BlockRules
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
+from second_order.kronecker.sharing import link_equal_inputs
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.background_refresh import (
     BackgroundOptions,
@@ -34,6 +35,12 @@ from second_order.optimizers.background_refresh import (
     solve_cost_of,
 )
 from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.distkfac_options import (
+    DoublyFactored,
+    checked_doubly_factored,
+    checked_staleness,
+    half_the_cores,
+)
 from second_order.optimizers.fosi_options import check_whole
 from second_order.optimizers.kfac_options import KFACOptions, check_decay
 from second_order.optimizers.options import (
@@ -49,28 +56,7 @@ from second_order.optimizers.options import (
 from second_order.optimizers.stats import Helpers, divide, endless
 from second_order.report import Summary
 
-__all__ = ["DecayingClip", "DistKFAC"]
-
-DoublyFactored: TypeAlias = Mapping[str, tuple[int, int]] | Literal["auto"] | None
-
-
-@dataclass(frozen=True)
-class DecayingClip:
-    """The paper's bound on a step's squared Fisher norm, c₀ ζᵏ (Ba et al. 2017, section 5).
-
-    Attributes:
-        start: c₀.
-        decay: ζ, by which it shrinks every so many steps.
-        every: How many; the paper takes half an epoch.
-    """
-
-    start: float = 0.01
-    decay: float = 0.96
-    every: int = 100
-
-    def __call__(self, step: int) -> float:
-        """κ at a step."""
-        return self.start * self.decay ** (step // self.every)
+__all__ = ["DistKFAC"]
 
 
 class DistKFAC(BackgroundRefresh):
@@ -212,15 +198,16 @@ class DistKFAC(BackgroundRefresh):
         check_count("max_exact_dim", max_exact_dim, "rows")
         if inverse_threads is not None:
             check_count("inverse_threads", inverse_threads, "threads")
-        staleness = _checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
+        staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
         self._conv_approximation = "reduce" if conv_factors == "cheap" else None
         self._rules = BlockRules(
             max_factor_dim=max_factor_dim,
-            doubly_factored=_checked_doubly_factored(doubly_factored),
+            doubly_factored=checked_doubly_factored(doubly_factored),
             max_exact_dim=max_exact_dim if check_flag("exact_blocks", exact_blocks) else None,
         )
         self._stats_workers, self._patience = stats_workers, float(helper_timeout)
         self._helpers = Helpers()
+        self._posting: Any = None  # parameters on their way to stats workers
         super().__init__(
             params_or_model,
             model=model,
@@ -232,7 +219,7 @@ class DistKFAC(BackgroundRefresh):
             grad_scaler=grad_scaler,
             process_group=process_group,
             background=BackgroundOptions(
-                threads=_half_the_cores() if inverse_threads is None else inverse_threads,
+                threads=half_the_cores() if inverse_threads is None else inverse_threads,
                 device=inverse_device,
                 max_staleness=staleness,
                 deterministic=check_flag("deterministic", deterministic),
@@ -297,15 +284,25 @@ class DistKFAC(BackgroundRefresh):
             self._capture.enabled = False
 
     def _take_statistics(self) -> None:
+        fed = [block for block in self._active if not block.staged.empty]
         if self._helpers.own_passes:
             super()._take_statistics()
         mine = {b.name: b for b, o in self._owned() if o == self._world.rank}
-        for sums in self._helpers.statistics(mine):
+        self._helpers.known.update(b.name for b in mine.values() if b in fed)
+        for sums, sharing in self._helpers.statistics(mine):
             decay = value_at(self._options.factor_decay, self._steps)
             check_decay(decay)
-            for name, each in sums.items():
-                mine[name].ensure_factors().update(each, decay)
-                mine[name].asked = True
+            taken = {mine[name]: each for name, each in sums.items()}
+            found = {mine[k]: mine[v] for k, v in sharing.items() if k in mine and v in mine}
+            linked = link_equal_inputs(self._active, found, taken)
+            for block, each in taken.items():
+                block.ensure_factors().update(each, decay, "A" if block in linked else "")
+                block.asked = True
+        if self._helpers.foreign and self._first_time("foreign"):
+            self._warn(
+                "a stats worker speaks of layers that this rank does not own: freeze, unfreeze and "
+                "add the same parameters on every rank; its statistics are dropped until then"
+            )
         if self._helpers.nonfinite and self._first_time("nonfinite"):
             self._warn("a stats worker has sent statistics that are not finite: they are dropped")
 
@@ -324,6 +321,12 @@ class DistKFAC(BackgroundRefresh):
             for o in (None, *[owner] * count)
         ]
         self._world.start_sum_to(tensors, owners).wait()
+
+    def _follow_requires_grad(self) -> None:
+        before = self._signature
+        super()._follow_requires_grad()
+        if self._signature != before and self._helpers.active:
+            self._helpers.begin_anew()
 
     def _news(self) -> list[float]:
         return self._helpers.news()
@@ -349,8 +352,10 @@ class DistKFAC(BackgroundRefresh):
         """
         if self._helpers.role == "worker":
             loss = super().step(closure)
-            self._helpers.offer(self._steps, self._whole_model)
+            self._helpers.offer(self._whole_model, self._to_cpu)
             return loss
+        if self._initialises_state():  # by checkpointing code, which waits for nobody
+            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -365,7 +370,8 @@ class DistKFAC(BackgroundRefresh):
 
         Args:
             batches: One for each statistic, from the start again when they end.
-            loss_fn: The loss of a batch, without ``backward``; what else it returns is ignored.
+            loss_fn: The loss of a batch, neither scaled nor divided, without ``backward``; what
+                else it returns is ignored.
 
         Returns:
             How many batches' statistics have been sent.
@@ -379,6 +385,8 @@ class DistKFAC(BackgroundRefresh):
                 f"rank {self._world.rank} is a worker: it trains, and serve() is for the ranks "
                 f"whose optimizer.role is 'stats'"
             )
+        # Of a loss that is neither scaled nor divided.
+        self._collector.gradient_scale = GradientScale(1, None)
         sent = 0
         try:
             for batch in endless(batches):
@@ -413,7 +421,16 @@ class DistKFAC(BackgroundRefresh):
             if not block.staged.empty:
                 parts[owner][block.name] = block.staged.sums().to(dtype)
             block.staged.clear()
-        self._helpers.deliver(parts)
+        sharing = {k.name: v.name for k, v in self._collector.settle().items()}
+        self._helpers.deliver(parts, sharing)
+
+    def _to_cpu(self, copies: list[Tensor], post: Callable[[list[Tensor]], None]) -> None:
+        """Post copies; from a device by a thread, so that nobody waits for it."""
+        if self._streams() is None:
+            post(copies)
+            return
+        fetch = take_snapshot(copies, torch.device("cpu"), self._streams())
+        self._posting = self._pool.submit(lambda: post(fetch()))
 
     def _whole_model(self) -> list[Tensor]:
         return [*self._model.parameters(), *self._model.buffers()]
@@ -433,7 +450,12 @@ class DistKFAC(BackgroundRefresh):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return state | {"_helpers": self._helpers.without_messages()}
+        return state | {"_helpers": self._helpers.without_messages(), "_posting": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._world.unpickled:  # among other processes, which all train
+            self._helpers = Helpers()
 
     def summary(self) -> Summary:
         """A table of every layer, with how old the inverses in use are.
@@ -448,48 +470,3 @@ class DistKFAC(BackgroundRefresh):
                 f"{delays[0]} to {delays[-1]} steps; {len(self._flights)} under way"
             )
         return replace(super().summary(), age=note)
-
-
-def _half_the_cores() -> int:
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    processes = int(local) if local.isdigit() and int(local) > 0 else 1
-    return min(max(len(os.sched_getaffinity(0)) // (2 * processes), 1), 4)
-
-
-def _checked_staleness(
-    async_inverse: bool, max_staleness: int | None, deterministic: bool, stats_workers: int
-) -> int | None:
-    if max_staleness is not None:
-        check_whole("max_staleness", max_staleness, 0, "None for no bound")
-    if not check_flag("async_inverse", async_inverse):
-        if max_staleness:
-            raise ValueError(
-                f"async_inverse=False waits for every solve, so that max_staleness="
-                f"{max_staleness} has no meaning; leave it out"
-            )
-        return 0
-    if deterministic and max_staleness is None:
-        raise ValueError(
-            "deterministic=True puts inverses to use after exactly max_staleness steps; give "
-            "max_staleness, 10 perhaps"
-        )
-    if deterministic and stats_workers:
-        raise ValueError(
-            f"deterministic=True cannot be had with stats_workers={stats_workers}: when their "
-            f"statistics arrive depends on the machine; use stats_workers=0"
-        )
-    return max_staleness
-
-
-def _checked_doubly_factored(chosen: Any) -> Mapping[str, tuple[int, int]] | str:
-    if chosen is None:
-        return {}
-    if chosen == "auto":
-        return "auto"
-    pairs = list(chosen.values()) if isinstance(chosen, Mapping) else [None]
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            f"doubly_factored={chosen!r} is not 'auto', None, or a dict of layer names and "
-            f"(locations, channels)"
-        )
-    return {name: (int(pair[0]), int(pair[1])) for name, pair in chosen.items()}

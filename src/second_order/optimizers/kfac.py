@@ -322,7 +322,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         with record_function("second_order.exchange"):
             self._exchange_statistics(sums)
         found = self._collector.settle()
-        linked = link_equal_inputs(found, dict(zip(taken, sums, strict=True)))
+        linked = link_equal_inputs(self._blocks, found, dict(zip(taken, sums, strict=True)))
         for block in reversed(taken):  # the last one's go first
             skip = "A" if block in linked else ""
             block.ensure_factors().update(sums.pop(), decay, skip)

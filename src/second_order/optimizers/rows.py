@@ -9,6 +9,7 @@ from torch import Tensor
 
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.finding import LeftToBase
+from second_order.kronecker.layers import FactorShape
 from second_order.optimizers.flat import Piece
 from second_order.report import LayerRow
 
@@ -28,26 +29,31 @@ def layer_rows(
         left: What the base trains alone.
         computed_by: Who works on a block, by its name; absent for frozen ones.
     """
-    rows = []
-    for block in blocks:
-        shape = block.shape
-        groups = f"{shape.groups} x " if shape.groups > 1 else ""
-        a = f"A {shape.in_dim}" if shape.diagonal_a else f"A {shape.in_dim}²"
-        bias = block.bias.numel() if block.bias is not None and block.trains_bias else 0
-        rows.append(
-            LayerRow(
-                name=block.name,
-                kind=type(block.modules[0]).__name__,
-                parameters=block.weight.numel() + bias,
-                status=_status(block),
-                detail=SILENT if block.silent else f"{groups}{a}, G {shape.out_dim}²",
-                computed_by=computed_by.get(block.name, ""),
-                factor_bytes=block.factor_bytes,
-                inverse_bytes=block.inverse_bytes,
-            )
+    rows = [
+        LayerRow(
+            name=block.name,
+            kind=type(block.modules[0]).__name__,
+            parameters=block.size,
+            status=_status(block),
+            detail=SILENT if block.silent else _factors(block.shape),
+            computed_by=computed_by.get(block.name, ""),
+            factor_bytes=block.factor_bytes,
+            inverse_bytes=block.inverse_bytes,
         )
+        for block in blocks
+    ]
     rows.extend(LayerRow(r.name, r.kind, r.parameters, "base", r.reason) for r in left)
     return rows
+
+
+def _factors(shape: FactorShape) -> str:
+    """The sizes of a layer's factors."""
+    if shape.exact:
+        size = shape.groups * shape.out_dim
+        return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
+    groups = f"{shape.groups} x " if shape.groups > 1 else ""
+    squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
+    return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
 
 
 def _status(block: KroneckerBlock) -> str:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from second_order.kronecker.factors import StatisticsSums
 
 __all__ = ["Helpers", "divide", "endless"]
 
+Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
+
+ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hungry
 FAREWELL_SECONDS = 5.0  # that a store outlives its host's own goodbye at most
 
 
@@ -56,7 +60,11 @@ class Helpers:
         workers: How many processes train; 0 if there have never been stats workers.
         active: Those that are there; on a stats worker, itself.
         own_passes: Whether statistics come from the training passes.
-        fed: Whether statistics have come for this process.
+        messages: How many have come from stats workers.
+        last: By layer of this process, which message was the last with sound statistics of it.
+        known: Layers that have ever had statistics, from whatever passes.
+        foreign: Messages that spoke of layers that this process does not own.
+        nonfinite: Statistics that were dropped.
     """
 
     role: Role = "worker"
@@ -64,11 +72,14 @@ class Helpers:
     workers: int = 0
     active: list[Helper] = field(default_factory=list)
     own_passes: bool = True
-    fed: bool = False
+    hungry: bool = True
+    messages: int = 0
+    last: dict[str, int] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
+    foreign: int = 0
+    nonfinite: int = 0
     store: Any = None
     everybody: tuple[str, ...] = ()
-    lost: list[str] = field(default_factory=list)
-    nonfinite: int = 0
 
     @property
     def any(self) -> bool:
@@ -82,47 +93,64 @@ class Helpers:
 
     # ----------------------------------------------------------------------------------- workers
 
-    def offer(self, step: int, tensors: Callable[[], list[Tensor]]) -> None:
-        """Send the newest parameters to the stats workers that want them; worker 0 does."""
+    def offer(self, tensors: Callable[[], list[Tensor]], send: Sender) -> None:
+        """Send the newest parameters to the stats workers that want them; worker 0 does.
+
+        Args:
+            tensors: The parameters and buffers.
+            send: Takes copies of tensors, and what is to be done with them on the CPU.
+        """
         if self.rank != 0:
             return
-        point: list[Tensor] | None = None
-        train: list[bool] = []
         for helper in self.active:
             wanted = helper.courier.heard("want")
-            if wanted is not None and wanted >= helper.asked:
-                if point is None:
-                    newest = tensors()
-                    point, train = _pack(newest), [t.requires_grad for t in newest]
-                helper.courier.post(f"point/{wanted}", point, step=step, train=train)
+            # Statistics that are still on their way hold the next point back: none queue up.
+            if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
+                newest = tensors()
+                train = [t.requires_grad for t in newest]
+                post = partial(helper.courier.post, f"point/{wanted}", train=train)
+                send(_pack(newest), post)
                 helper.asked = wanted + 1
 
-    def statistics(self, mine: Mapping[str, KroneckerBlock]) -> Iterator[dict[str, StatisticsSums]]:
-        """What has come since the last step, a dict for each message.
+    def statistics(
+        self, mine: Mapping[str, KroneckerBlock]
+    ) -> Iterator[tuple[dict[str, StatisticsSums], dict[str, str]]]:
+        """What has come since the last step, for each message sums, and who shares whose input.
 
         Args:
             mine: The layers that this process owns, by name.
         """
         for helper in self.active:
             name = f"stats/{helper.heard}/{self.rank}"
-            helper.courier.expect(name)
             message = helper.courier.arrived(name)
             if message is None:
+                helper.courier.expect(name)
                 continue
             helper.heard += 1
+            self.messages += 1
             tensors, note = message
             found = _unpack_statistics(tensors, note["layers"], mine)
-            sound = {layer: sums for layer, sums in found.items() if _is_sound(sums)}
-            self.nonfinite += len(found) - len(sound)
-            self.fed = self.fed or bool(sound) or not mine
-            yield sound
+            self.foreign += bool(note["layers"]) and not found
+            self.nonfinite += sum(sums is None for sums in found.values())
+            sound = {layer: sums for layer, sums in found.items() if sums is not None}
+            self.last |= dict.fromkeys(sound, self.messages)
+            self.known.update(sound)
+            yield sound, note["sharing"]
+        due = self.messages - ENOUGH_MESSAGES
+        wanting = [layer for layer in mine if layer in self.known]
+        self.hungry = self.messages == 0 or any(self.last.get(k, -1) <= due for k in wanting)
+
+    def begin_anew(self) -> None:
+        """Other layers train, or others own them: take statistics oneself until all are fed."""
+        self.last, self.messages, self.hungry = {}, 0, True
+        self.own_passes = True
 
     def news(self) -> list[float]:
         """What all workers have to agree on: whether all are fed, and which helpers are gone."""
         if not self.active:
             return []
         couriers = [helper.courier for helper in self.active]
-        return [float(not self.fed), *(float(c.lost or c.closed_there) for c in couriers)]
+        return [float(self.hungry), *(float(c.lost or c.closed_there) for c in couriers)]
 
     def hear(self, news: Sequence[float]) -> list[str]:
         """Draw the consequences, the same ones on every worker; warnings that are due."""
@@ -142,10 +170,7 @@ class Helpers:
                 else ("statistics are taken from the training passes again")
             )
             warnings.append(f"{names} has left, died, or not been heard of: {rest}")
-        if not self.active:
-            self.own_passes = True
-        elif not hungry:
-            self.own_passes = False
+        self.own_passes = not self.active or bool(hungry)
         return warnings
 
     # ----------------------------------------------------------------------------- stats workers
@@ -155,6 +180,8 @@ class Helpers:
 
         Those that are frozen there are frozen here.
         """
+        if not self.active:  # a copy of the optimizer
+            return False
         (helper,) = self.active
         name = f"point/{helper.asked}"
         helper.courier.expect(name)
@@ -169,18 +196,25 @@ class Helpers:
             tensor.requires_grad_(trains)  # statistics of other layers would be of no use
         return True
 
-    def deliver(self, parts: Sequence[Mapping[str, StatisticsSums]]) -> None:
+    def deliver(
+        self, parts: Sequence[Mapping[str, StatisticsSums]], sharing: Mapping[str, str]
+    ) -> None:
         """Send statistics to the owners of the layers.
 
         Args:
             parts: By worker, the sums of its layers.
+            sharing: By layer, another one that has had the same input.
         """
+        if not self.active:
+            return
         (helper,) = self.active
         for rank, sums in enumerate(parts):
             heads = [each.head for each in sums.values()]
             factors = [t for each in sums.values() for t in each.factors]
             flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
-            helper.courier.post(f"stats/{helper.heard}/{rank}", flat, layers=list(sums))
+            helper.courier.post(
+                f"stats/{helper.heard}/{rank}", flat, layers=list(sums), sharing=sharing
+            )
         helper.heard += 1
 
     # --------------------------------------------------------------------------------- the rest
@@ -250,12 +284,6 @@ def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tu
     return helpers, team
 
 
-def _is_sound(sums: StatisticsSums) -> bool:
-    """Whether they are finite, and of any example: those that are not finite count none."""
-    finite = all(bool(t.isfinite().all()) for t in (sums.head, *sums.factors))
-    return finite and bool(sums.head[0] > 0)
-
-
 def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in one flat tensor for each dtype."""
     return [
@@ -276,8 +304,11 @@ def _unpack(flats: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 def _unpack_statistics(
     tensors: Sequence[Tensor], layers: Sequence[str], mine: Mapping[str, KroneckerBlock]
-) -> dict[str, StatisticsSums]:
-    """The sums of a message; none if it speaks of other layers, or of other sizes, than ours."""
+) -> dict[str, StatisticsSums | None]:
+    """The sums of a message; nothing if it speaks of other layers, or of other sizes, than ours.
+
+    None where they are not finite, or of no example: those that are not finite count none.
+    """
     if not layers or any(layer not in mine for layer in layers):
         return {}
     blocks = [mine[layer] for layer in layers]
@@ -288,9 +319,12 @@ def _unpack_statistics(
     if heads.numel() != sum(head_sizes) or factors.numel() != sum(sizes):
         return {}
     device = blocks[0].weight.device
-    flat = iter(factors.to(device).split(sizes))
-    found = {}
-    for block, head, each in zip(blocks, heads.to(device).split(head_sizes), shapes, strict=True):
-        a, g, *rest = (next(flat).view(shape).clone() for shape in each)
-        found[block.name] = StatisticsSums(a, g, head, *rest)
+    flat = iter(factors.split(sizes))
+    found: dict[str, StatisticsSums | None] = {}
+    for block, head, each in zip(blocks, heads.split(head_sizes), shapes, strict=True):
+        parts = [next(flat).view(shape).clone() for shape in each]
+        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts))
+        a, g, *rest = (part.to(device, non_blocking=True) for part in parts)
+        sums = StatisticsSums(a, g, head.to(device, non_blocking=True), *rest)
+        found[block.name] = sums if sound else None
     return found
