@@ -808,11 +808,11 @@ def test_one_helper_that_ends_leaves_the_others(world: World) -> None:
 
 
 def spoiled_worker(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> Any:
-    """Until the helper's sixth message has been heard."""
+    """Until the helper's tenth message has been heard."""
     with optimizer:
         trajectory: list[Tensor] = []
         end = time.monotonic() + LONG
-        while everywhere(optimizer, min(h.heard for h in optimizer._helpers.active)) < 6:
+        while everywhere(optimizer, min(h.heard for h in optimizer._helpers.active)) < 10:
             assert time.monotonic() < end
             trajectory += train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
@@ -838,7 +838,7 @@ def spoiled_stats(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> i
 def test_statistics_that_are_not_finite_are_dropped_and_told_once(
     world: World, tmp_path: Path, world_size: int, sound: int
 ) -> None:
-    """Without any that are sound, workers go on with their own."""
+    """Without any that are sound, or any more, workers go on with their own."""
     results = world.run(play, world_size, "spoiled", {}, sound, tmp_path / "stop", timeout=LONG)
     workers, _ = roles_of(results)
     found = agreed([trajectory for trajectory, *_ in workers])
@@ -848,7 +848,7 @@ def test_statistics_that_are_not_finite_are_dropped_and_told_once(
     assert any(lines for lines in told)
     assert all("not finite: they are dropped" in line for lines in told for line in lines)
     for _, own_passes, _, ages in workers:
-        assert own_passes == (sound == 0)
+        assert own_passes
         assert set(ages) == set(LAYERS), "all layers are preconditioned"
 
 

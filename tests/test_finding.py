@@ -81,18 +81,9 @@ def test_every_parameter_is_in_one_block_or_row(name: str) -> None:
         assert len(held) == len(set(held))
 
 
-uncounted = pytest.mark.xfail(
-    reason="layer_rows() counts the first parameter of an exact block only", strict=True
-)
-
-
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "not exact"])
 @pytest.mark.parametrize("name", MIXED)
-def test_the_summary_counts_every_parameter_once(
-    name: str, exact: bool, request: pytest.FixtureRequest
-) -> None:
-    if exact and name in {"norms", "batch_norm", "transformer"}:
-        request.applymarker(uncounted)
+def test_the_summary_counts_every_parameter_once(name: str, exact: bool) -> None:
     model = ZOO[name].model()
     optimizer = distkfac(model, exact_blocks=exact)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -68,6 +68,11 @@ class Ticket(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]
 
+    def drop(self) -> None:
+        """Let whoever waits know that it will not be done."""
+        self._work, self._error = None, RuntimeError("the pool of threads is closed")
+        self._finished.set()
+
     def _run(self) -> None:
         assert self._work is not None
         try:
@@ -184,7 +189,9 @@ def _dismiss(tickets: _Tickets, threads: Sequence[threading.Thread]) -> None:
     """Let threads end after what they are at."""
     with suppress(queue.Empty):
         while True:
-            tickets.get_nowait()
+            dropped = tickets.get_nowait()
+            if dropped is not None:
+                dropped.drop()
     for _ in threads:
         tickets.put(None)
 

@@ -111,6 +111,11 @@ class KroneckerBlock:
         return self.weight.requires_grad
 
     @property
+    def training(self) -> tuple[bool, ...]:
+        """Which of its parameters train now."""
+        return self.trainable, self.trains_bias
+
+    @property
     def params(self) -> list[nn.Parameter]:
         """The weight, and the bias if it trains with it."""
         return (

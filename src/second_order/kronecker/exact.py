@@ -106,6 +106,11 @@ class ExactBlock(KroneckerBlock):
         return False
 
     @property
+    def training(self) -> tuple[bool, ...]:
+        """Which of its parameters train now."""
+        return tuple(p.requires_grad for p in self.owned)
+
+    @property
     def params(self) -> list[nn.Parameter]:
         """Those that train now."""
         return [p for p in self.owned if p.requires_grad]

@@ -97,9 +97,8 @@ class BackgroundRefresh(KFACOptimizer):
 
     @property
     def staleness(self) -> dict[str, int]:
-        """By layer, how old the factors were, in steps, whose inverse the last step has used."""
-        last = self._steps - 1
-        return {block.name: last - taken for block, taken in self._taken_at.items()}
+        """By layer, how old the factors are, in steps, whose inverse is in use at the next step."""
+        return {block.name: self._steps - taken for block, taken in self._taken_at.items()}
 
     @property
     def delays(self) -> dict[str, int]:

@@ -53,7 +53,7 @@ from second_order.optimizers.options import (
     own_keywords,
     value_at,
 )
-from second_order.optimizers.stats import Helpers, divide, endless
+from second_order.optimizers.stats import ENOUGH_MESSAGES, Helpers, divide, endless
 from second_order.report import Summary
 
 __all__ = ["DistKFAC"]
@@ -298,7 +298,8 @@ class DistKFAC(BackgroundRefresh):
             for block, each in taken.items():
                 block.ensure_factors().update(each, decay, "A" if block in linked else "")
                 block.asked = True
-        if self._helpers.foreign and self._first_time("foreign"):
+        # A few come while others freeze what has been frozen here.
+        if self._helpers.foreign >= ENOUGH_MESSAGES and self._first_time("foreign"):
             self._warn(
                 "a stats worker speaks of layers that this rank does not own: freeze, unfreeze and "
                 "add the same parameters on every rank; its statistics are dropped until then"

@@ -195,7 +195,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         """Plan anew when layers were frozen or unfrozen since the last step."""
         for block in self._blocks:
             block.follow_requires_grad()
-        signature = tuple((block.trainable, block.shape) for block in self._blocks)
+        signature = tuple((block.training, block.shape) for block in self._blocks)
         if signature == self._signature:
             return
         self._signature = signature

@@ -25,7 +25,7 @@ from second_order.distributed.roles import Role, assign_roles
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 
-__all__ = ["Helpers", "divide", "endless"]
+__all__ = ["ENOUGH_MESSAGES", "Helpers", "divide", "endless"]
 
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
 
@@ -63,7 +63,7 @@ class Helpers:
         messages: How many have come from stats workers.
         last: By layer of this process, which message was the last with sound statistics of it.
         known: Layers that have ever had statistics, from whatever passes.
-        foreign: Messages that spoke of layers that this process does not own.
+        foreign: Messages in a row that spoke of layers that this process does not own.
         nonfinite: Statistics that were dropped.
     """
 
@@ -130,7 +130,7 @@ class Helpers:
             self.messages += 1
             tensors, note = message
             found = _unpack_statistics(tensors, note["layers"], mine)
-            self.foreign += bool(note["layers"]) and not found
+            self.foreign = self.foreign + 1 if note["layers"] and not found else 0
             self.nonfinite += sum(sums is None for sums in found.values())
             sound = {layer: sums for layer, sums in found.items() if sums is not None}
             self.last |= dict.fromkeys(sound, self.messages)

@@ -1,0 +1,266 @@
+"""What gradient workers and stats workers say to each other, with a courier of one's own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import EXACT
+from test_sharing import Attention
+from torch import Tensor, nn
+
+from asynchronous import BATCHES, CASE, LAYERS, distkfac
+from second_order import DecompositionError
+from second_order.distributed.collectives import World
+from second_order.distributed.courier import Courier, open_store
+from second_order.optimizers.stats import ENOUGH_MESSAGES, Helper, Helpers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+TO_WORKER = "stats/{}/0"
+
+
+class Post:
+    """A courier whose messages are here at once.
+
+    Attributes:
+        sent: by name.
+        came: what is to arrive, by name.
+        numbers: what the other side has said.
+    """
+
+    lost = closed_there = False
+
+    def __init__(self) -> None:
+        self.sent: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
+        self.came: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
+        self.numbers: dict[str, int] = {}
+        self.expected: list[str] = []
+
+    def post(self, name: str, tensors: list[Tensor], **note: Any) -> None:
+        self.sent[name] = [t.clone() for t in tensors], note
+
+    def heard(self, name: str) -> int | None:
+        return self.numbers.get(name)
+
+    def tell(self, name: str, value: int) -> None:
+        self.numbers[name] = value
+
+    def expect(self, name: str) -> None:
+        self.expected.append(name)
+
+    def arrived(self, name: str) -> Any:
+        return self.came.pop(name, None)
+
+    def wait(self, name: str) -> Any:
+        return self.came.pop(name, None)
+
+    def close(self, patience: float) -> None:
+        pass
+
+
+def helped(optimizer: Any) -> Post:
+    """Make an optimizer of one process a worker with a stats worker."""
+    post: Any = Post()
+    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)])
+    optimizer._helpers = helpers
+    return post
+
+
+def helping(optimizer: Any) -> Post:
+    """Make it a stats worker of one worker."""
+    post: Any = Post()
+    post.closed_there = True
+    optimizer._helpers = Helpers("stats", workers=1, active=[Helper("stats worker 1", post)])
+    return post
+
+
+def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: str) -> Any:
+    """What a stats worker sends of a pass, and its factors by layer."""
+    post = helping(optimizer)
+    optimizer._capture.enabled = True
+    if how == "serve":
+        tensors = list(model.parameters())
+        flat = torch.cat([p.detach().reshape(-1) for p in tensors])
+        post.came["point/0"] = [flat], {"train": [True] * len(tensors)}
+        optimizer.serve([None], lambda _: loss())
+    else:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    return post.sent[TO_WORKER.format(0)]
+
+
+def loss_on(model: nn.Module) -> Tensor:
+    return CASE.loss(model(BATCHES[0][0]), BATCHES[0][1])
+
+
+@pytest.mark.parametrize("how", ["serve", "step"])
+def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
+    model = CASE.model()
+    plain = distkfac(model)
+    loss_on(model).backward()
+    plain.step()
+    expected = {b.name: b.factors.matrices(torch.float64) for b in plain._blocks}
+    other = CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), how)
+    model = CASE.model()
+    worker = distkfac(model)
+    helped(worker).came[TO_WORKER.format(0)] = sent
+    worker._take_statistics()
+    for block in worker._blocks:
+        for ours, theirs in zip(
+            block.factors.matrices(torch.float64), expected[block.name], strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_what_is_served_is_neither_scaled_nor_divided() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    sent = []
+    for options in ({}, {"accumulation_steps": 4}, {"grad_scaler": scaler}):
+        model = CASE.model()
+        optimizer = distkfac(model, **options)
+        sent.append(message(model, optimizer, lambda model=model: loss_on(model), "serve")[0])
+    for other in sent[1:]:
+        torch.testing.assert_close(other, sent[0])
+
+
+def test_layers_that_share_an_input_share_what_messages_say() -> None:
+    """As often as their statistics come, and no more, and not longer than they share it."""
+
+    def loss(model: Attention) -> Tensor:
+        x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(3))
+        return nn.functional.cross_entropy(model(x), torch.arange(4) % 3)
+
+    found = []
+    for one_tensor in (True, False):
+        torch.manual_seed(0)
+        model = Attention()
+        model.one_tensor = one_tensor
+        worker = distkfac(model, **EXACT, factor_decay=0.5)
+        for i in range(3):
+            torch.manual_seed(i)
+            other = Attention()
+            other.one_tensor = one_tensor and i != 1
+            sent = message(other, distkfac(other, **EXACT), lambda other=other: loss(other), "step")
+            helped(worker).came[TO_WORKER.format(0)] = sent
+            worker._take_statistics()
+            shared = {b.name for b in worker._blocks if b.shares_a}
+            assert len(shared) == (2 if other.one_tensor else 0)
+        found.append({b.name: b.factors.matrices(torch.float64) for b in worker._blocks})
+    for name, matrices in found[0].items():
+        for ours, theirs in zip(matrices, found[1][name], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def spoiled(sent: Any) -> Any:
+    tensors, note = sent
+    return [t * math.nan for t in tensors], note
+
+
+def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
+    other = CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    model = CASE.model()
+    worker = distkfac(model)
+    post = helped(worker)
+
+    def hear(content: Any, number: int) -> bool:
+        post.came[TO_WORKER.format(number)] = content
+        for _ in worker._helpers.statistics({b.name: b for b in worker._blocks}):
+            pass
+        worker._helpers.hear(worker._helpers.news())
+        return worker._helpers.own_passes
+
+    assert worker._helpers.own_passes
+    assert not hear(sent, 0)
+    told = [hear(spoiled(sent), 1 + i) for i in range(ENOUGH_MESSAGES)]
+    assert told == [False] * (ENOUGH_MESSAGES - 1) + [True]
+    assert worker._helpers.nonfinite == ENOUGH_MESSAGES * len(LAYERS)
+    assert not hear(sent, 1 + ENOUGH_MESSAGES)
+    worker._helpers.known.add("new")  # as of a group that was added
+    helpers = worker._helpers
+    helpers.begin_anew()
+    assert helpers.own_passes
+    list(helpers.statistics({"new": worker._blocks[0]}))
+    helpers.hear(helpers.news())
+    assert helpers.own_passes
+
+
+def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
+    post: Any = Post()
+    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)])
+    sent: list[int] = []
+
+    def send(copies: list[Tensor], deliver: Any) -> None:
+        sent.append(len(sent))
+        deliver(copies)
+
+    for wanted, heard, expected in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (2, 0, 2), (2, 1, 3)):
+        post.numbers["want"] = wanted
+        helpers.active[0].heard = heard
+        helpers.offer(lambda: [torch.ones(2)], send)
+        assert len(sent) == expected
+    assert list(post.sent) == ["point/0", "point/1", "point/2"]
+
+
+def test_a_message_that_is_here_is_not_expected_any_more() -> None:
+    store, address = open_store(World(), 0, 5.0)
+    here, there = (Courier(address, *names, 5.0) for names in (("a", "b"), ("b", "a")))
+    try:
+        there.post("news", [torch.ones(2)])
+        here.expect("news")
+        while not here.holds("news"):
+            pass
+        here.expect("news")
+        assert here.arrived("news") is not None
+        assert not here._shared.expected
+    finally:
+        for courier in (here, there):
+            courier.close(1.0)
+        del store
+
+
+def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = CASE.model()
+    with distkfac(model, max_staleness=1, inv_update_steps=2) as optimizer:
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                loss_on(model).backward()
+                optimizer.step()
+
+        train(1)
+        submit = optimizer._pool.submit
+        calls: list[int] = []
+
+        def failing(work: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return submit(work)
+
+        monkeypatch.setattr(optimizer._pool, "submit", failing)
+        with pytest.raises(DecompositionError, match="no memory"):
+            train(3)
+        train(6)
+        assert max(optimizer.staleness.values()) <= 4
+
+
+def test_checkpointing_code_steps_a_stats_worker_without_waiting() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    get_optimizer_state_dict(model, optimizer)
+    assert not post.sent
+    assert "want" not in post.numbers
