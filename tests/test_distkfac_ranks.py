@@ -23,16 +23,7 @@ from contract import assert_same_factors
 from models import ZOO
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, vector
 from reference import cross_entropy
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.nn.parallel import DistributedDataParallel
-
-from asynchronous import (
+from threaded import (
     BATCHES,
     CASE,
     LAYERS,
@@ -47,6 +38,15 @@ from asynchronous import (
     solving,
     threads_of,
 )
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
 from second_order import KAISA, DecompositionError, SecondOrderError
 
 if TYPE_CHECKING:
@@ -960,6 +960,60 @@ def test_one_process_takes_up_a_checkpoint_of_stats_workers(world: World) -> Non
     data = roles_of(results)[0][0][0]
     found = world.run(resumed, 1, data, {"max_staleness": 0})[0]
     assert len(found) == len(BATCHES) - 4
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("norms", {"doubly_factored": {"4": (9, 4)}}),
+    ("batch_norm", {"conv_factors": "cheap", "solver": "eigen"}),
+    ("mlp", {"fisher": "sampled", "symmetry_aware": False}),
+    ("mlp", {"factor_dtype": torch.bfloat16, "inv_dtype": torch.float32}),
+]
+
+
+def kinds(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
+    """Statistics of a helper; then, on rank 0, a checkpoint."""
+    case, buffer = ZOO[name], io.BytesIO()
+    model = case.model()
+    with noted() as warned:
+        optimizer = distkfac(model, stats_workers=1, helper_timeout=LONG, **options)
+        batches = case.batches(3, 12)
+        with optimizer:
+            if optimizer.role == "stats":
+                optimizer.serve(batches, lambda batch: case.loss(model(batch[0]), batch[1]))
+                found = []
+            else:
+                end = time.monotonic() + LONG
+                while optimizer._helpers.own_passes:
+                    assert time.monotonic() < end
+                    go(model, optimizer, case, [mine(optimizer, batches[0])])
+                heard = optimizer._helpers.active[0].heard
+                while everywhere(optimizer, optimizer._helpers.active[0].heard - heard) < 2:
+                    assert time.monotonic() < end
+                    go(model, optimizer, case, [mine(optimizer, batches[0])])
+                found = go(model, optimizer, case, [mine(optimizer, batch) for batch in batches])
+                assert set(optimizer.staleness) == {block.name for block in optimizer._blocks}
+                optimizer.consolidate(to=0)
+                if rank == 0:
+                    torch.save(optimizer.state_dict(), buffer)
+    dist.barrier()
+    return found, buffer.getvalue(), warned
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS, ids=["exact", "cheap", "sampled", "bfloat16"])
+def test_statistics_of_every_kind_of_layer_travel(
+    world: World, name: str, options: dict[str, Any]
+) -> None:
+    results = world.run(kinds, 3, name, options, timeout=2 * LONG)
+    found = agreed([trajectory for trajectory, _, _ in results[:2]])
+    assert all(bool(w.isfinite().all()) for w in found)
+    assert not any(warned for _, _, warned in results)
+    state = torch.load(io.BytesIO(results[0][1]))
+    model = ZOO[name].model()
+    with distkfac(model, **options) as optimizer:
+        optimizer.load_state_dict(state)
+        for block in optimizer._blocks:
+            assert all(factor is not None for factor in block.factors.stored.values())
+            assert float(block.factors.weight) > 2.0
 
 
 # Roles that cannot be.
