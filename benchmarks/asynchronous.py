@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,28 @@ def ways() -> list[Way]:
     ]
 
 
-def train(model: str, way: Way, seed: int) -> Record:
-    """One training, with the steps that its last solves were under way."""
+@dataclass
+class Trained:
+    """A training, and the steps that its last solves were under way."""
+
+    kind: str
+    intervals: Intervals
+    delay: float
+    run: Run
+
+    @property
+    def key(self) -> tuple[str, Intervals]:
+        return self.kind, self.intervals
+
+    @classmethod
+    def of(cls, record: Record) -> Trained:
+        """From JSON."""
+        factors, inverses = record["intervals"]
+        run = Run(**record["run"])
+        return cls(record["kind"], (factors, inverses), record["delay"], run)
+
+
+def train(model: str, way: Way, seed: int) -> Trained:
     made: list[DistKFAC] = []
     setting = way.setting(model, made)
     if model == "autoencoder":
@@ -110,7 +130,7 @@ def train(model: str, way: Way, seed: int) -> Record:
     (optimizer,) = made
     delay = cost.staleness(optimizer)
     optimizer.close()
-    return {"run": run, "delay": delay}
+    return Trained(way.kind, way.intervals, delay, run)
 
 
 def reached(run: Run, level: float) -> float:
@@ -127,12 +147,21 @@ def reached(run: Run, level: float) -> float:
 
 
 def ratios(ours: Sequence[Run], theirs: Sequence[Run], levels: Sequence[float]) -> list[float]:
-    """Steps of ours over those of theirs, seed by seed and loss by loss, where both arrive."""
-    pairs = {run.seed: run for run in theirs}
-    found = [
-        (reached(run, level), reached(pairs[run.seed], level)) for run in ours for level in levels
-    ]
-    return [a / b for a, b in found if math.isfinite(a + b)]
+    """For each seed, steps of ours over those of theirs: the mean over the losses that both met."""
+    others, found = {run.seed: run for run in theirs}, []
+    for run in ours:
+        if run.seed in others:
+            pairs = [(reached(run, level), reached(others[run.seed], level)) for level in levels]
+            met = [mine / its for mine, its in pairs if math.isfinite(mine + its)]
+            found += [geometric_mean(met)] if met else []
+    return found
+
+
+def mean_ratio(found: Sequence[float]) -> Record:
+    """The mean over seeds, and its standard error."""
+    logs = [math.log(ratio) for ratio in found]
+    error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    return {"ratio": geometric_mean(list(found)), "error": error, "seeds": len(logs)}
 
 
 def after(run: Run, count: int) -> float:
@@ -140,70 +169,71 @@ def after(run: Run, count: int) -> float:
     return run.losses[min(count // progress.EVERY, len(run.losses)) - 1]
 
 
-def progress_table(
-    model: str, found: Sequence[tuple[Way, list[Record]]]
-) -> tuple[Table, list[Record]]:
-    """Medians over the seeds, and the mean ratios to sync and to every step."""
-    targets, levels = TARGETS[model], LEVELS[model]
-    named = {(way.kind, way.intervals): [r["run"] for r in records] for way, records in found}
-    result = table(
-        f"{model}: median steps; ratios of steps to a loss, asked: within 5 %",
-        (
-            "statistics / solves every",
-            *targets,
-            *(f"loss after {count}" for count in AFTER[model]),
-            "to sync",
-            "to every step",
-            "delay",
-        ),
-    )
-    rows = []
-    for way, records in found:
-        ours = named[way.kind, way.intervals]
-        medians = [progress.median_steps(ours, target) for target in targets]
-        final = [statistics.median(after(run, count) for run in ours) for count in AFTER[model]]
-        row: Record = {
-            "model": model,
-            "kind": way.kind,
-            "intervals": way.intervals,
-            "steps": dict(zip(targets, medians, strict=True)),
-            "loss after": dict(zip(map(str, AFTER[model]), final, strict=True)),
-            "delay": statistics.median(record["delay"] for record in records),
-        }
-        cells = []
-        for name, other in (("to sync", ("sync", way.intervals)), ("to every step", EVERY_STEP)):
-            theirs = named.get(other, [])
-            pairs = ratios(ours, theirs, levels) if theirs is not ours else []
-            cells.append("")
-            if pairs and (name == "to every step" or way.kind == "async"):
-                logs = [math.log(ratio) for ratio in pairs]
-                error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-                row[name] = {"ratio": geometric_mean(pairs), "error": error, "pairs": len(pairs)}
-                cells[-1] = f"{row[name]['ratio']:.3f} ± {error:.3f}"
-        rows.append(row)
-        result.add_row(
-            f"{way.kind} {way.label}",
-            *map(steps, medians),
-            *(f"{loss:.3g}" for loss in final),
-            *cells,
-            f"{row['delay']:.1f}",
-        )
-    return result, rows
-
-
 EVERY_STEP = ("sync", (1, 1))
 
 
-def measure_progress(model: str, seeds: int, console: Console) -> Record:
-    """Each way with every seed; the table, and its rows."""
+def progress_rows(model: str, trained: Sequence[Trained]) -> list[Record]:
+    """Medians over the seeds, and the mean ratios to sync and to every step."""
+    runs: dict[tuple[str, Intervals], list[Run]] = {}
+    for each in trained:
+        runs.setdefault(each.key, []).append(each.run)
+    rows = []
+    for (kind, intervals), ours in runs.items():
+        row: Record = {
+            "kind": kind,
+            "intervals": intervals,
+            "steps": {target: progress.median_steps(ours, target) for target in TARGETS[model]},
+            "loss after": {
+                str(count): statistics.median(after(run, count) for run in ours)
+                for count in AFTER[model]
+            },
+            "delay": statistics.median(t.delay for t in trained if t.key == (kind, intervals)),
+        }
+        for name, other in (("to sync", ("sync", intervals)), ("to every step", EVERY_STEP)):
+            found = ratios(ours, runs.get(other, []), LEVELS[model])
+            if found and other != (kind, intervals) and (kind == "async" or other == EVERY_STEP):
+                row[name] = mean_ratio(found)
+        rows.append(row)
+    return rows
+
+
+def progress_table(model: str, rows: Sequence[Record]) -> Table:
+    counts = [f"loss after {count}" for count in AFTER[model]]
+    result = table(
+        f"{model}: median steps; ratios of steps to a loss, asked: within 5 %",
+        ("every", *TARGETS[model], *counts, "to sync", "to every step", "delay"),
+    )
+    for row in rows:
+        means = [row.get(name) for name in ("to sync", "to every step")]
+        result.add_row(
+            "{} {} / {}".format(row["kind"], *row["intervals"]),
+            *(steps(count) for count in row["steps"].values()),
+            *(f"{loss:.3g}" for loss in row["loss after"].values()),
+            *(
+                "" if mean is None else f"{mean['ratio']:.3f} ± {mean['error']:.3f}"
+                for mean in means
+            ),
+            f"{row['delay']:.1f}",
+        )
+    return result
+
+
+def measure_progress(
+    model: str, seeds: int, known: Sequence[Record], keep: Callable[[Record], None]
+) -> list[Record]:
+    """Train each way with every seed but what is known already; the rows of the table."""
     plan = [way for way in ways() if way.kind != "cheap" or model == "conv"]
-    found: list[list[Record]] = [[] for _ in plan]
-    work = [(i, seed) for seed in range(seeds) for i in range(len(plan))]
-    for i, seed in tqdm(work, desc=model, leave=False):
-        found[i].append(train(model, plan[i], seed))
-    results, rows = progress_table(model, list(zip(plan, found, strict=True)))
-    console.print(results)
-    return {"seeds": seeds, "options": OPTIONS[model], "rows": rows}
+    trained = [Trained.of(record) for record in known]
+    there = {(*each.key, each.run.seed) for each in trained}
+    work = [(way, seed) for seed in range(seeds) for way in plan]
+    rows: list[Record] = []
+    for way, seed in tqdm(work, desc=model, leave=False):
+        if (way.kind, way.intervals, seed) not in there:
+            trained.append(train(model, way, seed))
+        rows = progress_rows(model, trained)
+        runs = [asdict(each) for each in trained]
+        keep({"options": OPTIONS[model], "rows": rows, "trainings": runs})
+    return rows
 
 
 # ------------------------------------------------------------------------------------- all of them
@@ -215,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--seeds", type=int, default=5, help="of every training")
+    parser.add_argument("--resume", action="store_true", help="keep the trainings of the file")
     parser.add_argument("--rounds", type=int, default=7, help="of what is timed in turn")
     parser.add_argument("--steps", type=int, default=20_000, help="of the long training")
     parser.add_argument("--json", type=Path, help="put the sections into this file")
@@ -227,8 +258,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record["machine"] = machine()
 
     def trained() -> Record:
-        found = {model: measure_progress(model, options.seeds, console) for model in options.models}
-        return {**record.get("progress", {}), **found}
+        found: Record = dict(record.get("progress", {}))
+        for model in options.models:
+            known = found.get(model, {}).get("trainings", []) if options.resume else []
+
+            def keep(section: Record, model: str = model) -> None:
+                found[model] = rounded(section)
+                record["progress"] = found
+                write(record, options.json)
+
+            rows = measure_progress(model, options.seeds, known, keep)
+            console.print(progress_table(model, rows))
+        return found
 
     def paced() -> list[Record]:
         found = [r for model in options.models for r in cost.pace(model, 60, options.rounds)]

@@ -30,7 +30,7 @@ SCRIPT = """
     import torch
     import torch.distributed as dist
     from accelerated import noted
-    from asynchronous import BATCHES, CASE, distkfac
+    from threaded import BATCHES, CASE, distkfac
     from ranks import go, shard
     from reference import cross_entropy
 

@@ -41,13 +41,15 @@ class Helper:
         name: Of the stats worker.
         courier: To it; on itself, to the workers.
         asked: Points that it has been sent, on worker 0; on itself, points it has asked for.
-        heard: Statistics that have come from it.
+        heard: Statistics that have come from it; on itself, those that it has sent.
+        expected: The message from it that is listened for.
     """
 
     name: str
     courier: Courier
     asked: int = 0
     heard: int = 0
+    expected: str = ""
 
 
 @dataclass
@@ -121,12 +123,11 @@ class Helpers:
             mine: The layers that this process owns, by name.
         """
         for helper in self.active:
-            name = f"stats/{helper.heard}/{self.rank}"
-            message = helper.courier.arrived(name)
+            message = helper.courier.arrived(self._expected_from(helper))
             if message is None:
-                helper.courier.expect(name)
                 continue
             helper.heard += 1
+            self._expected_from(helper)  # now, to keep up with it
             self.messages += 1
             tensors, note = message
             found = _unpack_statistics(tensors, note["layers"], mine)
@@ -144,6 +145,14 @@ class Helpers:
         """Other layers train, or others own them: take statistics oneself until all are fed."""
         self.last, self.messages, self.hungry = {}, 0, True
         self.own_passes = True
+
+    def _expected_from(self, helper: Helper) -> str:
+        """The name of the next statistics for this worker, which is listened for from now on."""
+        name = f"stats/{helper.heard}/{self.rank}"
+        if helper.expected != name:  # once: what has come is not to be listened for again
+            helper.expected = name
+            helper.courier.expect(name)
+        return name
 
     def news(self) -> list[float]:
         """What all workers have to agree on: whether all are fed, and which helpers are gone."""
