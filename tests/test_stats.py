@@ -9,9 +9,9 @@ import pytest
 import torch
 from contract import EXACT
 from test_sharing import Attention
+from threaded import BATCHES, CASE, LAYERS, distkfac
 from torch import Tensor, nn
 
-from asynchronous import BATCHES, CASE, LAYERS, distkfac
 from second_order import DecompositionError
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier, open_store
