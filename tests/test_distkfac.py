@@ -58,6 +58,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 # When inverses come: invariant 23.
 
 
+@pytest.mark.filterwarnings("ignore:trained by")  # norms
 @pytest.mark.parametrize("base", [{"momentum": 0.9}, ADAM], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("every", [(1, 1), (2, 4), (3, 2)], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "conv_grouped", "norms", "embedding", "shared_linear"])
