@@ -4,7 +4,8 @@
     PYTHONPATH=examples python benchmarks/asynchronous.py --only progress --models conv --seeds 3
 
 progress   digits: steps to the targets of `progress.py`, async against sync at equal intervals, and
-           all intervals against every step
+           all intervals against every step; "even" keeps the memory of the factors the same in
+           steps (factor_decay 0.95ᵏ where they are updated every k steps)
 pace       digits: the time of those steps, beside SGD's and a step that only preconditions
 resnet     ResNet-20: the time of a step over SGD's, over a grid of intervals; the intervals that
            lose no progress are those of `progress`, since random pictures teach nothing
@@ -35,7 +36,7 @@ from tqdm import tqdm
 
 import asynchronous_cost as cost
 import progress
-from asynchronous_cost import CHEAP, EQUAL, GRID, Intervals, Record
+from asynchronous_cost import CHEAP, EIGEN, EQUAL, GRID, Intervals, Record
 from curvature import rounded
 from curvature_cost import table
 from progress import Run, Setting
@@ -50,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "conv": {"lr": 0.1},
     "autoencoder": {"lr": 0.1, "kl_clip": 1e-3},  # its default is too tight here for a comparison
 }
+DECAY = 0.95
 LENGTH = {"conv": 200, "autoencoder": 400}
 LEVELS = {"conv": (0.2, 0.1, 0.05, 0.02, 0.01), "autoencoder": (20.0, 19.0, 18.0, 17.5, 17.0)}
 """Losses whose steps are compared, seed by seed: more of them say more than medians."""
@@ -92,10 +94,18 @@ class Way:
 
 
 def ways() -> list[Way]:
+    """All with one decay an update, but "even": its decay over so many steps is that of 1 / 1."""
+    same = {"factor_decay": DECAY}
     return [
-        *(Way("sync", each, {"async_inverse": False}) for each in EQUAL),
-        *(Way("async", each) for each in dict.fromkeys((*EQUAL, *GRID))),
-        *(Way("cheap", each, {"conv_factors": "cheap"}) for each in CHEAP),
+        *(Way("sync", each, {**same, "async_inverse": False}) for each in EQUAL),
+        *(Way("async", each, same) for each in dict.fromkeys((*EQUAL, *GRID))),
+        *(
+            Way(kind, each, {**same, "solver": "eigen", "async_inverse": "async" in kind})
+            for each in EIGEN
+            for kind in ("eigen sync", "eigen async")
+        ),
+        *(Way("even", each, {"factor_decay": DECAY ** each[0]}) for each in GRID if each[0] > 1),
+        *(Way("cheap", each, {**same, "conv_factors": "cheap"}) for each in CHEAP),
     ]
 
 
@@ -189,9 +199,12 @@ def progress_rows(model: str, trained: Sequence[Trained]) -> list[Record]:
             },
             "delay": statistics.median(t.delay for t in trained if t.key == (kind, intervals)),
         }
-        for name, other in (("to sync", ("sync", intervals)), ("to every step", EVERY_STEP)):
+        others = {"to every step": EVERY_STEP}
+        if "async" in kind:
+            others["to sync"] = kind.replace("async", "sync"), intervals
+        for name, other in others.items():
             found = ratios(ours, runs.get(other, []), LEVELS[model])
-            if found and other != (kind, intervals) and (kind == "async" or other == EVERY_STEP):
+            if found and other != (kind, intervals):
                 row[name] = mean_ratio(found)
         rows.append(row)
     return rows

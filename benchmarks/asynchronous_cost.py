@@ -49,8 +49,10 @@ Clock = Literal["wall", "thread", "process"]
 Intervals = tuple[int, int]
 
 EQUAL: tuple[Intervals, ...] = ((1, 1), (1, 5), (10, 20))
+EIGEN: tuple[Intervals, ...] = ((1, 5), (10, 20))
 GRID: tuple[Intervals, ...] = ((1, 1), (1, 5), (2, 10), (5, 20), (10, 20), (20, 20))
 CHEAP: tuple[Intervals, ...] = ((1, 1), (5, 20), (10, 20))
+INEXACT: tuple[Intervals, ...] = ((10, 20),)  # normalisations are left to SGD
 BESIDE_STATS: tuple[int, ...] = (1, 5, 20)  # inv_update_steps
 SETTLE = 0.1  # seconds for what is under way to end before others take their turn
 
@@ -180,27 +182,29 @@ def pace(name: str, steps: int, rounds: int) -> list[Record]:
     workload = SMALL[name]
     floors = measure_floor(workload)
     records = []
-    for intervals in EQUAL:
+    for solver, intervals in (*(("inverse", i) for i in EQUAL), *(("eigen", i) for i in EIGEN)):
         trainings = {
             "sgd": Training(workload, sgd),
-            "precondition": Training(workload, preconditioned()),
-            "sync": Training(workload, at(intervals, async_inverse=False)),
-            "async": Training(workload, at(intervals)),
+            "precondition": Training(workload, preconditioned(solver=solver)),
+            "sync": Training(workload, at(intervals, solver=solver, async_inverse=False)),
+            "async": Training(workload, at(intervals, solver=solver)),
         }
         paces = in_turn(trainings, steps, rounds)
         factors, inverses = intervals
-        bare = floors["sgd"] + floors["precondition_inverse"] + floors["statistics"] / factors
+        solve = floors["eigh" if solver == "eigen" else "cholesky"] / inverses
+        bare = floors["sgd"] + floors[f"precondition_{solver}"] + floors["statistics"] / factors
         records.append(
             {
                 "model": name,
+                "solver": solver,
                 "intervals": intervals,
                 "milliseconds": {kind: each.medians for kind, each in paces.items()},
                 "sync to async": paces["sync"].over(paces["async"]),
                 "cpu ratio": paces["sync"].path(paces["async"]),
                 "floor": {
-                    "sync": bare + floors["cholesky"] / inverses,
+                    "sync": bare + solve,
                     "async": bare,
-                    "ratio": 1 + floors["cholesky"] / inverses / bare,
+                    "ratio": 1 + solve / bare,
                 },
                 "delay": staleness(trainings["async"].optimizer),
             }
@@ -215,6 +219,7 @@ def pace_table(records: Sequence[Record]) -> Table:
         "Milliseconds a step (floor: bare calls); asked: sync / async at least 1.3",
         (
             "model",
+            "solver",
             "intervals",
             "SGD",
             "precondition",
@@ -230,6 +235,7 @@ def pace_table(records: Sequence[Record]) -> Table:
         ms, floor = record["milliseconds"], record["floor"]
         result.add_row(
             record["model"],
+            record["solver"],
             "{} / {}".format(*record["intervals"]),
             *(f"{ms[kind]['wall']:.2f}" for kind in ("sgd", "precondition")),
             *(f"{ms[kind]['wall']:.2f} ({floor[kind]:.2f})" for kind in ("sync", "async")),
@@ -293,6 +299,10 @@ def resnet(steps: int, rounds: int) -> Record:
             f"cheap {f} / {i}": Training(workload, at((f, i), conv_factors="cheap"))
             for f, i in CHEAP
         },
+        **{
+            f"inexact {f} / {i}": Training(workload, at((f, i), exact_blocks=False))
+            for f, i in INEXACT
+        },
     }
     paces = in_turn(trainings, steps, rounds)
     beside, alone = Pace(), Pace()
@@ -349,6 +359,7 @@ NAMES = {
     "sgd": "SGD",
     "beside": "SGD, the other core busy",
     "precondition": "neither, ever",
+    "inexact 10 / 20": "kfc 10 / 20, BatchNorm left to SGD",
 }
 
 
