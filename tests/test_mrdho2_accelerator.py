@@ -1,13 +1,19 @@
-"""The accelerators of MRDHO2 without any processes: whose orders they follow, and their batches."""
+"""The accelerators of MRDHO2: whose orders they follow, their batches, and whose model it is."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from second_order import MRDHO2
 from second_order.distributed.collectives import World
 from second_order.optimizers.accelerator import Accelerator, Batches
+
+if TYPE_CHECKING:
+    from pool import World as Pool
 
 
 class Silence:
@@ -35,7 +41,7 @@ def test_the_other_accelerators_leave_with_the_first(
     team = World.alone(1, 2)
     other: Any = Accelerator(Silence(*orders), team, None, workers=1, judges=True)  # type: ignore[arg-type]
     for _ in range(2):
-        other.help(None, None)
+        other.help(None, None, None)
         assert other.lost.startswith(who)
     assert other.answered == 0
 
@@ -64,3 +70,70 @@ class Unsized:
 def test_an_epoch_has_the_batch_of_its_number(batches: Any, expected: dict[int, int]) -> None:
     taken = Batches(batches, lambda batch: batch)
     assert [taken.closure(epoch)() for epoch in expected] == list(expected.values())
+
+
+class Counting(nn.Module):
+    """Two layers of one size, and buffers of two dtypes that the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+        self.layers[0].requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(1))
+
+    def loss(self) -> Tensor:
+        x = self.shift
+        for layer in self.layers:
+            x = torch.tanh(layer(x + 1))
+        return x.square().sum() * self.count
+
+
+def whole(model: nn.Module) -> tuple[list[Tensor], list[bool]]:
+    tensors = model.state_dict(keep_vars=True).values()
+    return [t.detach().clone() for t in tensors], [t.requires_grad for t in tensors]
+
+
+def followed(rank: int, world_size: int) -> dict[str, Any]:
+    """The whole model at the start of each epoch, and where the last verdict is given."""
+    model = Counting()
+    found: dict[str, Any] = {}
+    optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, epoch_steps=2, largest=2)
+    if optimizer.role == "accelerator":
+
+        def loss_fn(epoch: int) -> Tensor:
+            found.setdefault(f"epoch {epoch}", whole(model))
+            found["verdict"] = whole(model)
+            return model.loss()
+
+        with optimizer:
+            optimizer.serve(range(3), loss_fn)
+        del found["verdict"][0][:4]  # the update may not have been made
+        return found
+    with torch.no_grad():  # as a checkpoint that is loaded here alone
+        for t in model.parameters():
+            t.add_(torch.randn_like(t))
+    with optimizer:
+        for step in range(6):
+            model.shift += 0.1
+            model.count += 1
+            if step == 4:  # others train, as many as before
+                for layer, trains in zip(model.layers, (True, False), strict=True):
+                    layer.requires_grad_(trains)
+            if step % 2 == 0:
+                found[f"epoch {step // 2}"] = whole(model)
+            optimizer.zero_grad()
+            model.loss().backward()
+            optimizer.step()
+    found["verdict"] = whole(model)
+    del found["verdict"][0][:4]
+    return found
+
+
+def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
+    """Frozen parameters and buffers too, and what trains there trains here."""
+    there, here = world.run(followed, 2)
+    assert list(there) == ["epoch 0", "epoch 1", "epoch 2", "verdict"]
+    for when, (tensors, train) in there.items():
+        assert here[when][1] == train
+        assert all(map(torch.equal, here[when][0], tensors)), when

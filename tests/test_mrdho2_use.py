@@ -456,8 +456,7 @@ def frozen_worker(
 
 def frozen_accelerator(model: nn.Module, optimizer: Any, rank: int, where: str, sign: Path) -> None:
     if where == "workers":
-        with pytest.raises(SecondOrderError, match="freeze and unfreeze the same"):
-            serve(model, optimizer)
+        serve(model, optimizer)
         return
     with optimizer:
         for step in range(STEPS):
@@ -469,14 +468,14 @@ def frozen_accelerator(model: nn.Module, optimizer: Any, rank: int, where: str, 
 
 @pytest.mark.parametrize("where", ["workers", "everywhere"])
 def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str) -> None:
-    """That epoch has no final update; the next has one where the accelerators know of it."""
+    """That epoch has no final update; in the next the accelerators know of it, told or not."""
     results = world.run(play, 3, "frozen", where, tmp_path / "frozen")
     trajectory_of(results)
     for result in results[:2]:
         applied = [applied for applied, _ in result["reports"]]
-        assert applied == [True, False, where == "everywhere"]
-        assert "the parameters that train have changed" in result["warned"][0]
-        assert len(result["warned"]) == (1 if where == "everywhere" else 2)
+        assert applied == [True, False, True]
+        (line,) = result["warned"]
+        assert "the parameters that train have changed" in line
 
 
 def frequent(rank: int, world_size: int) -> int:

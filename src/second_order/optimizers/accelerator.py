@@ -7,6 +7,7 @@ try/i        ->  order/k: judge       ->   w_E without and with V̂'s, too; then
                  verdict/i/j: the losses of all batches
 goodbye      ->  order/k: leave       ->
 
+With each point goes the rest of the model, frozen parameters and buffers, and which of them train.
 i counts what has been asked for, from 0 on, whatever epochs a checkpoint takes the workers to. Who
 has nothing to do waits for a message, never in a collective; what fails on one accelerator, all
 agree on before the next collective.
@@ -51,6 +52,7 @@ class Subject:
         dtype: Of the vectors.
         model: The module whose train/eval mode is kept, if it is known.
         sign: −1 where the loss is maximized.
+        whole: All parameters and buffers of the model, or those parameters that are known.
     """
 
     params: Sequence[Tensor]
@@ -58,6 +60,7 @@ class Subject:
     dtype: torch.dtype
     model: nn.Module | None
     sign: float
+    whole: Sequence[Tensor]
 
     def flat(self) -> Tensor:
         """The parameters as one vector that loses nothing of them."""
@@ -73,12 +76,41 @@ class Subject:
         n = sum(p.numel() for p in self.params)
         if len(flat) != n:
             raise SecondOrderError(
-                f"the workers train {len(flat)} numbers, this accelerator {n}: freeze and unfreeze "
-                f"the same parameters on every rank"
+                f"the workers train {len(flat)} numbers, this accelerator {n}: add the same groups "
+                f"of parameters on every rank"
             )
         flat = flat.to(self.params[0].device)
         for chunk in self.chunks:
             chunk.overwrite(flat[chunk.columns])
+
+    @property
+    def train(self) -> list[bool]:
+        """Which of the whole model train."""
+        return [t.requires_grad for t in self.whole]
+
+    def _rest(self) -> dict[torch.dtype, list[Tensor]]:
+        mine = set(map(id, self.params))
+        rest = [t for t in self.whole if id(t) not in mine]
+        dtypes = dict.fromkeys(t.dtype for t in rest)
+        return {dtype: [t for t in rest if t.dtype == dtype] for dtype in dtypes}
+
+    def rest(self) -> list[Tensor]:
+        """Copies of what does not train, one flat tensor for each dtype."""
+        device = self.params[0].device
+        return [
+            torch.cat([t.detach().reshape(-1).to(device) for t in tensors])
+            for tensors in self._rest().values()
+        ]
+
+    def write_rest(self, flats: Sequence[Tensor]) -> None:
+        """Set what does not train."""
+        for flat, tensors in zip(flats, self._rest().values(), strict=True):
+            parts = flat.split([t.numel() for t in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+SubjectAt: TypeAlias = Callable[[Sequence[bool]], Subject]
 
 
 class Accelerator:
@@ -104,6 +136,7 @@ class Accelerator:
         self._loss_fn: LossFn | Sequence[LossFn] | None = None
         self._orders = self._calls = 0
         self._over = False
+        self._device = torch.device("cpu")
         self.answered = 0
         self.lost = ""
 
@@ -117,30 +150,35 @@ class Accelerator:
         self._over = True
         self._courier.close(patience)
 
-    def help_for_a_step(self, subject: Subject, closure_at: Callable[[int], Any]) -> None:
+    def help_for_a_step(
+        self, subject_at: SubjectAt, closure_at: Callable[[int], Any], device: torch.device
+    ) -> None:
         """As :meth:`help`, until the workers have taken as many steps as this has been called."""
         self._calls += 1
         courier, calls = self._courier, self._calls
-        self.help(subject, closure_at, lambda: (courier.heard("steps") or 0) >= calls)
+        self.help(subject_at, closure_at, device, lambda: (courier.heard("steps") or 0) >= calls)
         courier.tell("steps", calls)  # for the other accelerators
 
     def help(
         self,
-        subject: Subject,
+        subject_at: SubjectAt,
         closure_at: Callable[[int], Any],
+        device: torch.device,
         enough: Callable[[], bool] = lambda: False,
     ) -> None:
         """Answer messages until the workers close or are lost, or it is enough.
 
         Args:
-            subject: What to compute eigenpairs of.
+            subject_at: What to compute eigenpairs of, given which of the whole model train.
             closure_at: The curvature closure of an epoch.
+            device: Of the model.
             enough: Asked while there is nothing to do.
 
         Raises:
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             SecondOrderError: If another accelerator has failed.
         """
+        self._device = device
         while not self._over:
             order = self._lead(enough) if self._team.rank == 0 else self._follow(enough)
             if order is None:
@@ -148,9 +186,9 @@ class Accelerator:
             what, tensors, note = order
             try:
                 if what == "compute":
-                    self._compute(subject, closure_at, tensors[0], note["epoch"])
+                    self._compute(partial(subject_at, note["train"]), closure_at, tensors, note)
                 else:
-                    self._judge(subject, tensors)
+                    self._judge(partial(subject_at, note["train"]), tensors)
             except Exception:
                 self.close(PARTING_SECONDS)
                 raise
@@ -194,7 +232,7 @@ class Accelerator:
             return None
         return note["do"], tensors, note
 
-    def _together(self, subject: Subject, work: Callable[[], T]) -> T:
+    def _together(self, work: Callable[[], T]) -> T:
         """Do something that may fail here and not there, before all enter a collective."""
         error: Exception | None = None
         try:
@@ -202,7 +240,7 @@ class Accelerator:
         except Exception as caught:
             error = caught
         try:
-            agreed = self._team.all_agree(error is None, subject.params[0].device)
+            agreed = self._team.all_agree(error is None, self._device)
         except Exception as caught:
             if error is not None:
                 raise error from None
@@ -214,17 +252,23 @@ class Accelerator:
         return result
 
     def _compute(
-        self, subject: Subject, closure_at: Callable[[int], Any], point: Tensor, epoch: int
+        self,
+        subject_now: Callable[[], Subject],
+        closure_at: Callable[[int], Any],
+        tensors: Sequence[Tensor],
+        note: dict[str, Any],
     ) -> None:
         """û, V̂ at c, to the workers."""
 
-        def prepare() -> Any:
-            subject.write(point)
-            return closure_at(epoch)
+        def prepare() -> tuple[Subject, Any]:
+            subject = subject_now()
+            subject.write(tensors[0])
+            subject.write_rest(tensors[1:])
+            return subject, closure_at(note["epoch"])
 
-        self._loss_fn = self._together(subject, prepare)
-        pairs = self._pairs(subject, self._loss_fn, epoch)
-        self._together(subject, partial(self._deliver, subject, pairs))
+        subject, self._loss_fn = self._together(prepare)
+        pairs = self._pairs(subject, self._loss_fn, note["epoch"])
+        self._together(partial(self._deliver, subject, pairs))
         self.answered += 1
 
     def _deliver(self, subject: Subject, pairs: Pairs) -> None:
@@ -265,13 +309,20 @@ class Accelerator:
             space.raise_together()
         return pairs
 
-    def _judge(self, subject: Subject, points: Sequence[Tensor]) -> None:
+    def _judge(self, subject_now: Callable[[], Subject], tensors: Sequence[Tensor]) -> None:
         """The losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
+
+        def prepare(point: Tensor) -> Subject:
+            subject = subject_now()
+            subject.write(point)
+            subject.write_rest(tensors[2:])
+            return subject
+
         losses = []
-        for point in points:
+        for point in tensors[:2]:
             with record_function("second_order.judge"):
-                self._together(subject, partial(subject.write, point))
+                subject = self._together(partial(prepare, point))
                 loss = mean_loss(self._loss_fn, subject.params, self._team, subject.model)
             losses.append(subject.sign * loss if math.isfinite(loss) else None)
         if self._team.rank == 0:

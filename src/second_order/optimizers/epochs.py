@@ -1,6 +1,6 @@
 """A worker's half of MRDHO2: an epoch, from the point it starts at to its final update.
 
-begin   c <- w, p <- 0; worker 0 sends c, and all listen for the eigenpairs at c
+begin   c <- w, p <- 0; worker 0 sends c and what does not train; all listen for the eigenpairs at c
 add     p <- p + g, every step
 end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" asks for a verdict first
 
@@ -126,7 +126,9 @@ class Epochs:
             self.total = torch.zeros_like(self.start, dtype=subject.dtype)
         self._asked, self._request = self.number, self._request + 1
         if self._team.rank == 0:
-            self._courier.post(f"point/{self._request}", [self.start], epoch=self.number)
+            tensors = [self.start, *subject.rest()]
+            name = f"point/{self._request}"
+            self._courier.post(name, tensors, epoch=self.number, train=subject.train)
         for name in self._expected():
             self._courier.expect(name)
 
@@ -217,7 +219,8 @@ class Epochs:
         name = f"verdict/{self._request}/{self._team.rank}"
         courier.expect(name)
         if self._team.rank == 0:
-            courier.post(f"try/{self._request}", [before, after])
+            tensors = [before, after, *subject.rest()]
+            courier.post(f"try/{self._request}", tensors, train=subject.train)
         message = self._await(courier, name, begun)
         waited += time.monotonic() - begun
         if not self._agreed(message is not None, subject):

@@ -246,9 +246,9 @@ class MRDHO2(FOSIOptimizer):
         chosen = curvature_closure if curvature_closure is not None else self.curvature_closure
         if self._accelerator is not None:
             closure_at = partial(self._chosen, self._no_closure if chosen is None else chosen)
-            self._follow_layout()
+            device = self._whole_model()[0].device
             with torch.no_grad():
-                self._accelerator.help_for_a_step(self._subject(), closure_at)
+                self._accelerator.help_for_a_step(self._subject_at, closure_at, device)
             self._tell_whom_it_has_lost(self._accelerator)
         return loss
 
@@ -323,9 +323,9 @@ class MRDHO2(FOSIOptimizer):
         if self._accelerator is None:
             return 0
         before = self._accelerator.answered
-        self._follow_layout()
+        closure_at, device = Batches(batches, loss_fn).closure, self._whole_model()[0].device
         with torch.no_grad():
-            self._accelerator.help(self._subject(), Batches(batches, loss_fn).closure)
+            self._accelerator.help(self._subject_at, closure_at, device)
         self._tell_whom_it_has_lost(self._accelerator)
         return self._accelerator.answered - before
 
@@ -341,7 +341,26 @@ class MRDHO2(FOSIOptimizer):
             self._dtype,
             self._model if self._knows_modules else None,
             -1.0 if self.param_groups[0].get("maximize") else 1.0,
+            self._whole_model(),
         )
+
+    def _subject_at(self, train: Sequence[bool]) -> Subject:
+        """What trains on the workers, and from now on here."""
+        whole = self._whole_model()
+        if len(train) != len(whole):
+            raise SecondOrderError(
+                f"the workers have {len(train)} parameters and buffers, this accelerator "
+                f"{len(whole)}: build and change the same model on every rank"
+            )
+        for tensor, trains in zip(whole, train, strict=True):
+            if tensor.requires_grad != trains:
+                tensor.requires_grad_(trains)
+        self._follow_layout()
+        return self._subject()
+
+    def _whole_model(self) -> list[Tensor]:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return list(dict.fromkeys([*self._model.parameters(), *params, *self._model.buffers()]))
 
     # --------------------------------------------------------------------------------- the rest
 
