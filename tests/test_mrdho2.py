@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
 from second_order.optimizers import epochs as module
+from second_order.optimizers import mrdho2 as optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -457,3 +458,34 @@ def test_one_process_takes_up_the_checkpoint_of_many(world: World) -> None:
         trajectory = worker(model, optimizer, 0, 1, BATCHES[step:])
         assert all(bool(w.isfinite().all()) for w in trajectory)
         assert optimizer.curvature.refreshes >= 1
+
+
+def let_go(rank: int, world_size: int) -> Any:
+    """What the state holds of c and p before each step; and a checkpoint once they are let go."""
+    first, second = (mrdho2(CASE.model(), **RESUMED) for _ in range(2))
+    held = []
+
+    def look(step: int) -> None:
+        parts = [part["curvature"] for part in first.state.values()]
+        held.append([key for key in ("epoch_start", "gradient_sum") if key in str(parts)])
+
+    with second, first:
+        if first.role == "accelerator":
+            first.serve(CURVED, partial(loss_of, first._model))
+            return None
+        worker(first._model, first, rank, 1, BATCHES[:6], before=look)
+        first.close()
+        with replaced(optimizers, {"is_sharded_checkpoint": lambda: True}):
+            state = first.state_dict()
+        assert not state["state"][0]["curvature"]["epoch_start"].any(), "what keeps its place"
+        second.load_state_dict(state)
+        assert (second._epochs.number, second._epochs.step) == (1, 2)
+        assert second._epochs.start is second._epochs.total is None
+    return held
+
+
+def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> None:
+    """Zeros stand for it where a checkpoint is read in place; they are no point to return to."""
+    held, _ = world.run(let_go, 2)
+    both = ["epoch_start", "gradient_sum"]
+    assert held == [[], both, both, both, [], []]

@@ -272,6 +272,7 @@ class MRDHO2(FOSIOptimizer):
         report = self._epochs.stepped(self._subject, self._scales)
         if report is not None:
             self._count(report)
+            self._let_state_go()
 
     def _scales(self) -> list[float | Tensor]:
         return [self._newton_scale(group) for group in self.param_groups]
@@ -384,9 +385,17 @@ class MRDHO2(FOSIOptimizer):
         if self._epochs.start is not None:
             self._warn("the parameters that train have changed: this epoch has no final update")
             self._epochs.let_go()
+            self._let_state_go()
+
+    def _let_state_go(self) -> None:
+        """Of c and p, when the epochs have."""
+        if self.state:
+            self._share_state()
 
     def _counts(self) -> dict[str, float]:
-        return {**super()._counts(), "epoch": self._epochs.number, "epoch_step": self._epochs.step}
+        epochs = self._epochs
+        here = {"epoch": epochs.number, "epoch_step": epochs.step}
+        return {**super()._counts(), **here, "epoch_sums": float(epochs.start is not None)}
 
     def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
         parts = super()._curvature_state()
@@ -403,11 +412,12 @@ class MRDHO2(FOSIOptimizer):
     def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
         super()._adopt_curvature(saved)
         assert self._layout is not None
-        number = step = 0
+        number = step = known = 0
         for part in saved.values():
             number, step = part.get("epoch", 0), part.get("epoch_step", 0)
+            known = part.get("epoch_sums", 1.0)  # otherwise zeros keep their places
         self._epochs.resume(number, step)
-        if step:
+        if step and known and self._epochs.helped:
             params = self._layout.params
             self._epochs.start = load_vector(saved, START, params, self._layout.dtype)
             self._epochs.total = load_vector(saved, SUM, params, self._dtype)
