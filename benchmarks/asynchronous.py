@@ -98,6 +98,10 @@ def ways() -> list[Way]:
     same = {"factor_decay": DECAY}
     return [
         *(Way("sync", each, {**same, "async_inverse": False}) for each in EQUAL),
+        *(
+            Way(f"sync, decay {decay}", (1, 1), {"factor_decay": decay, "async_inverse": False})
+            for decay in (0.6, 0.8)
+        ),
         *(Way("async", each, same) for each in dict.fromkeys((*EQUAL, *GRID))),
         *(
             Way(kind, each, {**same, "solver": "eigen", "async_inverse": "async" in kind})

@@ -52,6 +52,7 @@ EQUAL: tuple[Intervals, ...] = ((1, 1), (1, 5), (10, 20))
 EIGEN: tuple[Intervals, ...] = ((1, 5), (10, 20))
 GRID: tuple[Intervals, ...] = ((1, 1), (1, 5), (2, 10), (5, 20), (10, 20), (20, 20))
 CHEAP: tuple[Intervals, ...] = ((1, 1), (5, 20), (10, 20))
+RESNET: tuple[Intervals, ...] = ((1, 1), (5, 20), (10, 20), (20, 20))  # on ResNet-20
 INEXACT: tuple[Intervals, ...] = ((10, 20),)  # normalisations are left to SGD
 BESIDE_STATS: tuple[int, ...] = (1, 5, 20)  # inv_update_steps
 SETTLE = 0.1  # seconds for what is under way to end before others take their turn
@@ -167,6 +168,19 @@ def in_turn(trainings: Mapping[str, Training], steps: int, rounds: int) -> dict[
     for training in trainings.values():
         training.require_finite()
     return paces
+
+
+def alternate(
+    base: Training, alone: Pace, ours: Training, beside: Pace, steps: int, part: int = 5
+) -> None:
+    """A block of steps of both, in parts that take turns: the pace changes within a minute."""
+    parts = Pace(), Pace()
+    for _ in range(steps // part):
+        for pace, training in zip(parts, (base, ours), strict=True):
+            pace.add(training, part)
+    for pace, found in zip((alone, beside), parts, strict=True):
+        for clock, times in vars(found).items():
+            vars(pace)[clock].append(statistics.fmean(times))
 
 
 def staleness(optimizer: DistKFAC) -> float:
@@ -286,42 +300,43 @@ def on_the_other_core(work: Callable[[], None]) -> Iterator[None]:
 
 
 def resnet(steps: int, rounds: int) -> Record:
-    """ResNet-20 over a grid of intervals, all in turn with SGD.
+    """ResNet-20 over some intervals, each in turn with SGD.
 
     "beside" is SGD while another thread solves without end: what the two cores cost each other.
     """
     workload = WORKLOADS["resnet20"]
-    trainings = {
-        "sgd": Training(workload, sgd),
-        "precondition": Training(workload, preconditioned()),
-        **{f"kfc {f} / {i}": Training(workload, at((f, i))) for f, i in GRID},
-        **{
-            f"cheap {f} / {i}": Training(workload, at((f, i), conv_factors="cheap"))
-            for f, i in CHEAP
-        },
-        **{
-            f"inexact {f} / {i}": Training(workload, at((f, i), exact_blocks=False))
-            for f, i in INEXACT
-        },
+    ways = {
+        "precondition": preconditioned(),
+        **{f"kfc {f} / {i}": at((f, i)) for f, i in RESNET},
+        **{f"inexact {f} / {i}": at((f, i), exact_blocks=False) for f, i in INEXACT},
+        **{f"cheap {f} / {i}": at((f, i), conv_factors="cheap") for f, i in INEXACT},
     }
-    paces = in_turn(trainings, steps, rounds)
-    beside, alone = Pace(), Pace()
+    base = Training(workload, sgd)
+    trainings = {name: Training(workload, make) for name, make in ways.items()}
+    alone = {name: Pace() for name in (*trainings, "beside")}
+    paces = {name: Pace() for name in (*trainings, "beside")}
+    for training in (base, *trainings.values()):
+        for _ in range(3):
+            training.step()
     solve = bare_solves(workload)
     for _ in range(rounds):
-        alone.add(trainings["sgd"], steps // 2)
+        for name, training in trainings.items():
+            alternate(base, alone[name], training, paces[name], steps)
+        alone["beside"].add(base, steps // 2)
         with on_the_other_core(solve):
-            beside.add(trainings["sgd"], steps // 2)
-    rows: list[Record] = [
+            paces["beside"].add(base, steps // 2)
+    for training in trainings.values():
+        training.require_finite()
+    rows = [
         {
             "what": name,
             "milliseconds": each.medians,
-            "to sgd": each.over(paces["sgd"]),
-            "to precondition": each.over(paces["precondition"]),
+            "sgd": alone[name].medians,
+            "to sgd": each.over(alone[name]),
             "delay": staleness(trainings[name].optimizer) if " / " in name else None,
         }
         for name, each in paces.items()
     ]
-    rows.append({"what": "beside", "milliseconds": beside.medians, "to sgd": beside.over(alone)})
     return {"rows": rows, "floors": measure_floor(workload)}
 
 
@@ -336,18 +351,26 @@ def resnet_table(record: Record) -> Table:
     result = table(
         "ResNet-20, a step over SGD's; asked: at most 1.15. Floor: SGD and bare products "
         f"{floor_of(floors, float('inf')):.3f}, and bare statistics",
-        ("factors / inverses every", "ms", "to SGD", "training thread's CPU", "floor", "delay"),
+        (
+            "factors / inverses every",
+            "SGD ms",
+            "ms",
+            "to SGD",
+            "training thread's CPU",
+            "floor",
+            "delay",
+        ),
     )
     for row in record["rows"]:
         kind, _, intervals = row["what"].partition(" ")
         floor = ""
-        if kind == "kfc":
+        if kind in ("kfc", "inexact"):
             floor = f"{floor_of(floors, float(intervals.split(' / ')[0])):.3f}"
         elif kind == "precondition":
             floor = f"{floor_of(floors, float('inf')):.3f}"
         result.add_row(
             NAMES.get(row["what"], row["what"]),
-            f"{row['milliseconds']['wall']:.1f}",
+            *(f"{row[which]['wall']:.1f}" for which in ("sgd", "milliseconds")),
             *(f"{row['to sgd'][clock]:.3f}" for clock in ("wall", "thread")),
             floor,
             f"{row['delay']:.1f}" if row.get("delay") is not None else "",
@@ -356,7 +379,6 @@ def resnet_table(record: Record) -> Table:
 
 
 NAMES = {
-    "sgd": "SGD",
     "beside": "SGD, the other core busy",
     "precondition": "neither, ever",
     "inexact 10 / 20": "kfc 10 / 20, BatchNorm left to SGD",
