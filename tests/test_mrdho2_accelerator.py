@@ -17,32 +17,44 @@ if TYPE_CHECKING:
 
 
 class Silence:
-    """A courier of the second accelerator, with one order at most."""
+    """A courier of the second accelerator, with some orders; None where a wait ends without."""
 
-    lost, closed_there = True, False
+    closed_there = False
 
-    def __init__(self, *orders: dict[str, str]) -> None:
-        self._orders = [([], order) for order in orders]
+    def __init__(self, *orders: dict[str, str] | None, failure: str = "") -> None:
+        self._orders, self.failure = list(orders), failure
+
+    @property
+    def lost(self) -> bool:
+        return not self._orders
 
     def expect(self, name: str) -> None:
         assert name == "order/0/1"
 
     def wait(self, name: str, until: Any) -> Any:
-        return self._orders.pop() if self._orders else None
+        order = self._orders.pop(0) if self._orders else None
+        return None if order is None else ([], order)
+
+
+LEAVE = {"do": "leave", "lost": "W"}
 
 
 @pytest.mark.parametrize(
-    ("orders", "who"), [([], "the first accelerator"), ([{"do": "leave", "lost": "W"}], "W")]
+    ("courier", "who"),
+    [
+        (Silence(), "the first accelerator has not been heard of any more"),
+        (Silence(failure="E: e"), "the first accelerator has not been heard of any more (E: e)"),
+        (Silence(LEAVE), "W"),
+        (Silence(None, None, LEAVE), "W"),
+    ],
 )
-def test_the_other_accelerators_leave_with_the_first(
-    orders: list[dict[str, str]], who: str
-) -> None:
-    """When it tells them to, and when it is lost."""
+def test_the_other_accelerators_leave_with_the_first(courier: Any, who: str) -> None:
+    """When it tells them to, and when it is lost; not when a wait ends and neither is so."""
     team = World.alone(1, 2)
-    other: Any = Accelerator(Silence(*orders), team, None, workers=1, judges=True)  # type: ignore[arg-type]
+    other: Any = Accelerator(courier, team, None, workers=1, judges=True)  # type: ignore[arg-type]
     for _ in range(2):
         other.help(None, None, None)
-        assert other.lost.startswith(who)
+        assert other.lost == who
     assert other.answered == 0
 
 

@@ -340,7 +340,7 @@ def test_a_verdict_that_is_not_finite_is_told_as_such(world: World) -> None:
 
 
 def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
-    """The accelerator begins to sleep when the worker has begun to wait."""
+    """The accelerator begins to sleep when worker 0 has begun to wait, then worker 1 does."""
     model = CASE.model()
     optimizer = mrdho2(model, final_update="paper")
     if optimizer.role == "accelerator":
@@ -355,20 +355,27 @@ def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
     waits = optimizer._epochs._await
 
     def wait(*args: Any) -> Any:
-        if optimizer._epochs.number == 1:
-            sign.touch()
+        late = sign.with_name("late")
+        if rank == 0 and optimizer._epochs.number > 0:
+            (sign if optimizer._epochs.number == 1 else late).touch()
+        if rank == 1 and optimizer._epochs.number == 2:
+            while not late.exists():
+                time.sleep(0.005)
+            time.sleep(seconds)
         return waits(*args)
 
     with optimizer, replaced(optimizer._epochs, {"_await": wait}):
-        worker(model, optimizer, rank, 1)
+        worker(model, optimizer, rank, 2)
     return [report.waited for report in optimizer.epochs]
 
 
 def test_a_worker_reports_how_long_it_has_waited(world: World, tmp_path: Path) -> None:
-    waited, served = world.run(slow, 2, tmp_path / "waiting", 0.1)
+    """For accelerators, and with that for workers who wait for them longer."""
+    *waited, served = world.run(slow, 3, tmp_path / "waiting", 0.1)
     assert served == 3
-    assert waited[1] >= 0.1
-    assert min(waited) >= 0.0
+    assert waited[0][1] >= 0.1
+    assert waited[0][2] >= 0.1
+    assert min(map(min, waited)) >= 0.0
 
 
 # Schedulers, copies, and parameters that change.

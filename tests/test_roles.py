@@ -20,7 +20,7 @@ from ranks import replaced
 from torch import Tensor
 
 from second_order.distributed import collectives, courier
-from second_order.distributed.courier import PART_BYTES, Courier, open_store
+from second_order.distributed.courier import PART_BYTES, Courier, Patience, open_store
 from second_order.distributed.roles import Roles, assign_roles
 from second_order.errors import SecondOrderError
 
@@ -229,7 +229,7 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
             b.expect("large")
             a.post("large", [torch.zeros(20)])
             while not b.holds("large"):
-                silences.append(b._shared.silent())
+                silences.append(b._shared.silence._waited)
                 assert not b.lost, silences[-10:]
         for one in a, b:
             one.close(PATIENCE)
@@ -325,6 +325,33 @@ def test_a_peer_without_a_heartbeat_is_lost() -> None:
     assert not alone.closed_there
     alone.close(PATIENCE)
     assert no_thread_is_left()
+
+
+class Clock:
+    """The clock, when all processes have been stopped for a while."""
+
+    sleep, stopped = staticmethod(time.sleep), 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.stopped
+
+
+def test_a_stop_of_all_processes_is_no_silence() -> None:
+    clock, timeout = Clock(), 2.0
+    with replaced(courier, {"time": clock}), pair(timeout) as (a, b):
+        patience = Patience(timeout)
+        for one in a, b:
+            assert eventually(lambda one=one: one._shared._beat > 0)
+        clock.stopped += 100 * timeout
+        assert not a.lost
+        assert not b.lost
+        assert not patience.ended()
+        b.post("after", [torch.ones(1)])
+        get(a, "after")
+        for _ in range(4):
+            clock.stopped += timeout
+            ended = patience.ended()
+        assert ended
 
 
 def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from second_order.distributed.collectives import World
 from second_order.errors import SecondOrderError
 
-__all__ = ["Courier", "Message", "await_goodbyes", "open_store"]
+__all__ = ["Courier", "Message", "Patience", "await_goodbyes", "open_store"]
 
 Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
 
@@ -95,6 +95,34 @@ def await_goodbyes(store: TCPStore, names: Sequence[str], patience: float) -> No
         time.sleep(POLL_SECONDS)
 
 
+class Patience:
+    """How long one has waited, by one's own looks at the clock.
+
+    Time between two looks counts up to a quarter of the limit: a process that was stopped, and goes
+    on together with the others, has waited for nobody meanwhile.
+
+    Args:
+        seconds: The limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._limit, self._lock = seconds, threading.Lock()
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait anew."""
+        with self._lock:
+            self._waited, self._looked = 0.0, time.monotonic()
+
+    def ended(self) -> bool:
+        """Whether the limit has been passed, at this look."""
+        with self._lock:
+            now = time.monotonic()
+            self._waited += min(now - self._looked, self._limit / 4)
+            self._looked = now
+            return self._waited > self._limit
+
+
 class Courier:
     """Sends and receives lists of tensors on a thread of its own.
 
@@ -105,7 +133,7 @@ class Courier:
         address: Of the store.
         me: What this side is called, in heartbeats.
         peer: Whose heartbeats to listen for.
-        timeout: Seconds without a heartbeat after which the peer is lost.
+        timeout: Seconds without a heartbeat after which the peer is lost; see :class:`Patience`.
     """
 
     def __init__(self, address: tuple[str, int], me: str, peer: str, timeout: float) -> None:
@@ -168,13 +196,17 @@ class Courier:
                     return message
                 if until():
                     return self.arrived(name)
-                if self.lost or self.closed_there or not self._thread.is_alive():
+                if self._ended():
                     self._look_again()
-                    return self.arrived(name)
+                    if self._ended():  # not if it has been heard of after all
+                        return self.arrived(name)
                 self._shared.news.wait(POLL_SECONDS)
                 self._shared.news.clear()
         finally:
             self._shared.hurry(False)
+
+    def _ended(self) -> bool:
+        return self.lost or self.closed_there or not self._thread.is_alive()
 
     def _look_again(self) -> None:
         """Until the thread has looked at the store once more, from beginning to end.
@@ -197,7 +229,9 @@ class Courier:
     @property
     def lost(self) -> bool:
         """Whether the store has failed, or the peer's heart has stopped."""
-        return bool(self._shared.failure) or self._shared.silent() > self._shared.timeout
+        shared = self._shared
+        dead = not self._thread.is_alive() and not shared.stop.is_set()
+        return dead or bool(shared.failure) or shared.silence.ended()
 
     @property
     def closed_there(self) -> bool:
@@ -239,7 +273,7 @@ class _Shared:
         self.hurried = False  # somebody waits
         self.failure = ""
         self.begun = self.ended = 0  # passes of the thread
-        self._beat, self._heard_at = -1, time.monotonic()
+        self._beat, self.silence = -1, Patience(timeout)  # since the peer's last heartbeat
 
     def hurry(self, hurried: bool) -> None:
         self.hurried = hurried
@@ -248,11 +282,8 @@ class _Shared:
 
     def heard_beat(self, beat: int) -> None:
         if beat != self._beat:
-            self._beat, self._heard_at = beat, time.monotonic()
-
-    def silent(self) -> float:
-        """Seconds since the peer's last heartbeat."""
-        return time.monotonic() - self._heard_at
+            self._beat = beat
+            self.silence.begin()
 
 
 def _say_goodbye(shared: _Shared, thread: threading.Thread, patience: float) -> None:
@@ -315,6 +346,7 @@ class _Line:
         self._store.set(f"{shared.me}/beat", str(self._beat))
         if self.has(f"{shared.peer}/beat"):
             shared.heard_beat(int(self._store.get(f"{shared.peer}/beat")))
+        shared.silence.ended()  # a look, of which there may be no others
 
 
 def _pass(line: _Line, shared: _Shared) -> bool:

@@ -182,7 +182,9 @@ class Accelerator:
         while not self._over:
             order = self._lead(enough) if self._team.rank == 0 else self._follow(enough)
             if order is None:
-                return
+                if enough():
+                    return
+                continue  # unless it is over
             what, tensors, note = order
             try:
                 if what == "compute":
@@ -207,13 +209,16 @@ class Accelerator:
                 return None
             what, self._over = "leave", True
             if not courier.closed_there:
-                self.lost = "the workers have not been heard of any more"
+                self.lost = f"the workers have not been heard of any more{self._why()}"
         courier.forget(trial)
         tensors, note = message or ([], {"lost": self.lost})
         for a in range(1, self._team.size):
             courier.post(f"order/{self._orders}/{a}", tensors, do=what, **note)
         self._orders += 1
         return None if self._over else (what, tensors, note)
+
+    def _why(self) -> str:
+        return f" ({self._courier.failure})" if self._courier.failure else ""
 
     def _follow(self, enough: Callable[[], bool]) -> Order | None:
         """What the first accelerator says is next."""
@@ -223,7 +228,7 @@ class Accelerator:
         if message is None:
             self._over = courier.closed_there or courier.lost
             if self._over and not courier.closed_there:
-                self.lost = "the first accelerator has not been heard of any more"
+                self.lost = f"the first accelerator has not been heard of any more{self._why()}"
             return None
         self._orders += 1
         tensors, note = message

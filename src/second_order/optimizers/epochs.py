@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
-from second_order.distributed.courier import Courier, Message
+from second_order.distributed.courier import Courier, Message, Patience
 from second_order.optimizers.accelerator import Subject
 from second_order.optimizers.flat import Chunk
 from second_order.optimizers.subspace import ColumnBasis, newton_rates
@@ -60,7 +60,8 @@ class Epochs:
         total: p, flat, likewise.
         helped: Whether accelerators are at work for this worker.
         found: û and its residuals, those that came last.
-        reports: Of the last epochs.
+        reports: Of the last epochs. What is waited lasts until the workers agree on what has come,
+            so where one of them waits, all do.
     """
 
     def __init__(
@@ -164,16 +165,17 @@ class Epochs:
         self, courier: Courier, subject: Subject, scales: Sequence[float | Tensor]
     ) -> EpochReport:
         """The final update, if every worker has sound eigenpairs."""
-        begun = time.monotonic()
-        messages = [self._await(courier, name, begun) for name in self._expected()]
-        waited = time.monotonic() - begun
+        begun, patience = time.monotonic(), Patience(self._patience)
+        messages = [self._await(courier, name, patience) for name in self._expected()]
         found = [message for message in messages if message is not None]
         here = len(found) == len(messages)
         sound = here and all(
             note["finite"] and all(bool(t.isfinite().all()) for t in tensors[:2])
             for tensors, note in found
         )
-        if not self._agreed(here, subject):
+        agreed = self._agreed(here, subject)
+        waited = time.monotonic() - begun
+        if not agreed:
             self._give_up(courier)
             return EpochReport(self.number, waited, False, GONE)
         if self.start is None or self.total is None:
@@ -221,9 +223,10 @@ class Epochs:
         if self._team.rank == 0:
             tensors = [before, after, *subject.rest()]
             courier.post(f"try/{self._request}", tensors, train=subject.train)
-        message = self._await(courier, name, begun)
+        message = self._await(courier, name, Patience(self._patience))
+        agreed = self._agreed(message is not None, subject)
         waited += time.monotonic() - begun
-        if not self._agreed(message is not None, subject):
+        if not agreed:
             self._give_up(courier)
             return EpochReport(self.number, waited, False, GONE)
         assert message is not None
@@ -233,9 +236,9 @@ class Epochs:
             subject.write(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
-    def _await(self, courier: Courier, name: str, begun: float) -> Message | None:
+    def _await(self, courier: Courier, name: str, patience: Patience) -> Message | None:
         with record_function("second_order.wait"):
-            return courier.wait(name, lambda: time.monotonic() - begun > self._patience)
+            return courier.wait(name, patience.ended)
 
     def _agreed(self, mine: bool, subject: Subject) -> bool:
         return self._team.all_agree(mine, subject.params[0].device)
