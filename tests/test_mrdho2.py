@@ -9,6 +9,7 @@ import io
 import math
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
+from second_order.distributed.collectives import World as Everybody
 from second_order.optimizers import epochs as module
 from second_order.optimizers import mrdho2 as optimizers
 
@@ -489,3 +491,14 @@ def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> 
     held, _ = world.run(let_go, 2)
     both = ["epoch_start", "gradient_sum"]
     assert held == [[], both, both, both, [], []]
+
+
+def test_pairs_under_way_are_declined_when_a_checkpoint_is_loaded() -> None:
+    epochs, declined = module.Epochs(4, "paper", 0.1, 1.0, "SGD", print), []
+    courier: Any = SimpleNamespace(decline=declined.append)
+    epochs.connect(courier, Everybody.alone(), 2)
+    epochs.resume(3, 1)
+    assert declined == [], "none have been asked for"
+    epochs._asked, epochs._request = 3, 5
+    epochs.resume(0, 0)
+    assert declined == ["pairs/5/0/0", "pairs/5/0/1"]

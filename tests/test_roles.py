@@ -414,7 +414,14 @@ def test_what_has_been_fetched_is_not_kept_in_the_store() -> None:
         for k in range(10):
             both.a.post(f"message/{k}", [torch.ones(PART_BYTES // 4 + 1), torch.ones(2)])
             get_one(f"message/{k}")
+        both.b.expect("too early")
+        for name in "too early", "too late":
+            both.b.decline(name)
+            both.a.post(name, [torch.ones(2)])
+        both.a.post("last", [])
+        get_one("last")
         assert eventually(lambda: both.store.num_keys() == keys)
+        assert not both.b._shared.received
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

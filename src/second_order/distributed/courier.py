@@ -176,6 +176,13 @@ class Courier:
             self._shared.expected.discard(name)
             self._shared.received.pop(name, None)
 
+    def decline(self, name: str) -> None:
+        """Drop an expected message that is sure to come, so that it is not left in the store."""
+        with self._shared.lock:
+            self._shared.expected.discard(name)
+            if self._shared.received.pop(name, None) is None:
+                self._shared.declined.add(name)
+
     def arrived(self, name: str) -> Message | None:
         """A message that has been expected, and its note; None if it is not there yet."""
         with self._shared.lock:
@@ -267,6 +274,7 @@ class _Shared:
         self.listening: set[str] = {CLOSED}
         self.numbers: dict[str, int] = {}
         self.expected: set[str] = set()
+        self.declined: set[str] = set()
         self.received: dict[str, Message] = {}
         self.lock = threading.Lock()
         self.news, self.stop, self.wake = threading.Event(), threading.Event(), threading.Event()
@@ -368,11 +376,12 @@ def _pass(line: _Line, shared: _Shared) -> bool:
         if line.has(f"{shared.peer}/{name}")
     }
     with shared.lock:
-        expected = list(shared.expected)
+        expected = [*shared.expected, *shared.declined]
     for name in expected:
         if line.has(name):
             message = _fetch(line, name)
             with shared.lock:
+                shared.declined.discard(name)
                 if name in shared.expected:  # not forgotten meanwhile
                     shared.expected.discard(name)
                     shared.received[name] = message

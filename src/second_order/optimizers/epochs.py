@@ -267,11 +267,12 @@ class Epochs:
 
     def resume(self, number: int, step: int) -> None:
         """In the middle of an epoch, without its point; what is under way is of no use any more."""
+        under_way = self._asked == self.number
         self.number, self.step, self._asked = number, step, -1
         self.let_go()
-        if self.helped and self._courier is not None:
+        if under_way and self.helped and self._courier is not None:
             for name in self._expected():
-                self._courier.forget(name)
+                self._courier.decline(name)
 
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_courier": None, "_team": None, "helped": False, "start": None, "total": None}
