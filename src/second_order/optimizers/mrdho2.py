@@ -76,8 +76,9 @@ class MRDHO2(FOSIOptimizer):
         final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
             batches falls by at least half with it. "additive" adds a Newton step on the mean of
             the last gradients to what the base has done.
-        helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch, after
-            which accelerators are given up.
+        helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch (for
+            eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
+            up.
         largest: k, how many of the largest eigenpairs.
         smallest: l, how many of the smallest.
         newton_scale: α, as for DHO2.
@@ -366,7 +367,10 @@ class MRDHO2(FOSIOptimizer):
     # --------------------------------------------------------------------------------- the rest
 
     def close(self) -> None:
-        """Say goodbye: accelerators return from serve(), workers go on as the base alone."""
+        """Say goodbye: accelerators return from serve(), workers go on as the base alone.
+
+        It takes ``helper_timeout`` seconds at most, where an accelerator has been stopped.
+        """
         self._epochs.close()
         if self._accelerator is not None:
             self._accelerator.close(self._patience)
