@@ -23,6 +23,9 @@ __all__ = ["ExactBlock", "is_normalisation"]
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
+CANCELLED = 1e-4  # of a mean's square: a smaller variance is not to be had from sums of squares
+
+
 def is_normalisation(module: nn.Module) -> bool:
     """Whether the gain and the bias of a module can have an exact block."""
     # What SyncBatchNorm has divided by is known to all processes together only.
@@ -49,6 +52,35 @@ def normalised(module: nn.Module, x: Tensor) -> Tensor:
         return batch_norm(x, None, None, training=True, eps=norm.eps)
     mean, variance = norm.running_mean.to(x), cast(Tensor, norm.running_var).to(x)
     return batch_norm(x, mean, variance, eps=norm.eps)
+
+
+def gain_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    """Per-example gradients of a batch norm's gain: the sums of d x̂ over locations.
+
+    Args:
+        module: The batch norm.
+        x: Its input, ``(N, C, ...)``.
+        d: The gradient of its output.
+
+    Returns:
+        ``(N, C)``.
+    """
+    x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))
+    norm = cast(nn.BatchNorm2d, module)
+    # From sums, in one pass over the feature maps: 6 times as fast as x̂ itself on large ones.
+    if x.device.type == "cpu":
+        squares, products = torch.linalg.vecdot(x, x), torch.linalg.vecdot(x, d)
+        if norm.training or norm.running_mean is None:
+            count = x.shape[0] * x.shape[2]
+            mean = x.sum(2, dtype=torch.float64).sum(0) / count
+            variance = squares.double().sum(0) / count - mean.square()
+        else:
+            mean, variance = norm.running_mean.double(), cast(Tensor, norm.running_var).double()
+        if bool((variance > CANCELLED * mean.square()).all()):
+            scale = (variance + norm.eps).rsqrt()
+            sums: Tensor = (products - mean * d.sum(2, dtype=torch.float64)) * scale
+            return sums.to(d.dtype)
+    return (d * normalised(module, x)).sum(2)
 
 
 class ExactBlock(KroneckerBlock):
@@ -154,6 +186,16 @@ class ExactBlock(KroneckerBlock):
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
         """``(examples, entries)``: ĝ of each, of what trains now."""
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            sums = [
+                gain_gradients(module, x, d)
+                if self._is_gain(p)
+                else d.flatten(2).sum(2)
+                if d.dim() > 2
+                else d
+                for p in self.params
+            ]
+            return torch.cat(sums, 1)
         parts = [d * normalised(module, x) if self._is_gain(p) else d for p in self.params]
         dims = self.params[0].dim()
         if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Linear | nn.Embedding):

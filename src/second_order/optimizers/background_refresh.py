@@ -281,6 +281,7 @@ class BackgroundRefresh(KFACOptimizer):
                     ticket.result()
                 except Exception as raised:
                     error = raised
+        self._flights.clear()  # the others', too: one error is told once
         where = "a thread of another process" if error is None else "a thread"
         said = "" if error is None else f": {type(error).__name__}: {error}"
         raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error

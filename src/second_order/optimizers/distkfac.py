@@ -42,7 +42,7 @@ from second_order.optimizers.distkfac_options import (
     half_the_cores,
 )
 from second_order.optimizers.fosi_options import check_whole
-from second_order.optimizers.kfac_options import KFACOptions, check_decay
+from second_order.optimizers.kfac_options import KFACOptions
 from second_order.optimizers.options import (
     Interval,
     Schedule,
@@ -57,6 +57,8 @@ from second_order.optimizers.stats import ENOUGH_MESSAGES, Helpers, divide, endl
 from second_order.report import Summary
 
 __all__ = ["DistKFAC"]
+
+STEP_DECAY = 0.95  # of the factors in a step, unless factor_decay says otherwise
 
 
 class DistKFAC(BackgroundRefresh):
@@ -107,7 +109,9 @@ class DistKFAC(BackgroundRefresh):
         max_exact_dim: Entries up to which such a block is a full matrix; above, its diagonal.
         damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature.
-        factor_decay: Weight of the past in the running averages, in [0, 1); number or callable.
+        factor_decay: Weight of the past in the running averages at an update, in [0, 1); number or
+            callable. None: 0.95 to the power of the steps since the last update, so that factors
+            remember as many steps whatever the interval.
         kl_clip: κ, the bound on lr² Σ P·∇ of one step; number, callable or None. The paper's
             schedule is :class:`DecayingClip`.
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
@@ -168,10 +172,10 @@ class DistKFAC(BackgroundRefresh):
         max_exact_dim: int = 256,
         damping: Schedule = 2.0,
         relative_damping: bool = True,
-        factor_decay: Schedule = 0.95,
+        factor_decay: Schedule | None = None,
         kl_clip: Schedule | None = 1e-4,
         solver: SolverName = "inverse",
-        factor_update_steps: Interval = 10,
+        factor_update_steps: Interval = 20,
         inv_update_steps: Interval = 20,
         refresh_warmup_steps: int = 20,
         fisher: str = "empirical",
@@ -189,7 +193,9 @@ class DistKFAC(BackgroundRefresh):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        options = KFACOptions.of({**locals(), "eigen_refresh": "full"})
+        self._forgets_evenly = factor_decay is None
+        decay = STEP_DECAY if factor_decay is None else factor_decay
+        options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
         check_whole("stats_workers", stats_workers, 0, "0 for none")
         check_number("helper_timeout", helper_timeout, low=0.1, remedy="60.0 is the default")
         check_choice("inverse_device", inverse_device, ("cpu", "cuda"))
@@ -207,6 +213,7 @@ class DistKFAC(BackgroundRefresh):
         )
         self._stats_workers, self._patience = stats_workers, float(helper_timeout)
         self._helpers = Helpers()
+        self._heard_at = 0  # the step of the last message from a stats worker
         self._posting: Any = None  # parameters on their way to stats workers
         super().__init__(
             params_or_model,
@@ -229,7 +236,7 @@ class DistKFAC(BackgroundRefresh):
     def _described_options(self) -> str:
         background = vars(self._background) | {"threads": "its own"}
         mine = f"{self._rules} {self._conv_approximation} {background} {self._stats_workers}"
-        return f"{super()._described_options()} {mine} {self._patience}"
+        return f"{super()._described_options()} {mine} {self._patience} {self._forgets_evenly}"
 
     def _divide(self) -> None:
         if self._background.device == "cuda" and self._device().type != "cuda":
@@ -290,8 +297,8 @@ class DistKFAC(BackgroundRefresh):
         mine = {b.name: b for b, o in self._owned() if o == self._world.rank}
         self._helpers.known.update(b.name for b in mine.values() if b in fed)
         for sums, sharing in self._helpers.statistics(mine):
-            decay = value_at(self._options.factor_decay, self._steps)
-            check_decay(decay)
+            decay = self._decay_after(self._steps - self._heard_at)
+            self._heard_at = self._steps
             taken = {mine[name]: each for name, each in sums.items()}
             found = {mine[k]: mine[v] for k, v in sharing.items() if k in mine and v in mine}
             linked = link_equal_inputs(self._active, found, taken)
@@ -306,6 +313,18 @@ class DistKFAC(BackgroundRefresh):
             )
         if self._helpers.nonfinite and self._first_time("nonfinite"):
             self._warn("a stats worker has sent statistics that are not finite: they are dropped")
+
+    def _decay(self) -> float:
+        """So that the factors forget as much in a step, however often they are updated."""
+        every, warmup = 1, self._options.refresh_warmup_steps
+        if warmup <= self._steps != self._newcomers_at:
+            every = int(value_at(self._options.factor_update_steps, self._steps))
+            every = min(every, self._steps - warmup + 1)
+        return self._decay_after(every)
+
+    def _decay_after(self, steps: int) -> float:
+        """Weight of the past at an update, so many steps after the last."""
+        return STEP_DECAY ** max(steps, 1) if self._forgets_evenly else super()._decay()
 
     def _owned(self) -> Iterable[tuple[KroneckerBlock, int]]:
         return zip(self._active, self._owners, strict=True)

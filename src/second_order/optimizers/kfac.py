@@ -308,10 +308,15 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._gate_capture()
         return loss
 
+    def _decay(self) -> float:
+        """Weight of the past at an update."""
+        decay: float = value_at(self._options.factor_decay, self._steps)
+        check_decay(decay)
+        return decay
+
     def _update_factors(self) -> None:
         """Running averages take in the statistics of all ranks, weighted by their examples."""
-        decay = value_at(self._options.factor_decay, self._steps)
-        check_decay(decay)
+        decay = self._decay()
         dtype = self._options.factor_dtype
         taken = [block for block in self._active if self._takes_statistics(block)]
         sums = [block.staged.sums().to(dtype) for block in taken]
