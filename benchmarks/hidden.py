@@ -62,7 +62,7 @@ def workload(name: str) -> Callable[[], tuple[nn.Module, Tensor, Tensor]]:
 TASKS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor, Tensor]], int]] = {
     "digits conv, batch 256": (digits_conv, 100),
     "mlp, 2.1 M parameters, batch 128": (workload("mlp"), 200),
-    "resnet20, batch 64": (workload("resnet20"), 60),
+    "resnet20, batch 64": (workload("resnet20"), 120),
 }
 
 
@@ -90,17 +90,16 @@ def neighbour(name: str, largest: int, tol: float, begin: Any, ready: Any) -> No
     def find() -> None:
         eigenpairs(lambda: cross_entropy(model(x), y), model, largest=largest, tol=tol)
 
-    find()
-    ready.set()
     while True:
+        find()
+        ready.set()
         begin.wait()
         begin.clear()
-        find()
 
 
 @contextmanager
-def beside(name: str) -> Iterator[Any]:
-    """The event that lets the neighbour begin."""
+def beside(name: str) -> Iterator[tuple[Any, Any]]:
+    """The events that let the neighbour begin, and say that it is ready for the next time."""
     context = multiprocessing.get_context("spawn")
     begin, ready = context.Event(), context.Event()
     arguments = (name, LARGEST, TOL, begin, ready)
@@ -108,7 +107,7 @@ def beside(name: str) -> Iterator[Any]:
     process.start()
     try:
         assert ready.wait(600.0), "the neighbour has not begun"
-        yield begin
+        yield begin, ready
     finally:
         process.kill()
         process.join()
@@ -126,15 +125,17 @@ def measure(name: str, update: str, epochs: int) -> dict[str, Any] | None:
         if optimizer.role == "accelerator":
             optimizer.serve([None], lambda _: cross_entropy(model(x), y))
             return None
-        with beside(name) as begin:
+        with beside(name) as (begin, ready):
             other, _, _ = make()
             base = SGD(other.parameters(), lr=1e-3, momentum=0.9)
             epoch(other, base, x, y, min(steps, 10))
             times: dict[str, list[Times]] = {"alone": [], "beside": [], "helped": []}
             for _ in range(epochs):
                 times["alone"].append(epoch(other, base, x, y, steps))
+                ready.clear()
                 begin.set()
                 times["beside"].append(epoch(other, base, x, y, steps))
+                ready.wait()  # or it would share the cores with what comes next
                 times["helped"].append(epoch(model, optimizer, x, y, steps))
         reports = optimizer.epochs
         return {
