@@ -11,7 +11,7 @@ from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
 
-__all__ = ["Parts", "Shapes", "deliver_parts"]
+__all__ = ["Parts", "Shapes", "deliver_parts", "pack_by_dtype", "unpack_by_dtype"]
 
 Parts: TypeAlias = tuple[Tensor, ...]
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -53,6 +53,28 @@ def deliver_parts(
             pieces = flat.split([math.prod(shape) for shape in shapes[key]])
             everything[key] = tuple(p.view(s) for p, s in zip(pieces, shapes[key], strict=True))
     return everything
+
+
+def pack_by_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors in one flat tensor for each dtype, on the device of the first."""
+    return [
+        torch.cat([t.detach().reshape(-1).to(tensors[0].device) for t in alike])
+        for alike in _by_dtype(tensors)
+    ]
+
+
+@torch.no_grad()
+def unpack_by_dtype(flats: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Undo :func:`pack_by_dtype`, in place."""
+    for flat, alike in zip(flats, _by_dtype(into), strict=True):
+        parts = flat.split([t.numel() for t in alike])
+        for target, part in zip(alike, parts, strict=True):
+            target.copy_(part.view(target.shape))
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    dtypes = dict.fromkeys(t.dtype for t in tensors)
+    return [[t for t in tensors if t.dtype == dtype] for dtype in dtypes]
 
 
 def _flat(parts: Parts | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier
+from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn
 from second_order.lanczos.rows import row_bounds
@@ -88,26 +89,17 @@ class Subject:
         """Which of the whole model train."""
         return [t.requires_grad for t in self.whole]
 
-    def _rest(self) -> dict[torch.dtype, list[Tensor]]:
+    def _rest(self) -> list[Tensor]:
         mine = set(map(id, self.params))
-        rest = [t for t in self.whole if id(t) not in mine]
-        dtypes = dict.fromkeys(t.dtype for t in rest)
-        return {dtype: [t for t in rest if t.dtype == dtype] for dtype in dtypes}
+        return [t for t in self.whole if id(t) not in mine]
 
     def rest(self) -> list[Tensor]:
         """Copies of what does not train, one flat tensor for each dtype."""
-        device = self.params[0].device
-        return [
-            torch.cat([t.detach().reshape(-1).to(device) for t in tensors])
-            for tensors in self._rest().values()
-        ]
+        return pack_by_dtype(self._rest())
 
     def write_rest(self, flats: Sequence[Tensor]) -> None:
         """Set what does not train."""
-        for flat, tensors in zip(flats, self._rest().values(), strict=True):
-            parts = flat.split([t.numel() for t in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        unpack_by_dtype(flats, self._rest())
 
 
 SubjectAt: TypeAlias = Callable[[Sequence[bool]], Subject]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier, await_goodbyes, open_store
+from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.distributed.roles import Role, assign_roles
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
@@ -111,7 +112,7 @@ class Helpers:
                 newest = tensors()
                 train = [t.requires_grad for t in newest]
                 post = partial(helper.courier.post, f"point/{wanted}", train=train)
-                send(_pack(newest), post)
+                send(pack_by_dtype(newest), post)
                 helper.asked = wanted + 1
 
     def statistics(
@@ -200,7 +201,7 @@ class Helpers:
             return False
         helper.asked += 1
         flats, note = message
-        _unpack(flats, into)
+        unpack_by_dtype(flats, into)
         for tensor, trains in zip(into, note["train"], strict=True):
             tensor.requires_grad_(trains)  # statistics of other layers would be of no use
         return True
@@ -291,24 +292,6 @@ def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tu
             helpers.active.append(Helper(name, courier))
             helpers.store, helpers.everybody = store, (name, *workers)
     return helpers, team
-
-
-def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in one flat tensor for each dtype."""
-    return [
-        torch.cat([t.detach().reshape(-1) for t in tensors if t.dtype == dtype])
-        for dtype in dict.fromkeys(t.dtype for t in tensors)
-    ]
-
-
-@torch.no_grad()
-def _unpack(flats: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Undo :func:`_pack`, in place."""
-    for flat, dtype in zip(flats, dict.fromkeys(t.dtype for t in into), strict=True):
-        targets = [t for t in into if t.dtype == dtype]
-        parts = flat.split([t.numel() for t in targets])
-        for target, part in zip(targets, parts, strict=True):
-            target.copy_(part.view(target.shape))
 
 
 def _unpack_statistics(
