@@ -686,3 +686,19 @@ def test_a_schedule_that_goes_astray_is_told_at_its_step(
     optimizer = distkfac(model, max_staleness=0, **chosen)
     with optimizer, pytest.raises(ValueError, match=message):
         go(model, optimizer, CASE, BATCHES[:4])
+
+
+def test_without_a_decay_factors_forget_evenly_in_time() -> None:
+    """As many steps are remembered, however often statistics are taken."""
+
+    def decay(step: int) -> float:
+        return 0.95 ** (1 if step < 2 else min(3, step - 1))
+
+    found = []
+    for chosen in (None, decay, 0.95):
+        model = CASE.model()
+        options = {"refresh_warmup_steps": 2, "factor_update_steps": 3, "max_staleness": 0}
+        with distkfac(model, factor_decay=chosen, **options) as optimizer:
+            found.append(go(model, optimizer, CASE, BATCHES))
+    assert_same_trajectory(found[0], found[1])
+    assert not same(found[0], found[2])

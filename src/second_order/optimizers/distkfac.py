@@ -111,7 +111,7 @@ class DistKFAC(BackgroundRefresh):
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature.
         factor_decay: Weight of the past in the running averages at an update, in [0, 1); number or
             callable. None: 0.95 to the power of the steps since the last update, so that factors
-            remember as many steps whatever the interval.
+            remember as many steps whatever the interval: few updates, where these are rare.
         kl_clip: κ, the bound on lr² Σ P·∇ of one step; number, callable or None. The paper's
             schedule is :class:`DecayingClip`.
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
@@ -172,7 +172,7 @@ class DistKFAC(BackgroundRefresh):
         max_exact_dim: int = 256,
         damping: Schedule = 2.0,
         relative_damping: bool = True,
-        factor_decay: Schedule | None = None,
+        factor_decay: Schedule | None = 0.9,
         kl_clip: Schedule | None = 1e-4,
         solver: SolverName = "inverse",
         factor_update_steps: Interval = 20,
