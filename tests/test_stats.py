@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerated import noted
 from contract import EXACT
 from test_sharing import Attention
 from threaded import BATCHES, CASE, LAYERS, distkfac
@@ -86,7 +87,7 @@ def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: s
     if how == "serve":
         tensors = list(model.parameters())
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
-        post.came["point/0"] = [flat], {"train": [True] * len(tensors)}
+        post.came["point/0"] = [flat], {"train": [True] * len(tensors), "edition": 0}
         optimizer.serve([None], lambda _: loss())
     else:
         optimizer.zero_grad()
@@ -264,3 +265,25 @@ def test_checkpointing_code_steps_a_stats_worker_without_waiting() -> None:
     get_optimizer_state_dict(model, optimizer)
     assert not post.sent
     assert "want" not in post.numbers
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_layers_of_others_are_told_but_not_while_messages_from_before_a_change_come(
+    stale: bool,
+) -> None:
+    """However many were on their way when layers were frozen."""
+    other = CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    model = CASE.model()
+    worker = distkfac(model)
+    post = helped(worker)
+    model[2].requires_grad_(False)
+    with noted() as warned:
+        for i in range(3 * ENOUGH_MESSAGES):
+            loss_on(model).backward()
+            tensors, note = sent
+            post.came[TO_WORKER.format(i)] = tensors, note | {"edition": 0 if stale else 1}
+            worker.step()
+    assert len(warned) == (0 if stale else 1)
+    assert stale or "layers that this rank does not own" in warned[0]
+    assert worker._helpers.messages == 3 * ENOUGH_MESSAGES

@@ -305,7 +305,6 @@ class DistKFAC(BackgroundRefresh):
             for block, each in taken.items():
                 block.ensure_factors().update(each, decay, "A" if block in linked else "")
                 block.asked = True
-        # A few come while others freeze what has been frozen here.
         if self._helpers.foreign >= ENOUGH_MESSAGES and self._first_time("foreign"):
             self._warn(
                 "a stats worker speaks of layers that this rank does not own: freeze, unfreeze and "
@@ -345,7 +344,8 @@ class DistKFAC(BackgroundRefresh):
     def _follow_requires_grad(self) -> None:
         before = self._signature
         super()._follow_requires_grad()
-        if self._signature != before and self._helpers.active:
+        moved = self._signature != before
+        if moved and self._helpers.active and self._helpers.role == "worker":
             self._helpers.begin_anew()
 
     def _news(self) -> list[float]:

@@ -67,6 +67,8 @@ class Helpers:
         last: By layer of this process, which message was the last with sound statistics of it.
         known: Layers that have ever had statistics, from whatever passes.
         foreign: Messages in a row that spoke of layers that this process does not own.
+        edition: How often the layers have changed; on a stats worker, at its point. What was on its
+            way at a change may speak of other layers.
         nonfinite: Statistics that were dropped.
     """
 
@@ -80,6 +82,7 @@ class Helpers:
     last: dict[str, int] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     foreign: int = 0
+    edition: int = 0
     nonfinite: int = 0
     store: Any = None
     everybody: tuple[str, ...] = ()
@@ -111,7 +114,8 @@ class Helpers:
             if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
                 newest = tensors()
                 train = [t.requires_grad for t in newest]
-                post = partial(helper.courier.post, f"point/{wanted}", train=train)
+                note = {"train": train, "edition": self.edition}
+                post = partial(helper.courier.post, f"point/{wanted}", **note)
                 send(pack_by_dtype(newest), post)
                 helper.asked = wanted + 1
 
@@ -132,7 +136,8 @@ class Helpers:
             self.messages += 1
             tensors, note = message
             found = _unpack_statistics(tensors, note["layers"], mine)
-            self.foreign = self.foreign + 1 if note["layers"] and not found else 0
+            if note["edition"] == self.edition:
+                self.foreign = self.foreign + 1 if note["layers"] and not found else 0
             self.nonfinite += sum(sums is None for sums in found.values())
             sound = {layer: sums for layer, sums in found.items() if sums is not None}
             self.last |= dict.fromkeys(sound, self.messages)
@@ -146,6 +151,7 @@ class Helpers:
         """Other layers train, or others own them: take statistics oneself until all are fed."""
         self.last, self.messages, self.hungry = {}, 0, True
         self.own_passes = True
+        self.edition, self.foreign = self.edition + 1, 0
 
     def _expected_from(self, helper: Helper) -> str:
         """The name of the next statistics for this worker, which is listened for from now on."""
@@ -201,6 +207,7 @@ class Helpers:
             return False
         helper.asked += 1
         flats, note = message
+        self.edition = note["edition"]
         unpack_by_dtype(flats, into)
         for tensor, trains in zip(into, note["train"], strict=True):
             tensor.requires_grad_(trains)  # statistics of other layers would be of no use
@@ -222,9 +229,8 @@ class Helpers:
             heads = [each.head for each in sums.values()]
             factors = [t for each in sums.values() for t in each.factors]
             flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
-            helper.courier.post(
-                f"stats/{helper.heard}/{rank}", flat, layers=list(sums), sharing=sharing
-            )
+            note = {"layers": list(sums), "sharing": sharing, "edition": self.edition}
+            helper.courier.post(f"stats/{helper.heard}/{rank}", flat, **note)
         helper.heard += 1
 
     # --------------------------------------------------------------------------------- the rest
