@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROCESSES ?= 2
+TEST_JOBS ?= 2
 
 # One thread a process: the processes share the cores, and threads on top of them only wait.
 export OMP_NUM_THREADS := 1
@@ -68,7 +69,7 @@ types: venv
 	$(BIN)/mypy
 
 pytest: venv
-	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal --cov --cov-report=term $(ARGS)
 
 docs: venv ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

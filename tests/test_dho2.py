@@ -323,7 +323,7 @@ def test_steep_directions_no_longer_hold_the_flat_ones_back(
             [2, 4, 8],
         ),
     ],
-    ids=str,
+    ids=["default", "at once", "after three", "late", "a schedule"],
 )
 def test_refreshes_come_when_they_are_due(options: dict[str, Any], due: list[int]) -> None:
     model, asked = CASE.model(), []
