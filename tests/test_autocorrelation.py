@@ -197,9 +197,10 @@ def test_small_layers_take_patches() -> None:
     dim=st.sampled_from([1, 127, 128, 129, 300]),
     rows=st.sampled_from([3, 1024]),
     homogeneous=st.booleans(),
+    gathered=st.booleans(),
 )
 def test_strips_of_a_gram_matrix_make_the_whole(
-    groups: int, dim: int, rows: int, homogeneous: bool
+    groups: int, dim: int, rows: int, homogeneous: bool, gathered: bool
 ) -> None:
     x = torch.randn(groups, rows, dim, dtype=torch.float64)
     extended = nn.functional.pad(x, (0, int(homogeneous)), value=1.0)
@@ -207,13 +208,14 @@ def test_strips_of_a_gram_matrix_make_the_whole(
     for variant in (x, x.mT.contiguous().mT):
         whole = layers.gram(variant, homogeneous, triangular=False)
         assert error(whole, expected) < 1e-12
-        triangle = layers.gram(variant, homogeneous, triangular=True)
+        with mock.patch.object(layers, "GATHERED_UP_TO", 320 if gathered else 0):
+            triangle = layers.gram(variant, homogeneous, triangular=True)
         assert error(unpack_upper_triangular(triangle, dim + homogeneous), whole) < 1e-12
 
 
-@given(convolutions(), st.booleans())
+@given(convolutions(), st.booleans(), st.booleans())
 def test_triangles_of_statistics_are_those_of_the_whole(
-    case: tuple[nn.Conv2d, Tensor], spared: bool
+    case: tuple[nn.Conv2d, Tensor], spared: bool, gathered: bool
 ) -> None:
     conv, x = case
     d = torch.randn_like(conv(x).detach())
@@ -229,7 +231,10 @@ def test_triangles_of_statistics_are_those_of_the_whole(
             triangular=triangular,
         )
 
-    with mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", 0 if spared else math.inf):
+    with (
+        mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", 0 if spared else math.inf),
+        mock.patch.object(layers, "GATHERED_UP_TO", 320 if gathered else 0),
+    ):
         whole, triangles = statistics(False), statistics(True)
     assert error(unpack_upper_triangular(triangles.a, whole.a.shape[-1]), whole.a) < 1e-12
     assert error(unpack_upper_triangular(triangles.g, whole.g.shape[-1]), whole.g) < 1e-12

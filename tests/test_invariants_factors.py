@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
+from second_order.kronecker import patches as windows
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -457,13 +458,17 @@ def test_6_not_with_another_option(other: dict[str, Any]) -> None:
 
 
 @settings(max_examples=100)
-@given(case=conv_cases())
-def test_8_cheap_factors_are_those_of_a_linear_whose_positions_are_reduced(case: ConvCase) -> None:
+@given(case=conv_cases(), at_once=st.booleans())
+def test_8_cheap_factors_are_those_of_a_linear_whose_positions_are_reduced(
+    case: ConvCase, at_once: bool
+) -> None:
     """Each group of the convolution is a Linear on its patches, with locations for positions."""
     conv = case.conv()
     x = torch.randn(case.n or 1, conv.in_channels, *case.shape, dtype=F64)
+    x = laid_out(x, case.layout)
     d = torch.randn_like(conv(x))
-    A, G = conv_statistics(conv, x, d, "reduce")
+    with patch.object(windows, "TAPS_AT_ONCE", 2**16 if at_once else 0):
+        A, G = conv_statistics(conv, x, d, "reduce")
     rows = extract_patches(x, conv).flatten(2, 2 + case.dims).flatten(3).mT  # (N, groups, T, in)
     gradients = d.flatten(2).unflatten(1, (conv.groups, -1)).mT
     for group in range(conv.groups):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from second_order.kronecker import triangles
 from second_order.kronecker.triangles import (
     empty_symmetric,
+    pack_from_upper,
     pack_upper_triangular,
     packed_length,
     packed_times,
@@ -23,8 +25,19 @@ from second_order.kronecker.triangles import (
     write_last_row,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 BATCHES = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64])
+
+
+@pytest.fixture(scope="module", params=["gathered", "by blocks"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How small matrices are packed and unpacked; the layout is the same."""
+    limit = 320 if request.param == "gathered" else 0
+    with patch.object(triangles, "GATHERED_UP_TO", limit):
+        yield
 
 
 def symmetric(batch: tuple[int, ...], n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,6 +66,24 @@ def test_unpacking_and_back_is_the_identity(
     matrix = unpack_upper_triangular(packed, n)
     assert torch.equal(matrix, matrix.mT)
     assert torch.equal(pack_upper_triangular(matrix), packed)
+
+
+@given(BATCHES, st.integers(1, 17), DTYPES)
+def test_both_ways_have_one_layout(batch: tuple[int, ...], n: int, dtype: torch.dtype) -> None:
+    found, matrix = [], symmetric(batch, n, dtype)
+    for limit in (0, 17):
+        with patch.object(triangles, "GATHERED_UP_TO", limit):
+            packed = pack_upper_triangular(matrix)
+            found.append((packed, unpack_upper_triangular(packed, n), packed_trace(packed, n)))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@given(BATCHES, st.integers(1, 17))
+def test_the_upper_triangle_is_all_that_is_read(batch: tuple[int, ...], n: int) -> None:
+    matrix = symmetric(batch, n, torch.float64)
+    torn = matrix.masked_fill(torch.ones(n, n, dtype=torch.bool).tril(-1), float("nan"))
+    assert torch.equal(pack_from_upper(torn), pack_upper_triangular(matrix))
 
 
 @given(BATCHES, st.integers(1, 17))

@@ -91,21 +91,20 @@ class StagedStatistics:
                 of one example's loss; G takes its square.
             pass_id: The backward pass the pair came from.
         """
-        scale = torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2
         found = [_stored(factor, self.triangular) for factor in pair.factors]
-        found[1].mul_(scale)
+        if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
+            found[1].mul_(torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2)
         pairs = zip(found, self.shape.letters, strict=True)
         means = [mean_eigenvalue(factor, self.shape.dim(letter)) for factor, letter in pairs]
-        examples = torch.full_like(means[0][:1], pair.examples)
-        head = torch.cat([examples, *means])
+        head = torch.cat([means[0].new_full((1,), pair.examples), *means])
         finite = torch.isfinite(head.sum())
-        head.masked_fill_(~finite, 0.0)
-        # On the CPU nobody waits for an answer, and a mask costs more than the sums.
+        # On the CPU nobody waits for an answer, and masks cost more than the sums.
         if finite.device.type != "cpu" or not bool(finite):
+            head.masked_fill_(~finite, 0.0)
             # Not in place: another layer may have been given the same A.
             found = [factor.masked_fill(~finite, 0.0) for factor in found]
+            self.dropped += ~finite
         self._head += head.to(self.dtype)
-        self.dropped += ~finite
         if self._sums:
             torch._foreach_add_(self._sums, found)
         else:

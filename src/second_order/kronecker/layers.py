@@ -26,9 +26,12 @@ from second_order.kronecker.patches import (
     extract_patches,
     pad_input,
     padding_per_side,
+    sum_patches,
 )
 from second_order.kronecker.triangles import (
+    GATHERED_UP_TO,
     empty_symmetric,
+    pack_from_upper,
     packed_length,
     write_band,
     write_last_row,
@@ -165,6 +168,8 @@ def _symmetric(
         triangular: Give triangles.
     """
     total, matrix = dim + (column is not None), None
+    if triangular and total <= GATHERED_UP_TO:
+        return _small_triangle(bands, x, dim, column, rows)
     for start, band in bands:
         if matrix is None:
             matrix = empty_symmetric(x, band.shape[0], total, triangular)
@@ -173,6 +178,24 @@ def _symmetric(
     if column is not None:
         write_last_row(matrix, total, nn.functional.pad(column, (0, 1), value=rows))
     return matrix
+
+
+def _small_triangle(
+    bands: Iterable[tuple[int, Tensor]], x: Tensor, dim: int, column: Tensor | None, rows: int
+) -> Tensor:
+    """As :func:`_symmetric`, where the matrix may as well exist."""
+    upper, total = None, dim + (column is not None)
+    for start, band in bands:
+        if upper is None and band.shape[-2] == total:
+            return pack_from_upper(band)
+        if upper is None:
+            upper = x.new_empty(band.shape[0], total, total)
+        upper[:, start : start + band.shape[-2], start:dim] = band
+    assert upper is not None
+    if column is not None:
+        upper[:, :dim, dim] = column
+        upper[:, dim, dim] = rows
+    return pack_from_upper(upper)
 
 
 def _linear_statistics(
@@ -288,8 +311,7 @@ def _conv_statistics(
             columns = patches.permute(order).reshape(conv.groups, -1, examples * locations)
             a = gram(columns.mT, bias, triangular)
         return PairStatistics(a, g, examples, examples)
-    patches = extract_patches(x, conv)
-    rows_x = patches.mean(tuple(range(3 + dims, 3 + 2 * dims))).flatten(2).transpose(0, 1)
+    rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
     rows_d = d.sum(-1).transpose(0, 1)
     a, g = gram(rows_x, bias, triangular), gram(rows_d, False, triangular)
     return PairStatistics(a, g, examples, examples)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache, reduce
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Convolution", "extract_patches", "pad_input", "padding_per_side"]
+__all__ = ["Convolution", "extract_patches", "pad_input", "padding_per_side", "sum_patches"]
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -53,3 +55,60 @@ def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
     output, kernel_dims = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
     x = x.permute(0, 1, *kernel_dims, *output)
     return torch.unflatten(x, 1, (conv.groups, -1))
+
+
+TAPS_AT_ONCE = 2**16  # elements of a matrix of zeros and ones, up to which one product is faster
+
+
+def sum_patches(x: Tensor, conv: Convolution) -> Tensor:
+    """The sum of all patches of each example, without the patches.
+
+    Every tap of the kernel meets some of the inputs: a product of the input with a matrix of zeros
+    and ones, or, as the taps of one spatial dimension do not ask for those of another, with one for
+    each dimension.
+
+    Args:
+        x: As of :func:`extract_patches`.
+        conv: As there.
+
+    Returns:
+        Shape ``(N, groups, in)``, with the order of ``conv.weight.flatten(1)``.
+    """
+    sides = padding_per_side(conv)
+    if conv.padding_mode != "zeros":
+        x, sides = pad_input(x, conv), [(0, 0)] * len(sides)
+    spatial, taps = x.shape[2:], math.prod(conv.kernel_size)
+    each = zip(spatial, conv.kernel_size, conv.stride, conv.dilation, sides, strict=True)
+    met = [_taps_met(*one, x.dtype, x.device) for one in each]
+    if taps * spatial.numel() <= TAPS_AT_ONCE:
+        all_met = reduce(torch.kron, met)
+        if x.is_contiguous():
+            x = x.flatten(2) @ all_met.mT
+        else:  # channels last, as a rule
+            x = (all_met @ x.movedim(1, -1).flatten(1, -2)).mT
+    else:
+        x = x @ met[-1].mT
+        for i in reversed(range(len(spatial) - 1)):
+            x = met[i] @ x.flatten(3 + i)
+    return torch.unflatten(x.flatten(1), 1, (conv.groups, -1))
+
+
+@lru_cache(maxsize=256)
+def _taps_met(
+    size: int,
+    kernel: int,
+    stride: int,
+    dilation: int,
+    side: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Shape ``(kernel, size)``: 1 where a tap meets an input, of one dimension."""
+    with torch.inference_mode(False):
+        outputs = (size + sum(side) - dilation * (kernel - 1) - 1) // stride + 1
+        met = torch.zeros(kernel, size, dtype=dtype)
+        for tap in range(kernel):
+            first = tap * dilation - side[0]
+            last = first + (outputs - 1) * stride
+            met[tap, first if first >= 0 else first % stride : max(0, last + 1) : stride] = 1.0
+        return met.to(device)
