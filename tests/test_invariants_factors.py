@@ -458,16 +458,19 @@ def test_6_not_with_another_option(other: dict[str, Any]) -> None:
 
 
 @settings(max_examples=100)
-@given(case=conv_cases(), at_once=st.booleans())
+@given(case=conv_cases(), way=st.sampled_from(["at once", "by dimensions", "patches"]))
 def test_8_cheap_factors_are_those_of_a_linear_whose_positions_are_reduced(
-    case: ConvCase, at_once: bool
+    case: ConvCase, way: str
 ) -> None:
     """Each group of the convolution is a Linear on its patches, with locations for positions."""
     conv = case.conv()
     x = torch.randn(case.n or 1, conv.in_channels, *case.shape, dtype=F64)
     x = laid_out(x, case.layout)
     d = torch.randn_like(conv(x))
-    with patch.object(windows, "TAPS_AT_ONCE", 2**16 if at_once else 0):
+    with (
+        patch.object(windows, "TAPS_AT_ONCE", 2**16 if way == "at once" else 0),
+        patch.object(windows, "TAPS_A_DIMENSION", 0 if way == "patches" else 2**12),
+    ):
         A, G = conv_statistics(conv, x, d, "reduce")
     rows = extract_patches(x, conv).flatten(2, 2 + case.dims).flatten(3).mT  # (N, groups, T, in)
     gradients = d.flatten(2).unflatten(1, (conv.groups, -1)).mT

@@ -267,6 +267,13 @@ def test_checkpointing_code_steps_a_stats_worker_without_waiting() -> None:
     assert "want" not in post.numbers
 
 
+def hear(worker: Any, post: Post, number: int, sent: Any, edition: int) -> None:
+    """Take a step, with a message that is about layers as they were at an edition."""
+    tensors, note = sent
+    post.came[TO_WORKER.format(number)] = tensors, note | {"edition": edition}
+    worker.step()
+
+
 @pytest.mark.parametrize("stale", [False, True])
 def test_layers_of_others_are_told_but_not_while_messages_from_before_a_change_come(
     stale: bool,
@@ -281,9 +288,46 @@ def test_layers_of_others_are_told_but_not_while_messages_from_before_a_change_c
     with noted() as warned:
         for i in range(3 * ENOUGH_MESSAGES):
             loss_on(model).backward()
-            tensors, note = sent
-            post.came[TO_WORKER.format(i)] = tensors, note | {"edition": 0 if stale else 1}
-            worker.step()
+            hear(worker, post, i, sent, 0 if stale else 1)
     assert len(warned) == (0 if stale else 1)
     assert stale or "layers that this rank does not own" in warned[0]
-    assert worker._helpers.messages == 3 * ENOUGH_MESSAGES
+    assert worker._helpers.active[0].heard == 3 * ENOUGH_MESSAGES
+
+
+def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
+    """One that was on its way feeds nobody, whatever fits."""
+    other = CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    model = CASE.model()
+    worker = distkfac(model)
+    post = helped(worker)
+    fed = []
+    for i, edition in enumerate([0, 0, 1, 1, 2]):
+        model[2].requires_grad_(i != 1)  # frozen for one step
+        worker.zero_grad()
+        loss_on(model).backward()
+        weights = [float(b.ensure_factors().weight) for b in worker._active]
+        captured = not worker._nothing_captured()
+        hear(worker, post, i, sent, edition)
+        after = [float(b.ensure_factors().weight) for b in worker._active]
+        fed.append((captured, sum(a != w for a, w in zip(after, weights, strict=False))))
+        assert worker._helpers.own_passes == (i in (1, 2, 3))
+    assert [captured for captured, _ in fed][3:] == [True, True]
+
+
+def test_points_and_statistics_say_of_which_layers_they_are() -> None:
+    """The edition goes from a worker to a stats worker, and comes back."""
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    optimizer._capture.enabled = True
+    point = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
+    post.came["point/0"] = point, {"train": [True] * 6, "edition": 7}
+    optimizer.serve([None], lambda _: loss_on(model))
+    assert post.sent[TO_WORKER.format(0)][1]["edition"] == 7
+    helpers = Helpers(workers=1, active=[Helper("stats worker 1", Post())])  # type: ignore[arg-type]
+    helpers.begin_anew()
+    helpers.active[0].courier.tell("want", 0)
+    helpers.offer(lambda: [torch.ones(2)], lambda copies, deliver: deliver(copies))
+    sent = helpers.active[0].courier.sent["point/0"]  # type: ignore[attr-defined]
+    assert sent[1]["edition"] == 1

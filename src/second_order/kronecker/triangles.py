@@ -68,9 +68,9 @@ class _Gathers(NamedTuple):
 @lru_cache(maxsize=256)
 def _gathers(dim: int, device: torch.device) -> _Gathers:
     with torch.inference_mode(False):
-        places = torch.arange(dim * dim).view(dim, dim)
+        places = torch.arange(dim * dim, device="cpu").view(dim, dim)
         pack = _pack_by_blocks(torch.minimum(places, places.T))
-        unpack = _unpack_by_blocks(torch.arange(packed_length(dim)), dim)
+        unpack = _unpack_by_blocks(torch.arange(packed_length(dim), device="cpu"), dim)
         found = (pack, unpack.flatten(), unpack.diagonal())
         return _Gathers(*(i.to(device, torch.int32) for i in found))
 

@@ -68,7 +68,7 @@ class Helpers:
         known: Layers that have ever had statistics, from whatever passes.
         foreign: Messages in a row that spoke of layers that this process does not own.
         edition: How often the layers have changed; on a stats worker, at its point. What was on its
-            way at a change may speak of other layers.
+            way at a change is dropped.
         nonfinite: Statistics that were dropped.
     """
 
@@ -134,11 +134,12 @@ class Helpers:
                 continue
             helper.heard += 1
             self._expected_from(helper)  # now, to keep up with it
-            self.messages += 1
             tensors, note = message
+            if note["edition"] < self.edition:  # of layers as they were
+                continue
+            self.messages += 1
             found = _unpack_statistics(tensors, note["layers"], mine)
-            if note["edition"] == self.edition:
-                self.foreign = self.foreign + 1 if note["layers"] and not found else 0
+            self.foreign = self.foreign + 1 if note["layers"] and not found else 0
             self.nonfinite += sum(sums is None for sums in found.values())
             sound = {layer: sums for layer, sums in found.items() if sums is not None}
             self.last |= dict.fromkeys(sound, self.messages)
