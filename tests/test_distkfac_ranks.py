@@ -584,6 +584,63 @@ def test_nobody_waits_for_stats_workers(
     assert not any(captured for _, captured in workers)
 
 
+def scaled_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> list[Tensor]:
+    """As `train_on`, with the optimizer's scaler; the fourth batch overflows, and is skipped."""
+    scaler, found = optimizer._grad_scaler, []
+    for i, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, (x * float("inf") if i == 3 else x, y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(vector(model))
+    return found
+
+
+def scaled_worker(model: nn.Module, optimizer: Any, sign: Path, how: str) -> Any:
+    with optimizer:
+        found = scaled_on(model, optimizer, BATCHES)
+        assert optimizer._helpers.own_passes
+        sign.touch()
+        end = time.monotonic() + LONG
+        while optimizer._helpers.own_passes:
+            assert time.monotonic() < end, "no statistics have come"
+            scaled_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        fed = scaled_on(model, optimizer, BATCHES)
+    return found, fed, optimizer._grad_scaler.get_scale()
+
+
+def scaled_stats(model: nn.Module, optimizer: Any, sign: Path, how: str) -> int:
+    """Serves, or runs the usual loop, with a scaler of its own that no worker hears of."""
+    if how == "serve":
+        return held_stats(model, optimizer, sign, wrap=False)
+    eventually(sign.exists)
+    with optimizer:
+        while not optimizer._helpers.dismissed:
+            scaled_on(model, optimizer, BATCHES)
+    return 0
+
+
+@pytest.mark.parametrize("how", ["serve", "loop"])
+def test_one_worker_beside_a_stats_worker_takes_a_grad_scaler(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """Nobody else is to agree on what it skips. Until the stats worker speaks it is one process."""
+    options = {**SYNCHRONOUS, "grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**7)}
+    model = CASE.model()
+    with distkfac(model, **copy.deepcopy(options)) as optimizer:
+        expected = scaled_on(model, optimizer, BATCHES)
+    assert torch.equal(expected[3], expected[2]), "a step is skipped"
+    results = world.run(play, 2, "scaled", options, tmp_path / "sign", how, timeout=2 * LONG)
+    assert quiet(results)
+    (found, fed, scale), *others = roles_of(results)[0]
+    assert not others
+    assert_same_trajectory(found, expected)
+    assert torch.equal(fed[3], fed[2])
+    assert all(bool(w.isfinite().all()) for w in fed)
+    assert scale == 2.0**5, "halved by the two that overflowed"
+
+
 def loop_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
     trajectory: list[Tensor] = []
     with optimizer:
@@ -1047,3 +1104,25 @@ def test_roles_and_options_that_do_not_go_together_are_refused_everywhere(world:
         )
         assert found["apart"].startswith("RankMismatchError")
         assert found["deterministic"].startswith("RankMismatchError")
+
+
+def scalers(rank: int, world_size: int) -> dict[int, str]:
+    """What is said to a GradScaler, by the number of stats workers."""
+    found = {}
+    for helpers in range(world_size - 1):
+        scaler = torch.amp.GradScaler("cpu")
+        try:
+            distkfac(CASE.model(), stats_workers=helpers, grad_scaler=scaler).close()
+        except ValueError as error:
+            found[helpers] = str(error)
+    return found
+
+
+def test_a_grad_scaler_is_refused_where_several_workers_average(world: World) -> None:
+    """On every rank, the stats worker's included."""
+    for found in world.run(scalers, 3, timeout=LONG):
+        assert sorted(found) == [0, 1]
+        for helpers, message in found.items():
+            averaged = f"gradients averaged by the optimizer over {3 - helpers} processes"
+            assert f"grad_scaler=GradScaler with {averaged}" in message
+            assert "wrap the model in DistributedDataParallel, or use" in message

@@ -238,6 +238,9 @@ class DistKFAC(BackgroundRefresh):
         mine = f"{self._rules} {self._conv_approximation} {background} {self._stats_workers}"
         return f"{super()._described_options()} {mine} {self._patience} {self._forgets_evenly}"
 
+    def _averaging_processes(self) -> int:
+        return self._world.size - self._stats_workers  # before roles are given
+
     def _divide(self) -> None:
         if self._background.device == "cuda" and self._device().type != "cuda":
             raise ValueError(
