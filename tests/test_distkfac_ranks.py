@@ -391,10 +391,16 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def play(
     rank: int, world_size: int, scene: str, options: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
-    """A scene on one rank: {"<scene>_worker", "<scene>_stats"}'s part; what it warned of."""
+    """A scene on one rank: {"<scene>_worker", "<scene>_stats"}'s part; what it warned of.
+
+    The optimizer begins with the `layers` among the options, or with all.
+    """
     model = CASE.model()
+    options = {"model": model, "stats_workers": 1, "helper_timeout": LONG, **options}
+    layers = [model.get_submodule(name) for name in options.pop("layers", LAYERS)]
+    params = [p for layer in layers for p in layer.parameters()]
     with noted() as warned:
-        optimizer = distkfac(model, **{"stats_workers": 1, "helper_timeout": LONG, **options})
+        optimizer = distkfac(params, **options)
         found = globals()[f"{scene}_{optimizer.role}"](model, optimizer, *args)
     assert threads_of("second_order") == 0, "no thread is left"
     dist.barrier()  # until then the store, which a stats worker has, is there
@@ -686,6 +692,28 @@ def test_the_usual_loop_on_every_rank(
     assert len(found) == 2 * len(BATCHES)
 
 
+def owned_here(optimizer: Any) -> list[Any]:
+    rank = optimizer._world.rank
+    return [block for block, owner in optimizer._owned() if owner == rank]
+
+
+def until_all_come(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Until workers are fed, and have statistics of every layer that came after the next step."""
+    found = train_on(model, optimizer, BATCHES[:1])
+    owned = owned_here(optimizer)
+    before = [float(block.factors.weight) for block in owned]
+    end = time.monotonic() + LONG
+    while not everywhere(
+        optimizer,
+        not optimizer._helpers.own_passes
+        and all(b.factors.weight != w for b, w in zip(owned, before, strict=True)),
+    ):
+        assert time.monotonic() < end, "nothing comes of some layers"
+        found += train_on(model, optimizer, BATCHES[:1])
+        time.sleep(0.002)
+    return found
+
+
 def frozen_worker(model: nn.Module, optimizer: Any) -> Any:
     """Three times, with a layer frozen in the second: layers of which more statistics have come."""
     found = []
@@ -693,20 +721,8 @@ def frozen_worker(model: nn.Module, optimizer: Any) -> Any:
         until_fed(model, optimizer)
         for frozen in (False, True, False):
             model[2].requires_grad_(not frozen)
-            train_on(model, optimizer, BATCHES[:1])
-            rank = optimizer._world.rank
-            owned = [block for block, owner in optimizer._owned() if owner == rank]
-            before = [float(block.factors.weight) for block in owned]
-            end = time.monotonic() + LONG
-            while not everywhere(
-                optimizer,
-                not optimizer._helpers.own_passes
-                and all(b.factors.weight != w for b, w in zip(owned, before, strict=True)),
-            ):
-                assert time.monotonic() < end, "nothing comes of some layers"
-                train_on(model, optimizer, BATCHES[:1])
-                time.sleep(0.002)
-            found.append([block.name for block in owned])
+            until_all_come(model, optimizer)
+            found.append([block.name for block in owned_here(optimizer)])
     return found
 
 
@@ -722,6 +738,98 @@ def test_a_stats_worker_follows_what_workers_freeze(world: World, world_size: in
     workers, _ = roles_of(results)
     for i, layers in enumerate((LAYERS, ("0", "4"), LAYERS)):
         assert sorted(name for worker in workers for name in worker[i]) == list(layers)
+
+
+def added_worker(model: nn.Module, optimizer: Any, directory: Path, when: str) -> Any:
+    """A layer joins the optimizer; until more statistics of all have come, before and after."""
+    with optimizer:
+        found = until_all_come(model, optimizer)
+        optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
+        found += until_all_come(model, optimizer)
+        (directory / "fed").touch()
+        end = time.monotonic() + LONG
+        while not everywhere(optimizer, when == "never" or (directory / "added").exists()):
+            assert time.monotonic() < end
+            found += train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        found += until_all_come(model, optimizer)
+        found += until_all_come(model, optimizer)
+        assert set(optimizer.staleness) == set(LAYERS)
+        return found, [block.name for block in owned_here(optimizer)]
+
+
+def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) -> int:
+    """It serves and adds nothing, or runs the usual loop and adds the layer when it gets there."""
+    if when == "never":
+        return ends_stats(model, optimizer, "")
+    batches = itertools.cycle(BATCHES)
+    with optimizer:
+        while not optimizer._helpers.dismissed:
+            there = when == "sooner" or (directory / "fed").exists()
+            if there and not (directory / "added").exists():
+                optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
+                (directory / "added").touch()
+            optimizer.zero_grad()
+            loss_of(model, next(batches)).backward()
+            optimizer.step()
+    return len(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("every", [1, NEVER])
+@pytest.mark.parametrize("when", ["never", "sooner", "later"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_stats_worker_follows_what_workers_add(
+    world: World, tmp_path: Path, world_size: int, when: str, every: int
+) -> None:
+    """Statistics of the new layer come, whenever the stats worker adds it, and if it never does."""
+    options = {"layers": LAYERS[:2], "factor_update_steps": every}
+    results = world.run(play, world_size, "added", options, tmp_path, when, timeout=4 * LONG)
+    assert quiet(results)
+    workers, _ = roles_of(results)
+    agreed([found for found, _ in workers])
+    assert sorted(name for _, owned in workers for name in owned) == list(LAYERS)
+
+
+def outgrown_worker(model: nn.Module, optimizer: Any, where: str) -> Any:
+    """The model grows by a layer, which is not to be added."""
+    with optimizer:
+        until_fed(model, optimizer)
+        model.append(nn.Linear(3, 3).double())
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        said = refusal(lambda: optimizer.add_param_group({"params": list(model[-1].parameters())}))
+        after = [group["params"] for group in optimizer.param_groups]
+        assert list(map(len, after)) == list(map(len, groups))
+        if where == "refused":
+            model.pop(-1)
+            until_all_come(model, optimizer)
+        else:
+            fails_worker(model, optimizer, "")
+    return said
+
+
+def outgrown_stats(model: nn.Module, optimizer: Any, where: str) -> str:
+    return refusal(lambda: ends_stats(model, optimizer, ""))
+
+
+@pytest.mark.parametrize("where", ["refused", "kept"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_that_grows_beside_a_stats_worker_is_refused(
+    world: World, world_size: int, where: str
+) -> None:
+    """Before anything changes. If it stays, the stats worker ends, and says why; workers go on."""
+    results = world.run(play, world_size, "outgrown", {}, where, timeout=2 * LONG)
+    workers, (helper,) = roles_of(results)
+    remedy = "make the optimizer of a model that has all its layers"
+    for said in workers:
+        assert said.startswith("SecondOrderError: the model has changed; a model cannot grow")
+        assert remedy in said
+    if where == "refused":
+        assert quiet(results)
+        assert helper == ""
+    else:
+        assert helper.startswith("SecondOrderError: the workers' model has 8 parameters")
+        assert remedy in helper
+        told_once(results, "has left, died", "from the training passes again")
 
 
 class OutOfPaperError(Exception):
