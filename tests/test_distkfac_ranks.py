@@ -391,10 +391,16 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def play(
     rank: int, world_size: int, scene: str, options: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
-    """A scene on one rank: {"<scene>_worker", "<scene>_stats"}'s part; what it warned of."""
+    """A scene on one rank: {"<scene>_worker", "<scene>_stats"}'s part; what it warned of.
+
+    The optimizer begins with the `layers` among the options, or with all.
+    """
     model = CASE.model()
+    options = {"model": model, "stats_workers": 1, "helper_timeout": LONG, **options}
+    layers = [model.get_submodule(name) for name in options.pop("layers", LAYERS)]
+    params = [p for layer in layers for p in layer.parameters()]
     with noted() as warned:
-        optimizer = distkfac(model, **{"stats_workers": 1, "helper_timeout": LONG, **options})
+        optimizer = distkfac(params, **options)
         found = globals()[f"{scene}_{optimizer.role}"](model, optimizer, *args)
     assert threads_of("second_order") == 0, "no thread is left"
     dist.barrier()  # until then the store, which a stats worker has, is there
@@ -584,6 +590,63 @@ def test_nobody_waits_for_stats_workers(
     assert not any(captured for _, captured in workers)
 
 
+def scaled_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> list[Tensor]:
+    """As `train_on`, with the optimizer's scaler; the fourth batch overflows, and is skipped."""
+    scaler, found = optimizer._grad_scaler, []
+    for i, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, (x * float("inf") if i == 3 else x, y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(vector(model))
+    return found
+
+
+def scaled_worker(model: nn.Module, optimizer: Any, sign: Path, how: str) -> Any:
+    with optimizer:
+        found = scaled_on(model, optimizer, BATCHES)
+        assert optimizer._helpers.own_passes
+        sign.touch()
+        end = time.monotonic() + LONG
+        while optimizer._helpers.own_passes:
+            assert time.monotonic() < end, "no statistics have come"
+            scaled_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        fed = scaled_on(model, optimizer, BATCHES)
+    return found, fed, optimizer._grad_scaler.get_scale()
+
+
+def scaled_stats(model: nn.Module, optimizer: Any, sign: Path, how: str) -> int:
+    """Serves, or runs the usual loop, with a scaler of its own that no worker hears of."""
+    if how == "serve":
+        return held_stats(model, optimizer, sign, wrap=False)
+    eventually(sign.exists)
+    with optimizer:
+        while not optimizer._helpers.dismissed:
+            scaled_on(model, optimizer, BATCHES)
+    return 0
+
+
+@pytest.mark.parametrize("how", ["serve", "loop"])
+def test_one_worker_beside_a_stats_worker_takes_a_grad_scaler(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """Nobody else is to agree on what it skips. Until the stats worker speaks it is one process."""
+    options = {**SYNCHRONOUS, "grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**7)}
+    model = CASE.model()
+    with distkfac(model, **copy.deepcopy(options)) as optimizer:
+        expected = scaled_on(model, optimizer, BATCHES)
+    assert torch.equal(expected[3], expected[2]), "a step is skipped"
+    results = world.run(play, 2, "scaled", options, tmp_path / "sign", how, timeout=2 * LONG)
+    assert quiet(results)
+    (found, fed, scale), *others = roles_of(results)[0]
+    assert not others
+    assert_same_trajectory(found, expected)
+    assert torch.equal(fed[3], fed[2])
+    assert all(bool(w.isfinite().all()) for w in fed)
+    assert scale == 2.0**5, "halved by the two that overflowed"
+
+
 def loop_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
     trajectory: list[Tensor] = []
     with optimizer:
@@ -629,6 +692,28 @@ def test_the_usual_loop_on_every_rank(
     assert len(found) == 2 * len(BATCHES)
 
 
+def owned_here(optimizer: Any) -> list[Any]:
+    rank = optimizer._world.rank
+    return [block for block, owner in optimizer._owned() if owner == rank]
+
+
+def until_all_come(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Until workers are fed, and have statistics of every layer that came after the next step."""
+    found = train_on(model, optimizer, BATCHES[:1])
+    owned = owned_here(optimizer)
+    before = [float(block.factors.weight) for block in owned]
+    end = time.monotonic() + LONG
+    while not everywhere(
+        optimizer,
+        not optimizer._helpers.own_passes
+        and all(b.factors.weight != w for b, w in zip(owned, before, strict=True)),
+    ):
+        assert time.monotonic() < end, "nothing comes of some layers"
+        found += train_on(model, optimizer, BATCHES[:1])
+        time.sleep(0.002)
+    return found
+
+
 def frozen_worker(model: nn.Module, optimizer: Any) -> Any:
     """Three times, with a layer frozen in the second: layers of which more statistics have come."""
     found = []
@@ -636,20 +721,8 @@ def frozen_worker(model: nn.Module, optimizer: Any) -> Any:
         until_fed(model, optimizer)
         for frozen in (False, True, False):
             model[2].requires_grad_(not frozen)
-            train_on(model, optimizer, BATCHES[:1])
-            rank = optimizer._world.rank
-            owned = [block for block, owner in optimizer._owned() if owner == rank]
-            before = [float(block.factors.weight) for block in owned]
-            end = time.monotonic() + LONG
-            while not everywhere(
-                optimizer,
-                not optimizer._helpers.own_passes
-                and all(b.factors.weight != w for b, w in zip(owned, before, strict=True)),
-            ):
-                assert time.monotonic() < end, "nothing comes of some layers"
-                train_on(model, optimizer, BATCHES[:1])
-                time.sleep(0.002)
-            found.append([block.name for block in owned])
+            until_all_come(model, optimizer)
+            found.append([block.name for block in owned_here(optimizer)])
     return found
 
 
@@ -665,6 +738,98 @@ def test_a_stats_worker_follows_what_workers_freeze(world: World, world_size: in
     workers, _ = roles_of(results)
     for i, layers in enumerate((LAYERS, ("0", "4"), LAYERS)):
         assert sorted(name for worker in workers for name in worker[i]) == list(layers)
+
+
+def added_worker(model: nn.Module, optimizer: Any, directory: Path, when: str) -> Any:
+    """A layer joins the optimizer; until more statistics of all have come, before and after."""
+    with optimizer:
+        found = until_all_come(model, optimizer)
+        optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
+        found += until_all_come(model, optimizer)
+        (directory / "fed").touch()
+        end = time.monotonic() + LONG
+        while not everywhere(optimizer, when == "never" or (directory / "added").exists()):
+            assert time.monotonic() < end
+            found += train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        found += until_all_come(model, optimizer)
+        found += until_all_come(model, optimizer)
+        assert set(optimizer.staleness) == set(LAYERS)
+        return found, [block.name for block in owned_here(optimizer)]
+
+
+def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) -> int:
+    """It serves and adds nothing, or runs the usual loop and adds the layer when it gets there."""
+    if when == "never":
+        return ends_stats(model, optimizer, "")
+    batches = itertools.cycle(BATCHES)
+    with optimizer:
+        while not optimizer._helpers.dismissed:
+            there = when == "sooner" or (directory / "fed").exists()
+            if there and not (directory / "added").exists():
+                optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
+                (directory / "added").touch()
+            optimizer.zero_grad()
+            loss_of(model, next(batches)).backward()
+            optimizer.step()
+    return len(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("every", [1, NEVER])
+@pytest.mark.parametrize("when", ["never", "sooner", "later"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_stats_worker_follows_what_workers_add(
+    world: World, tmp_path: Path, world_size: int, when: str, every: int
+) -> None:
+    """Statistics of the new layer come, whenever the stats worker adds it, and if it never does."""
+    options = {"layers": LAYERS[:2], "factor_update_steps": every}
+    results = world.run(play, world_size, "added", options, tmp_path, when, timeout=4 * LONG)
+    assert quiet(results)
+    workers, _ = roles_of(results)
+    agreed([found for found, _ in workers])
+    assert sorted(name for _, owned in workers for name in owned) == list(LAYERS)
+
+
+def outgrown_worker(model: nn.Module, optimizer: Any, where: str) -> Any:
+    """The model grows by a layer, which is not to be added."""
+    with optimizer:
+        until_fed(model, optimizer)
+        model.append(nn.Linear(3, 3).double())
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        said = refusal(lambda: optimizer.add_param_group({"params": list(model[-1].parameters())}))
+        after = [group["params"] for group in optimizer.param_groups]
+        assert list(map(len, after)) == list(map(len, groups))
+        if where == "refused":
+            model.pop(-1)
+            until_all_come(model, optimizer)
+        else:
+            fails_worker(model, optimizer, "")
+    return said
+
+
+def outgrown_stats(model: nn.Module, optimizer: Any, where: str) -> str:
+    return refusal(lambda: ends_stats(model, optimizer, ""))
+
+
+@pytest.mark.parametrize("where", ["refused", "kept"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_that_grows_beside_a_stats_worker_is_refused(
+    world: World, world_size: int, where: str
+) -> None:
+    """Before anything changes. If it stays, the stats worker ends, and says why; workers go on."""
+    results = world.run(play, world_size, "outgrown", {}, where, timeout=2 * LONG)
+    workers, (helper,) = roles_of(results)
+    remedy = "make the optimizer of a model that has all its layers"
+    for said in workers:
+        assert said.startswith("SecondOrderError: the model has changed; a model cannot grow")
+        assert remedy in said
+    if where == "refused":
+        assert quiet(results)
+        assert helper == ""
+    else:
+        assert helper.startswith("SecondOrderError: the workers' model has 8 parameters")
+        assert remedy in helper
+        told_once(results, "has left, died", "from the training passes again")
 
 
 class OutOfPaperError(Exception):
@@ -1047,3 +1212,25 @@ def test_roles_and_options_that_do_not_go_together_are_refused_everywhere(world:
         )
         assert found["apart"].startswith("RankMismatchError")
         assert found["deterministic"].startswith("RankMismatchError")
+
+
+def scalers(rank: int, world_size: int) -> dict[int, str]:
+    """What is said to a GradScaler, by the number of stats workers."""
+    found = {}
+    for helpers in range(world_size - 1):
+        scaler = torch.amp.GradScaler("cpu")
+        try:
+            distkfac(CASE.model(), stats_workers=helpers, grad_scaler=scaler).close()
+        except ValueError as error:
+            found[helpers] = str(error)
+    return found
+
+
+def test_a_grad_scaler_is_refused_where_several_workers_average(world: World) -> None:
+    """On every rank, the stats worker's included."""
+    for found in world.run(scalers, 3, timeout=LONG):
+        assert sorted(found) == [0, 1]
+        for helpers, message in found.items():
+            averaged = f"gradients averaged by the optimizer over {3 - helpers} processes"
+            assert f"grad_scaler=GradScaler with {averaged}" in message
+            assert "wrap the model in DistributedDataParallel, or use" in message

@@ -68,6 +68,7 @@ def helped(optimizer: Any) -> Post:
     """Make an optimizer of one process a worker with a stats worker."""
     post: Any = Post()
     helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)])
+    helpers.begin_with(optimizer._whole_model(), optimizer.param_groups)
     optimizer._helpers = helpers
     return post
 
@@ -87,7 +88,10 @@ def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: s
     if how == "serve":
         tensors = list(model.parameters())
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
-        post.came["point/0"] = [flat], {"train": [True] * len(tensors), "edition": 0}
+        post.came["point/0"] = (
+            [flat],
+            {"train": [True] * len(tensors), "optimized": [True] * len(tensors), "edition": 0},
+        )
         optimizer.serve([None], lambda _: loss())
     else:
         optimizer.zero_grad()
@@ -205,7 +209,7 @@ def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
     for wanted, heard, expected in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (2, 0, 2), (2, 1, 3)):
         post.numbers["want"] = wanted
         helpers.active[0].heard = heard
-        helpers.offer(lambda: [torch.ones(2)], send)
+        helpers.offer(lambda: [torch.ones(2)], send, [])
         assert len(sent) == expected
     assert list(post.sent) == ["point/0", "point/1", "point/2"]
 
@@ -322,12 +326,66 @@ def test_points_and_statistics_say_of_which_layers_they_are() -> None:
     post = helping(optimizer)
     optimizer._capture.enabled = True
     point = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
-    post.came["point/0"] = point, {"train": [True] * 6, "edition": 7}
+    post.came["point/0"] = point, {"train": [True] * 6, "optimized": [True] * 6, "edition": 7}
     optimizer.serve([None], lambda _: loss_on(model))
     assert post.sent[TO_WORKER.format(0)][1]["edition"] == 7
     helpers = Helpers(workers=1, active=[Helper("stats worker 1", Post())])  # type: ignore[arg-type]
     helpers.begin_anew()
     helpers.active[0].courier.tell("want", 0)
-    helpers.offer(lambda: [torch.ones(2)], lambda copies, deliver: deliver(copies))
+    helpers.offer(lambda: [torch.ones(2)], lambda copies, deliver: deliver(copies), [])
     sent = helpers.active[0].courier.sent["point/0"]  # type: ignore[attr-defined]
     assert sent[1]["edition"] == 1
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_a_layer_that_begins_to_train_is_not_said_to_be_without_statistics(how: str) -> None:
+    """Passes were not captured until then: it is added before those of a step, unfrozen after."""
+    model, other = CASE.model(), CASE.model()
+    late = list(model[4].parameters())
+    params = [p for name in "02" for p in model.get_submodule(name).parameters()]
+    if how == "unfrozen":
+        params += late
+        for p in late:
+            p.requires_grad_(False)
+    other[4].requires_grad_(False)
+    with noted() as warned:
+        worker = distkfac(params, model=model)
+        post = helped(worker)
+        sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+
+        def step(number: int) -> None:
+            if number < 2:
+                post.came[TO_WORKER.format(number)] = sent
+            worker.zero_grad()
+            loss_on(model).backward()
+            if how == "unfrozen" and number == 1:
+                model[4].requires_grad_(True)
+            worker.step()
+
+        step(0)
+        assert not worker._helpers.own_passes
+        if how == "added":
+            worker.add_param_group({"params": late})
+        step(1)
+        taken = worker._blocks[2].factors is not None and worker._blocks[2].factors.weight > 0
+        assert taken == (how == "added")
+    assert warned == []
+
+
+def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
+    """Those that are placed after a compiled model's first run do not fire."""
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    tensors = list(model.parameters())
+    optimizer._helpers.begin_with(tensors, optimizer.param_groups)
+    before = optimizer._capture
+    train = [True] * len(tensors)
+    for number in range(2):
+        flat = torch.cat([p.detach().reshape(-1) for p in tensors])
+        note = {"train": train, "optimized": [*train[:-2], number == 0, number == 0], "edition": 0}
+        post.came[f"point/{number}"] = [flat], note
+        loss_on(model).backward()
+        optimizer.step()
+        assert (optimizer._capture is before) == (number == 0)
+    assert [block.name for block in optimizer._blocks] == list(LAYERS[:2])

@@ -174,7 +174,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             else bool(gradient_averaging) and self._world.size > 1
         )
         self._grad_scaler = grad_scaler
-        _check_scaler(grad_scaler, self._averages, self._world.size)
+        _check_scaler(grad_scaler, self._averages, self._averaging_processes())
         self._warned: set[str] = set()
         self._steps = 0
         launched = os.environ.get("WORLD_SIZE", "1")
@@ -221,6 +221,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._constructed = True
 
     # ---------------------------------------------------------------- what subclasses implement
+
+    def _averaging_processes(self) -> int:
+        """How many average gradients, where the optimizer does; asked at construction."""
+        return self._world.size
 
     def _transform_gradients(self, average: Callable[[], None]) -> None:
         """Replace ``p.grad`` in place by the preconditioned gradient.
@@ -495,16 +499,16 @@ def _refuse_unknown_scaler(name: str, reason: str) -> None:
         frame = frame.f_back
 
 
-def _check_scaler(scaler: Any, averages: bool, world_size: int) -> None:
+def _check_scaler(scaler: Any, averages: bool, processes: int) -> None:
     if scaler is None:
         return
     if not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"grad_scaler={scaler!r} has no scale(); pass a torch.amp.GradScaler")
     synchronised = type(scaler).__name__ == "ShardedGradScaler"
-    if averages and scaler.is_enabled() and not synchronised:
+    if averages and processes > 1 and scaler.is_enabled() and not synchronised:
         raise ValueError(
             f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
-            f"{world_size} processes: an overflow on one process would skip step() there alone and "
+            f"{processes} processes: an overflow on one process would skip step() there alone and "
             f"leave the others waiting; wrap the model in DistributedDataParallel, or use "
             f"torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
         )

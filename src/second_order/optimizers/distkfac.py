@@ -238,6 +238,9 @@ class DistKFAC(BackgroundRefresh):
         mine = f"{self._rules} {self._conv_approximation} {background} {self._stats_workers}"
         return f"{super()._described_options()} {mine} {self._patience} {self._forgets_evenly}"
 
+    def _averaging_processes(self) -> int:
+        return self._world.size - self._stats_workers  # before roles are given
+
     def _divide(self) -> None:
         if self._background.device == "cuda" and self._device().type != "cuda":
             raise ValueError(
@@ -251,6 +254,7 @@ class DistKFAC(BackgroundRefresh):
         )
         self._world = world
         self._averages = self._averages and world.size > 1
+        self._helpers.begin_with(self._whole_model(), self.param_groups)
         if not self._helpers.any:
             self._warn(
                 f"DistKFAC(stats_workers={self._stats_workers}) with one process: nobody computes "
@@ -292,7 +296,7 @@ class DistKFAC(BackgroundRefresh):
 
     def _take_statistics(self) -> None:
         fed = [block for block in self._active if not block.staged.empty]
-        if self._helpers.own_passes:
+        if self._helpers.own_passes and self._capture.enabled:  # while they ran
             super()._take_statistics()
         mine = {b.name: b for b, o in self._owned() if o == self._world.rank}
         self._helpers.known.update(b.name for b in mine.values() if b in fed)
@@ -342,11 +346,10 @@ class DistKFAC(BackgroundRefresh):
         self._world.start_sum_to(tensors, owners).wait()
 
     def _follow_requires_grad(self) -> None:
-        before = self._signature
+        before, helpers = self._signature, self._helpers
         super()._follow_requires_grad()
-        moved = self._signature != before
-        if moved and self._helpers.active and self._helpers.role == "worker":
-            self._helpers.begin_anew()
+        if self._signature != before and helpers.active and helpers.role == "worker":
+            helpers.begin_anew()
 
     def _news(self) -> list[float]:
         return self._helpers.news()
@@ -372,7 +375,7 @@ class DistKFAC(BackgroundRefresh):
         """
         if self._helpers.role == "worker":
             loss = super().step(closure)
-            self._helpers.offer(self._whole_model, self._to_cpu)
+            self._helpers.offer(self._whole_model, self._to_cpu, self.param_groups)
             return loss
         if self._initialises_state():  # by checkpointing code, which waits for nobody
             return super().step(closure)
@@ -405,13 +408,13 @@ class DistKFAC(BackgroundRefresh):
                 f"rank {self._world.rank} is a worker: it trains, and serve() is for the ranks "
                 f"whose optimizer.role is 'stats'"
             )
-        # Of a loss that is neither scaled nor divided.
-        self._collector.gradient_scale = GradientScale(1, None)
         sent = 0
         try:
             for batch in endless(batches):
                 if not self._fetch():
                     break
+                # Of a loss that is neither scaled nor divided.
+                self._collector.gradient_scale = GradientScale(1, None)
                 with torch.enable_grad():
                     found = loss_fn(batch)
                     loss = found[0] if isinstance(found, tuple) else found
@@ -427,8 +430,33 @@ class DistKFAC(BackgroundRefresh):
         return sent
 
     def _fetch(self) -> bool:
-        """Load the newest parameters; False once the workers have left."""
-        return not self._closed and self._helpers.fetch(self._whole_model())
+        """Load the newest parameters, of the workers' groups; False once the workers have left."""
+        before = self._helpers.optimized
+        if self._closed or not self._helpers.fetch(self._whole_model()):
+            return False
+        if before != self._helpers.optimized:
+            self._replan()
+        return True
+
+    def _find_blocks(self) -> None:
+        """On a stats worker, of what the workers optimize: they may have added a group."""
+        mine = self.param_groups
+        self.param_groups = self._helpers.groups_there(self._whole_model()) or mine
+        try:
+            super()._find_blocks()
+        finally:
+            self.param_groups = mine
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; stats workers follow by themselves.
+
+        Raises:
+            SecondOrderError: If the model has grown, and there are stats workers.
+        """
+        self._helpers.require_no_growth(self._whole_model())
+        super().add_param_group(param_group)
+        if self._constructed:
+            self._gate_capture()  # for the passes to come, as it has begun anew
 
     def _deliver(self) -> None:
         """Send what has been captured since to the layers' owners."""

@@ -2,7 +2,7 @@
 
     want        k, by a stats worker: the number of the point that it wants next
     point/k     the newest parameters and buffers, by worker 0,
-                and which of them train                             ->  to that stats worker
+                which of them train, and which are optimized        ->  to that stats worker
     stats/k/r   the statistics at point k of the layers of worker r ->  to worker r
 
 Each stats worker hosts a store of its own, so that none takes another along when it dies. Points
@@ -23,13 +23,19 @@ from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier, await_goodbyes, open_store
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.distributed.roles import Role, assign_roles
+from second_order.errors import SecondOrderError
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 
 __all__ = ["ENOUGH_MESSAGES", "Helpers", "divide", "endless"]
 
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
 
+REMEDY = (
+    "a model cannot grow beside stats workers: make the optimizer of a model that has all its "
+    "layers, and add their groups when they are to train"
+)
 ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hungry
 FAREWELL_SECONDS = 5.0  # that a store outlives its host's own goodbye at most
 
@@ -67,6 +73,8 @@ class Helpers:
         last: By layer of this process, which message was the last with sound statistics of it.
         known: Layers that have ever had statistics, from whatever passes.
         foreign: Messages in a row that spoke of layers that this process does not own.
+        shapes: Of the model's parameters and buffers, as all have them.
+        optimized: On a stats worker, which of them are in the workers' groups.
         edition: How often the layers have changed; on a stats worker, at its point. What was on its
             way at a change is dropped.
         nonfinite: Statistics that were dropped.
@@ -82,6 +90,8 @@ class Helpers:
     last: dict[str, int] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     foreign: int = 0
+    shapes: list[torch.Size] = field(default_factory=list)
+    optimized: list[bool] = field(default_factory=list)
     edition: int = 0
     nonfinite: int = 0
     store: Any = None
@@ -97,13 +107,25 @@ class Helpers:
         """On a stats worker: whether the workers have said goodbye."""
         return all(helper.courier.closed_there for helper in self.active)
 
+    def begin_with(self, tensors: Sequence[Tensor], groups: Groups) -> None:
+        """What all have: parameters and buffers, and the optimizer's groups."""
+        self.shapes = [t.shape for t in tensors]
+        if self.role == "stats":
+            self.optimized = _in_groups(tensors, groups)
+
+    def require_no_growth(self, tensors: Sequence[Tensor]) -> None:
+        """Raise SecondOrderError if the model is another, and there is somebody who lacks it."""
+        if self.active and self.shapes != [t.shape for t in tensors]:
+            raise SecondOrderError(f"the model has changed; {REMEDY}")
+
     # ----------------------------------------------------------------------------------- workers
 
-    def offer(self, tensors: Callable[[], list[Tensor]], send: Sender) -> None:
+    def offer(self, tensors: Callable[[], list[Tensor]], send: Sender, groups: Groups) -> None:
         """Send the newest parameters to the stats workers that want them; worker 0 does.
 
         Args:
             tensors: The parameters and buffers.
+            groups: The optimizer's.
             send: Takes copies of tensors, and what is to be done with them on the CPU.
         """
         if self.rank != 0:
@@ -113,10 +135,10 @@ class Helpers:
             # Statistics that are still on their way hold the next point back: none queue up.
             if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
                 newest = tensors()
-                train = [t.requires_grad for t in newest]
-                post = partial(
-                    helper.courier.post, f"point/{wanted}", train=train, edition=self.edition
-                )
+                note: dict[str, Any] = {"edition": self.edition}
+                note["train"] = [t.requires_grad for t in newest]
+                note["optimized"] = _in_groups(newest, groups)
+                post = partial(helper.courier.post, f"point/{wanted}", **note)
                 send(pack_by_dtype(newest), post)
                 helper.asked = wanted + 1
 
@@ -197,6 +219,9 @@ class Helpers:
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
         Those that are frozen there are frozen here.
+
+        Raises:
+            SecondOrderError: If they are of another model.
         """
         if not self.active:  # a copy of the optimizer
             return False
@@ -209,11 +234,22 @@ class Helpers:
             return False
         helper.asked += 1
         flats, note = message
-        self.edition = note["edition"]
+        theirs, ours = ([t.numel() for t in each] for each in (flats, into))
+        if len(note["train"]) != len(ours) or sum(theirs) != sum(ours):
+            raise SecondOrderError(
+                f"the workers' model has {len(note['train'])} parameters and buffers of "
+                f"{sum(theirs)} numbers, that of {helper.name} {len(ours)} of {sum(ours)}; {REMEDY}"
+            )
+        self.edition, self.optimized = note["edition"], note["optimized"]
         unpack_by_dtype(flats, into)
         for tensor, trains in zip(into, note["train"], strict=True):
             tensor.requires_grad_(trains)  # statistics of other layers would be of no use
         return True
+
+    def groups_there(self, tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """What the workers optimize, of this process's model, in one group; none on a worker."""
+        chosen = [t for t, theirs in zip(tensors, self.optimized, strict=False) if theirs]
+        return [{"params": chosen}] if chosen else []
 
     def deliver(
         self, parts: Sequence[Mapping[str, StatisticsSums]], sharing: Mapping[str, str]
@@ -300,6 +336,11 @@ def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tu
             helpers.active.append(Helper(name, courier))
             helpers.store, helpers.everybody = store, (name, *workers)
     return helpers, team
+
+
+def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
+    ours = {id(p) for group in groups for p in group["params"]}
+    return [id(t) in ours for t in tensors]
 
 
 def _unpack_statistics(
