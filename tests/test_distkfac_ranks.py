@@ -832,6 +832,26 @@ def test_a_model_that_grows_beside_a_stats_worker_is_refused(
         told_once(results, "has left, died", "from the training passes again")
 
 
+def at_once_worker(model: nn.Module, optimizer: Any) -> list[str]:
+    couriers = [helper.courier for helper in optimizer._helpers.active]
+    assert all(courier._shared.connected.is_set() for courier in couriers)
+    optimizer.close()
+    return [courier.failure for courier in couriers]
+
+
+at_once_stats = at_once_worker
+
+
+@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (4, 2)])
+def test_closing_at_once_finds_everybody_connected(
+    world: World, world_size: int, helpers: int
+) -> None:
+    """Nobody looks for a store that has gone already, for as long as the timeout."""
+    results = world.run(play, world_size, "at_once", {"stats_workers": helpers}, timeout=2 * LONG)
+    assert quiet(results)
+    assert all(failure == "" for result in results for failure in result["found"])
+
+
 class OutOfPaperError(Exception):
     pass
 

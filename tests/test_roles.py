@@ -373,6 +373,7 @@ def test_an_address_where_nobody_listens() -> None:
         one = Courier(("127.0.0.1", 1), "a", "b", PATIENCE)
         one.expect("what is not to come")
         assert one.wait("what is not to come") is None
+        one.await_connection()
     assert one.lost
     assert one.failure == "ConnectionError: refused"
     one.close(PATIENCE)

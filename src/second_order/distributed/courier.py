@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from second_order.distributed.collectives import World
 from second_order.errors import SecondOrderError
 
-__all__ = ["Courier", "Message", "Patience", "await_goodbyes", "open_store"]
+__all__ = ["Courier", "Message", "Patience", "await_connections", "await_goodbyes", "open_store"]
 
 Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
 
@@ -95,6 +95,21 @@ def await_goodbyes(store: TCPStore, names: Sequence[str], patience: float) -> No
         time.sleep(POLL_SECONDS)
 
 
+def await_connections(world: World, couriers: Sequence[Courier]) -> None:
+    """Wait until every rank's couriers have reached their stores, or failed to; a collective.
+
+    A connection that breaks is noticed at once; a store that is gone before one has come about is
+    looked for until the timeout.
+
+    Args:
+        world: The ranks, with all that share a store.
+        couriers: This rank's.
+    """
+    for courier in couriers:
+        courier.await_connection()
+    world.everybody(None)
+
+
 class Patience:
     """How long one has waited, by one's own looks at the clock.
 
@@ -144,6 +159,10 @@ class Courier:
         )
         self._thread.start()
         self._farewell = weakref.finalize(self, _say_goodbye, self._shared, self._thread, 1.0)
+
+    def await_connection(self) -> None:
+        """Until the store has been reached, or could not be within the timeout."""
+        self._shared.connected.wait()
 
     def post(self, name: str, tensors: Sequence[Tensor], **note: Any) -> None:
         """Send tensors, which must not change any more, and a note of primitives.
@@ -278,6 +297,7 @@ class _Shared:
         self.received: dict[str, Message] = {}
         self.lock = threading.Lock()
         self.news, self.stop, self.wake = threading.Event(), threading.Event(), threading.Event()
+        self.connected = threading.Event()  # or there is no hope of it
         self.hurried = False  # somebody waits
         self.failure = ""
         self.begun = self.ended = 0  # passes of the thread
@@ -304,6 +324,7 @@ def _say_goodbye(shared: _Shared, thread: threading.Thread, patience: float) -> 
 def _run(address: tuple[str, int], shared: _Shared) -> None:
     try:
         line = _Line(address, shared)
+        shared.connected.set()
         while _pass(line, shared):
             pass
     except Exception as error:  # whatever it is, the other side cannot be reached any more
@@ -311,6 +332,7 @@ def _run(address: tuple[str, int], shared: _Shared) -> None:
     finally:
         while not shared.outgoing.empty():
             shared.outgoing.get()
+        shared.connected.set()
         shared.news.set()
 
 

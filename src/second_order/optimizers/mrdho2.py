@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.courier import Courier, await_goodbyes, open_store
+from second_order.distributed.courier import (
+    Courier,
+    await_connections,
+    await_goodbyes,
+    open_store,
+)
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
@@ -197,6 +202,7 @@ class MRDHO2(FOSIOptimizer):
         name = self._everybody[everybody.rank]
         peer = self._everybody[0 if everybody.rank == first else first]
         courier = Courier(address, name, peer, self._patience)
+        await_connections(everybody, [courier])
         if self._role == "worker":
             self._epochs.connect(courier, self._world, len(roles.helpers))
         else:

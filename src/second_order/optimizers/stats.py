@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import World
-from second_order.distributed.courier import Courier, await_goodbyes, open_store
+from second_order.distributed.courier import (
+    Courier,
+    await_connections,
+    await_goodbyes,
+    open_store,
+)
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.distributed.roles import Role, assign_roles
 from second_order.errors import SecondOrderError
@@ -335,6 +340,7 @@ def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tu
             courier = Courier(address, name, "worker 0", patience)
             helpers.active.append(Helper(name, courier))
             helpers.store, helpers.everybody = store, (name, *workers)
+    await_connections(everybody, [helper.courier for helper in helpers.active])
     return helpers, team
 
 
