@@ -161,7 +161,7 @@ class Courier:
         self._farewell = weakref.finalize(self, _say_goodbye, self._shared, self._thread, 1.0)
 
     def await_connection(self) -> None:
-        """Until the store has been reached, or could not be within the timeout."""
+        """Wait until the store has been reached, or could not be within the timeout."""
         self._shared.connected.wait()
 
     def post(self, name: str, tensors: Sequence[Tensor], **note: Any) -> None:

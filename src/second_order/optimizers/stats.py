@@ -140,9 +140,11 @@ class Helpers:
             # Statistics that are still on their way hold the next point back: none queue up.
             if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
                 newest = tensors()
-                note: dict[str, Any] = {"edition": self.edition}
-                note["train"] = [t.requires_grad for t in newest]
-                note["optimized"] = _in_groups(newest, groups)
+                note: dict[str, Any] = {
+                    "edition": self.edition,
+                    "train": [t.requires_grad for t in newest],
+                    "optimized": _in_groups(newest, groups),
+                }
                 post = partial(helper.courier.post, f"point/{wanted}", **note)
                 send(pack_by_dtype(newest), post)
                 helper.asked = wanted + 1
