@@ -262,7 +262,7 @@ for how in ("without the pool", "after a child"):
     os.close(into)
     with open(out) as file:
         said = file.read()
-    print((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said))
+    print((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said), flush=True)
 """
 
 
