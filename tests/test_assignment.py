@@ -19,6 +19,7 @@ from second_order.distributed.assignment import (
     assign_owners,
     gradient_worker_count,
     solve_cost,
+    spread_costs,
 )
 
 COSTS: tuple[AssignmentCost, ...] = ("compute", "memory")
@@ -213,6 +214,11 @@ def test_computation_and_memory_are_balanced_differently() -> None:
     memory = [where.a_solver for where in assign_layers(layers, grid, cost="memory")]
     assert compute == [0, 1, 1, 1, 1, 1, 1, 1, 1]
     assert sorted(memory) == [0] * 3 + [1] * 6
+
+
+def test_work_is_spread_longest_first_to_whom_has_least() -> None:
+    assert spread_costs([1.0, 1.0, 1.0, 1.0, 4.0], 2) == [1, 1, 1, 1, 0]
+    assert spread_costs([3.0, 3.0, 2.0, 2.0, 2.0], 2) == [0, 1, 0, 1, 0]
 
 
 def test_groups_count() -> None:

@@ -308,6 +308,36 @@ def test_steep_directions_no_longer_hold_the_flat_ones_back(
     assert best * 1000 <= base, f"{best:.3g} and {base:.3g}"
 
 
+@pytest.mark.parametrize("gain", [3.0, 30.0])
+@pytest.mark.parametrize("offset", [-100.0, 100.0])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_guard_of_s_knows_what_is_worse(maximize: bool, offset: float, gain: float) -> None:
+    """A loss that gets better lets s grow, whatever its sign and direction."""
+    w = nn.Parameter(torch.ones(4).double())
+    d, better = torch.tensor([9.0, 3.0, 1.0, 0.5]).double(), [0.0]
+    sign = -1.0 if maximize else 1.0
+
+    def loss() -> Tensor:
+        return sign * 0.5 * (d * w * w).sum() + offset - sign * better[0] * gain
+
+    optimizer = DHO2(
+        [w],
+        lr=1e-9,
+        largest=2,
+        warmup_steps=0,
+        curvature_interval=1,
+        maximize=maximize,
+        curvature_closure=loss,
+    )
+    found = []
+    for better[0] in (0.0, 1.0, 2.0):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        found.append(optimizer.curvature.rest_scale)
+    assert found == pytest.approx([1.0, 1.5, 2.25])
+
+
 # When, and what it says.
 
 

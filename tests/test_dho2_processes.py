@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract import same
+from models import ZOO
 from pairs import (
     ADAM,
     BATCHES,
@@ -38,6 +39,7 @@ from ranks import agreed, assert_same_trajectory, counted, replaced, shard
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from second_order import DHO2, CurvatureError, SecondOrderError, SecondOrderWarning
 from second_order.lanczos import spectrum
@@ -74,6 +76,51 @@ def test_rows_and_columns_give_what_one_process_gives(world: World, world_size: 
     for options, trajectory in zip(KINDS.values(), expected, strict=False):
         assert same(alone(**options, layout="column")[:UNTIL], trajectory)
         assert not torch.allclose(alone(**options, **NONE)[UNTIL - 1], trajectory[-1])
+
+
+def scheduled(rank: int, world_size: int, layout: str) -> tuple[list[Tensor], float]:
+    """And the share of the last gradient that the eigenvectors span."""
+    model = network()
+    precise = {"lanczos_iterations": SIZE, "lanczos_tol": 1e-12}
+    optimizer = spread(model, rank, world_size, momentum=0.9, layout=layout, **precise)
+    schedule, found = LambdaLR(optimizer, lambda step: 0.7**step), []
+    for batch in shards(BATCHES[:6], rank, world_size):
+        found += go(model, optimizer, [batch])
+        schedule.step()
+    return found, optimizer.curvature.gradient_share
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_schedule_reaches_the_base_wherever_its_state_is(world: World, layout: str) -> None:
+    (expected, share), results = scheduled(0, 1, layout), world.run(scheduled, 2, layout)
+    assert_same_trajectory(agreed([found for found, _ in results]), expected, rtol=1e-6)
+    assert [share for _, share in results] == pytest.approx([share] * 2, rel=1e-5)
+    assert 0.0 < share < 1.0
+
+
+def images(rank: int, world_size: int, channels_last: bool) -> list[Tensor]:
+    case = ZOO["conv"]
+    model, curved = case.model(), shard(case.batch(12, seed=9), rank, world_size)
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    model.to(memory_format=form)
+    optimizer = DHO2(
+        model,
+        lr=0.05,
+        momentum=0.9,
+        largest=3,
+        warmup_steps=1,
+        curvature_interval=2,
+        lanczos_iterations=60,
+        lanczos_tol=1e-10,
+        curvature_closure=lambda: cross_entropy(model(curved[0]), curved[1]),
+    )
+    batches = [shard(batch, rank, world_size) for batch in case.batches(5, 12)]
+    return go(model, optimizer, [(x.to(memory_format=form), y) for x, y in batches])
+
+
+def test_channels_last_changes_nothing_on_many_processes(world: World) -> None:
+    expected = images(0, 1, False)
+    assert_same_trajectory(agreed(world.run(images, 2, True)), expected, rtol=1e-6)
 
 
 # Parameters that not all ranks, or not all steps, train.

@@ -167,6 +167,38 @@ def test_before_the_first_step_there_are_no_ages() -> None:
     assert threads_of() == 0, "threads are started by the first solve"
 
 
+def falling_damping(step: int) -> float:
+    return 0.5 * 0.6**step
+
+
+def test_an_inverse_has_the_damping_of_its_snapshot() -> None:
+    model = CASE.model()
+    options: dict[str, Any] = {"solver": "eigen", "damping": falling_damping}
+    with distkfac(model, max_staleness=2, deterministic=True, **options) as optimizer:
+        found = go(model, optimizer, CASE, BATCHES)
+    assert_same_trajectory(found, delayed(2, **options))
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unused = CASE.model(), nn.Linear(3, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@pytest.mark.filterwarnings("ignore:no statistics arrived")
+def test_deterministic_beside_a_layer_without_statistics() -> None:
+    model, delays = WithUnused(), set()
+    with distkfac(model, max_staleness=3, deterministic=True) as optimizer:
+        for batch in BATCHES:
+            eventually(lambda: landed(optimizer))  # ready long before it is time
+            go(model, optimizer, CASE, [batch])
+            delays |= set(optimizer.delays.values())
+    assert delays == {0, 3}
+
+
 # What goes wrong on a thread.
 
 

@@ -602,6 +602,32 @@ def test_the_owner_hook_sends_gradients_as_step_would(world: World, world_size: 
                     assert counts.total() == (3 if world_size > 1 else 0), "with a refresh"
 
 
+def frozen_for_a_step(rank: int, world_size: int, hooked: bool) -> list[Tensor]:
+    """A layer freezes between the backward pass and the step: others own what is left."""
+    model = MLP.model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = dpkfac(wrapped if hooked else model, inv_update_steps=2, assignment="round_robin")
+    if hooked:
+        optimizer.register_owner_hook(wrapped)
+    trajectory = []
+    for step, batch in enumerate(BATCHES[:4]):
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        cross_entropy((wrapped if hooked else model)(x), y).backward()
+        if step == 1:
+            model[0].requires_grad_(False)
+            model[0].zero_grad()
+        optimizer.step()
+        model[0].requires_grad_(True)
+        trajectory.append(vector(model))
+    return trajectory
+
+
+def test_owners_that_move_after_the_backward_pass_get_the_hooks_means(world: World) -> None:
+    expected = agreed(world.run(frozen_for_a_step, 2, False))
+    assert_same_trajectory(agreed(world.run(frozen_for_a_step, 2, True)), expected)
+
+
 def hook_refusals(rank: int, world_size: int) -> list[str]:
     model, scaler = MLP.model(), torch.amp.GradScaler("cpu")
     wrapped, other = DistributedDataParallel(model), DistributedDataParallel(MLP.model())

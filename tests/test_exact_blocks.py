@@ -16,7 +16,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DistKFAC
-from second_order.kronecker.exact import ExactBlock, normalised
+from second_order.kronecker.exact import ExactBlock, gain_gradients, normalised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
 # Each, and the shape of one of its inputs.
 PER_EXAMPLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LayerNorm": (lambda: nn.LayerNorm(5), (5,)),
-    "LayerNorm of two axes": (lambda: nn.LayerNorm((2, 3)), (2, 3)),
+    "LayerNorm of two axes": (lambda: nn.LayerNorm((2, 3), eps=0.1), (2, 3)),
     "LayerNorm of three axes": (lambda: nn.LayerNorm((2, 1, 3)), (2, 1, 3)),
     "LayerNorm, no bias": (lambda: nn.LayerNorm(5, bias=False), (5,)),
     "RMSNorm": (lambda: nn.RMSNorm(5, eps=0.1), (5,)),
@@ -187,6 +187,16 @@ def test_a_gain_multiplies_what_is_normalised(name: str) -> None:
     close(normalised(module, x) * gain, expected.detach())
 
 
+def test_a_batch_norm_of_inputs_far_from_zero() -> None:
+    """Their variance from sums of squares would be rounding alone."""
+    norm, d = nn.BatchNorm2d(2), torch.randn(4, 2, 5, 5)
+    x = (3e3 + torch.randn(4, 2, 5, 5, dtype=F64)).float()
+    wide = x.double()
+    mean, variance = wide.mean((0, 2, 3), True), wide.var((0, 2, 3), False, keepdim=True)
+    expected = (d.double() * (wide - mean) / (variance + norm.eps).sqrt()).sum((2, 3))
+    torch.testing.assert_close(gain_gradients(norm, x, d).double(), expected, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("missing", ["weight", "bias"])
 def test_what_the_optimizer_does_not_have_is_not_in_the_block(missing: str) -> None:
     model, batch = network("GroupNorm of a map", 4)
@@ -258,6 +268,19 @@ def test_the_step_is_the_dense_solve(name: str, most: int, solver: str) -> None:
     assert len(F) == len(gradient)
     assert (exact_block(optimizer).shape.groups > 1) == (most == 1)
     close(step, ref.dense_solve(F, gradient, 0.03), rtol=1e-8)
+
+
+def test_the_clip_shortens_exact_blocks_with_all_others() -> None:
+    found = []
+    for clip in (None, 1e-7):
+        model, batch = network("LayerNorm", 6)
+        optimizer = distkfac(model, kl_clip=clip, lr=1.0)
+        take(model, optimizer, batch)
+        found.append([p.grad.clone() for p in model.parameters()])
+    nu = float(found[1][-1].norm() / found[0][-1].norm())
+    assert nu < 0.5
+    for free, clipped in zip(*found, strict=True):
+        torch.testing.assert_close(clipped, nu * free, rtol=1e-9, atol=0)
 
 
 @each_solver

@@ -149,6 +149,32 @@ def train_stale(rank: int, world_size: int, options: dict[str, Any]) -> list[Ten
     return trajectory
 
 
+def one_side_fails(rank: int, world_size: int, size: int) -> tuple[list[Tensor], list[str]]:
+    """Matrices of one size cannot be decomposed at the second refresh."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REFRESHED)
+    found = []
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for step, batch in enumerate(BATCHES[:4]):
+            mine = shard(batch, rank, world_size)
+            with failing("eigen", "raises", lambda m, s=step: s == 2 and m.shape[-1] == size):
+                take(model, optimizer, mine)
+            found.append(vector(model))
+    return found, caught(messages)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("size", "layer"), [(8, "2"), (3, "4")], ids=["A", "G"])
+def test_one_factor_that_fails_is_told(
+    world: World, world_size: int, size: int, layer: str
+) -> None:
+    results = world.run(one_side_fails, world_size, size)
+    agreed([found for found, _ in results])
+    for _, (line,) in results:
+        assert f"layer {layer!r} could not be decomposed at step 2" in line
+
+
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_the_old_inverse_is_what_the_gradient_meets(world: World, solver: str) -> None:
     """All fail at step 2: as if inverses were refreshed at steps 0, 4, 6."""

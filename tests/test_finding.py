@@ -10,7 +10,7 @@ from contract import make
 from models import CLASSES, ZOO
 from torch import Tensor, nn
 
-from second_order import DistKFAC
+from second_order import KAISA, DistKFAC
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock
@@ -229,6 +229,17 @@ def test_a_gain_that_is_shared_with_a_skipped_norm_is_left_too(skipped: str) -> 
     blocks, left = find(Sharing(tied=True), skip=(skipped,))
     assert kinds(blocks) == {"head": KroneckerBlock}
     assert left.keys() == {"first", "second"}
+
+
+def test_an_embedding_with_sparse_gradients_is_left_to_the_base() -> None:
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Flatten(), nn.Linear(12, CLASSES))
+    optimizer = KAISA(model, lr=0.1)
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert (rows["0"].status, rows["0"].detail) == ("base", "its gradient is sparse")
+    x, y = torch.randint(6, (5, 3)), torch.randint(CLASSES, (5,))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 # skip_layers, max_factor_dim.

@@ -536,6 +536,13 @@ def test_9_not_as_so_many_passes() -> None:
     close([found.matrices(F64)[1]], [2 * as_passes[1]])
 
 
+def test_9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors() -> None:
+    """A relative damping, which is the default, is made of them."""
+    case = ZOO["shared_linear"]
+    for found in empirical(case.model(), case.batch()).values():
+        close(found.means, [mean_eigenvalue(each) for each in found.matrices(F64)])
+
+
 # 10. Equal shards: the mean of the ranks' factors = the full batch's. Unequal shards: the
 # example-weighted mean; the plain mean is not.
 # 11. k micro-batches = one batch.

@@ -47,6 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import second_order
 from second_order import RankMismatchError, SecondOrderWarning
+from second_order.distributed.assignment import AssignmentCost, Grid, LayerDims, assign_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -854,6 +855,26 @@ def test_an_inverse_holds_no_more_memory_than_it_says(world: World, workers: int
         assert held <= 1.1 * inverse
 
 
+def placed_as(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[Any]:
+    models = [
+        nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(8))]) for _ in choices
+    ]
+    return [kaisa(model, **each)._assignments for model, each in zip(models, choices, strict=True)]
+
+
+def test_layers_are_placed_as_asked_for(world: World) -> None:
+    dims = [LayerDims(1, 10, 10), *[LayerDims(1, 5, 5)] * 8]
+    pairs: list[tuple[AssignmentCost, bool]] = [
+        (cost, both) for cost in ("compute", "memory") for both in (True, False)
+    ]
+    choices = [{"assignment": cost, "colocate_factors": both} for cost, both in pairs]
+    expected = [
+        assign_layers(dims, Grid(1, 2), cost=cost, colocate_factors=both) for cost, both in pairs
+    ]
+    assert len(set(map(str, expected))) == 3, "apart, both costs come to the same"
+    assert world.run(placed_as, 2, choices) == [expected] * 2
+
+
 def placements(rank: int, world_size: int) -> list[str]:
     optimizer = kaisa(narrow_mlp([4, 4, 4]).double(), **HALVES)
     return [row.computed_by for row in optimizer.summary().rows]
@@ -1144,6 +1165,57 @@ def test_killed_and_resumed_with_another_world_size(
     placed_anew = {**options, "grad_worker_fraction": 1 / 3}
     parallel = world.run(load_and_train, 3, path.read_bytes(), placed_anew, steps=3)
     assert_same_trajectory(agreed(parallel), train(0, 1, MLP, LONG, options)[3:])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_the_warm_up_is_so_many_steps_and_no_more(warmup: int) -> None:
+    model, changed, before = MLP.model(), [], None
+    never = {"inv_update_steps": 100, "factor_update_steps": 100}
+    optimizer = kaisa(model, refresh_warmup_steps=warmup, **never)
+    for step, batch in enumerate(MLP.batches(6)):
+        take(model, optimizer, batch)
+        now = optimizer._blocks[0].inverse
+        if now is not before:
+            changed.append(step)
+        before = now
+    assert changed == list(range(max(warmup, 1)))
+
+
+@pytest.mark.parametrize("how", ["loaded", "thawed"])
+def test_a_layer_without_an_inverse_gets_one_at_the_next_step(how: str) -> None:
+    """Not at the next of the long intervals."""
+    options: dict[str, Any] = {"inv_update_steps": 100, "kl_clip": None}
+    model = MLP.model()
+    optimizer = kaisa(model, **options)
+    for batch in MLP.batches(3):
+        take(model, optimizer, batch)
+    if how == "loaded":
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = kaisa(model, **options)
+        optimizer.load_state_dict(saved)
+    else:
+        model[2].requires_grad_(False)
+        take(model, optimizer, MLP.batch(6))
+        model[2].requires_grad_(True)
+    x, y = MLP.batch(6)
+    plain = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+    take(model, optimizer, (x, y))
+    for p, gradient in zip(model.parameters(), plain, strict=True):
+        assert not torch.allclose(p.grad, gradient, rtol=1e-3)
+
+
+def test_a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors() -> None:
+    """As those of the first version are; a relative damping is made of them."""
+    model = MLP.model()
+    donor = kaisa(model, relative_damping=True)
+    take(model, donor, MLP.batch(6))
+    saved = copy.deepcopy(donor.state_dict())
+    for entry in saved["state"].values():
+        entry["curvature"].pop("mean_eigenvalues", None)
+    loaded = kaisa(model, relative_damping=True)
+    loaded.load_state_dict(saved)
+    for mine, its in zip(loaded._blocks, donor._blocks, strict=True):
+        torch.testing.assert_close(mine.factors.means, its.factors.means)
 
 
 def test_a_checkpoint_loads_where_a_layer_is_frozen_from_the_start() -> None:

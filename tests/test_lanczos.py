@@ -433,3 +433,11 @@ def test_on_a_grid_it_is_the_histogram_of_the_spectrum() -> None:
         assert float(curve[near].sum()) * step == pytest.approx(share, abs=0.03)
     far = (grid - 1.5).abs() < 0.5
     assert float(curve[far].sum()) * step < 1e-6
+
+
+def test_the_loss_of_micro_batches_is_weighted_by_their_examples() -> None:
+    w = nn.Parameter(torch.ones(2).double())
+    losses = [lambda: (w.square().sum(), 1), lambda: (4 * w.square().sum(), 3)]
+    with Measured(losses, [w], World.alone(), torch.float64, "auto", None) as space:
+        space.apply(torch.ones(2).double())
+        assert space.loss() == pytest.approx((2 * 1 + 8 * 3) / 4)

@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import threading
@@ -501,3 +502,49 @@ def frequent(rank: int, world_size: int) -> int:
 
 def test_what_is_listened_for_does_not_grow(world: World) -> None:
     assert max(world.run(frequent, 2)) <= 2
+
+
+def grouped(rank: int, world_size: int) -> Any:
+    """The second group's rate falls to nothing at step 2."""
+    model = CASE.model()
+    params = list(model.parameters())
+    groups = [{"params": params[:3], "lr": 0.05}, {"params": params[3:], "lr": 0.05}]
+    optimizer = mrdho2(model, groups, final_update="additive", momentum=0.9)
+    with optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        found = []
+        for step, batch in enumerate(BATCHES[:8]):
+            if step == 2:
+                optimizer.param_groups[1]["lr"] *= 0.0
+            gradient(model, optimizer, batch)
+            optimizer.step()
+            found.append([p.detach().clone() for p in params])
+        return found
+
+
+def test_each_group_has_its_own_newton_scale_in_a_final_update(world: World) -> None:
+    found, _ = world.run(grouped, 2)
+    for before, after in itertools.pairwise(found[1:]):
+        assert all(map(torch.equal, before[3:], after[3:])), "a group of lr 0 does not move"
+        assert not torch.equal(before[0], after[0])
+
+
+def reloaded(rank: int, world_size: int) -> Any:
+    """In the middle of an epoch, into the optimizer that has saved it, a step later."""
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="paper", **MOMENTUM, helper_timeout=10.0)
+    with optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        found = worker(model, optimizer, 0, 1, BATCHES[:6])
+        weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        worker(model, optimizer, 0, 1, BATCHES[6:7])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        return found + worker(model, optimizer, 0, 1, BATCHES[6:])
+
+
+def test_a_checkpoint_of_the_epoch_under_way_is_taken_back(world: World) -> None:
+    found, _ = world.run(reloaded, 2)
+    assert_same_trajectory(found, reference("paper", **MOMENTUM)[0], rtol=1e-7)

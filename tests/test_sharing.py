@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from contract import KRONECKER
+from contract import KRONECKER, factors, make, take
+from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
+
+from second_order import KAISA
 
 WIDTH = 6
 
@@ -102,3 +105,55 @@ def test_copies_and_checkpoints_keep_what_is_shared() -> None:
         assert len({id(found[name]) for name in "qkv"}) == 1
     assert all(map(torch.equal, model.parameters(), copied_model.parameters()))
     assert all(map(torch.equal, averages(optimizer).values(), averages(loaded).values()))
+
+
+class SomeBiases(nn.Module):
+    """As Whisper's attention: no bias for the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4, bias=b) for b in (True, False, True))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.q(x) * torch.tanh(self.k(x)) + self.v(x)).tanh())
+
+
+def test_layers_of_one_input_with_and_without_a_bias() -> None:
+    model = SomeBiases().double()
+    batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    names = ("q", "k", "v", "head")
+    expected = {n: empirical_factors(model, *batch, cross_entropy, n) for n in names}
+    optimizer = make(KAISA, model, lr=0.0)
+    take(model, optimizer, batch)
+    for name, pair in factors(optimizer).items():
+        for found, right in zip(pair, expected[name], strict=True):
+            torch.testing.assert_close(found, right)
+
+
+class Meeting(nn.Module):
+    """Two layers whose inputs are one only when they are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.together = nn.Linear(4, 3), nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x if self.together else x.sin())
+
+
+def test_layers_that_come_together_keep_their_own_pasts() -> None:
+    model = Meeting().double()
+    optimizer = make(KAISA, model, lr=0.0, factor_decay=0.5)
+    expected: dict[str, Tensor] = {}
+    for step, weight in enumerate((1.0, 2.0 / 3.0)):
+        model.together = step == 1
+        x = torch.randn(6, 4, dtype=torch.float64)
+        take(model, optimizer, (x, torch.randint(3, (6,))))
+        for name, inputs in {"a": x, "b": x if model.together else x.sin()}.items():
+            rows = torch.cat([inputs, torch.ones(6, 1, dtype=torch.float64)], 1)
+            new = (rows.T @ rows / 6).unsqueeze(0)
+            old = expected.get(name, torch.zeros_like(new))
+            expected[name] = torch.lerp(old, new, weight)
+    for name, (A, _) in factors(optimizer).items():
+        torch.testing.assert_close(A, expected[name])

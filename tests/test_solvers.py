@@ -870,3 +870,11 @@ def test_a_step_of_nothing_is_not_clipped() -> None:
     zero = torch.zeros(3)
     assert float(clip([zero], [zero], [0.1], 1e-3)) == 1.0
     assert float(clip([zero + 1], [zero + 1], [0.0], 1e-3)) == 1.0
+
+
+@each_solver
+def test_large_factors_are_finite_though_their_squares_are_not(name: str) -> None:
+    matrix = (torch.eye(3) * 1e25)[None]
+    (found,) = decompose(name, matrix)
+    assert found is not None
+    torch.testing.assert_close(restored(name, found), matrix.double(), rtol=1e-5, atol=0)
