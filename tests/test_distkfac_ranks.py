@@ -1226,7 +1226,7 @@ def refusal(attempt: Callable[[], Any]) -> str:
 
 def test_roles_and_options_that_do_not_go_together_are_refused_everywhere(world: World) -> None:
     for found in world.run(refused, 2, timeout=LONG):
-        assert "2 ranks of role 'stats' with 2 processes leave none to train" in found["all"]
+        assert "stats_workers=2 with 2 processes leaves none to train" in found["all"]
         assert (
             "DistributedDataParallel(model, process_group=optimizer.worker_group)" in found["DDP"]
         )

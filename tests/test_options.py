@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, DPKFAC, KAISA, SecondOrderWarning
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DecayingClip, SecondOrderWarning
 from second_order.distributed.assignment import gradient_worker_count
 from second_order.optimizers.options import own_keywords
 
@@ -44,12 +44,15 @@ def takes(System: Any, option: str) -> bool:
     return option in inspect.signature(System).parameters
 
 
-def rows(table: Sequence[tuple[Any, ...]]) -> list[Any]:
+ALL = (*SYSTEMS, MRDHO2)
+
+
+def rows(table: Sequence[tuple[Any, ...]], systems: Sequence[Any] = ALL) -> list[Any]:
     """The rows of a table, by option, each with every system whose or whose base's option it is."""
     return [
         pytest.param(System, *row, id=f"{System.__name__}-{row[0]}-{_shown(row[1])}")
         for row in table
-        for System in SYSTEMS
+        for System in systems
         if takes(System, row[0]) or takes(SGD, row[0]) or takes(Adam, row[0])
     ]
 
@@ -212,17 +215,33 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("smallest", -2, "smallest=-2 is below 0; use 0 for none"),
     ("curvature_interval", 0, "curvature_interval=0 is below 1; use 1 for every step"),
     ("warmup_steps", -1, "warmup_steps=-1 is below 0; use 0 to begin with a refresh"),
-    ("newton_scale", -0.1, r"newton_scale=-0\.1 is outside \[0, inf\]; 0\.1 is the default"),
-    ("newton_scale", float("nan"), r"newton_scale=nan is outside \[0, inf\]; 0\.1 is the default"),
+    ("newton_scale", -0.1, r"newton_scale=-0\.1 is outside \[0, inf\); 0\.1 is the default"),
+    ("newton_scale", float("nan"), r"newton_scale=nan is outside \[0, inf\); 0\.1 is the default"),
+    ("newton_scale", float("inf"), r"newton_scale=inf is outside \[0, inf\); 0\.1 is the default"),
     ("lr_scale_clip", 0.5, r"lr_scale_clip=0\.5 is outside \[1, inf\]; 1\.0 for no scaling"),
     ("lanczos_iterations", 9, r"lanczos_iterations=9 is below 10; use 4 \(largest \+ smallest\)"),
-    ("lanczos_tol", -1e-3, r"lanczos_tol=-0\.001 is outside \[0, inf\]; 1e-2 is the default"),
-    ("lanczos_tol", float("nan"), r"lanczos_tol=nan is outside \[0, inf\]; 1e-2 is the default"),
+    ("lanczos_tol", -1e-3, r"lanczos_tol=-0\.001 is outside \[0, inf\); 1e-2 is the default"),
+    ("lanczos_tol", float("nan"), r"lanczos_tol=nan is outside \[0, inf\); 1e-2 is the default"),
+    ("lanczos_tol", float("inf"), r"lanczos_tol=inf is outside \[0, inf\); 1e-2 is the default"),
     ("eigenvalue_floor", -0.1, r"eigenvalue_floor=-0\.1 is outside \[0, 1\]; 0\.01 is usual"),
     ("eigenvalue_floor", 1.1, r"eigenvalue_floor=1\.1 is outside \[0, 1\]; 0\.01 is usual"),
     ("subspace_momentum", 1.0, r"subspace_momentum=1\.0 is outside \[0, 1\); use 'average'"),
     ("subspace_momentum", -0.1, r"subspace_momentum=-0\.1 is outside \[0, 1\); use 'average'"),
     ("seed", -1, "seed=-1 is below 0; use 0"),
+    ("seed", 2**63, r"seed is above 2\*\*62, and generators take 64 bits; use 0"),
+    ("refresh_warmup_steps", -1, "refresh_warmup_steps=-1 is below 0; use 0 to keep to"),
+    ("damping", 10**400, "damping is a whole number that no float can hold; 1.0 is"),
+    ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
+    ("lr", float("nan"), "lr=nan is not finite; use 0.1"),
+    ("lr", float("inf"), "lr=inf is not finite; use 0.1"),
+    ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
+    ("helper_timeout", 1e30, r"helper_timeout=1e\+30 is outside \[0\.1, 1e\+06\]; 60\.0"),
+    ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*whole numbers of at least 1"),
+    ("doubly_factored", {"0": ("2", "4")}, r"doubly_factored=.*whole numbers of at least 1"),
+    ("doubly_factored", {"0": (True, 4)}, r"doubly_factored=.*whole numbers of at least 1"),
+    ("doubly_factored", {0: (2, 4)}, r"doubly_factored=.*a dict of layer names"),
+    ("doubly_factored", torch.ones(2), r"doubly_factored=tensor.*is not 'auto', None, or a dict"),
+    ("curvature_closure", [], "curvature closure is an empty sequence; give a function"),
 ]
 CHOICES: list[tuple[str, Any, str]] = [
     ("solver", "eigne", "solver='eigne' is not one of 'eigen', 'inverse'; did you mean 'eigen'"),
@@ -245,6 +264,10 @@ CHOICES: list[tuple[str, Any, str]] = [
     ("hvp", None, "hvp=None is not one of 'auto', 'retained', 'recomputed', 'differences'"),
     ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
     ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),
+    ("gradient_averaging", 1, "gradient_averaging=1 is not one of 'auto', True, False"),
+    ("gradient_averaging", torch.tensor(True), r"gradient_averaging=tensor\(True\) is not one of"),
+    ("gradient_averaging", torch.ones(2), r"gradient_averaging=tensor\(\[1"),
+    ("solver", torch.ones(2), "solver=tensor.* is not one of 'eigen', 'inverse'"),
 ]
 OWN_CHOICES: list[tuple[Any, str, Any, str]] = [
     (KAISA, "assignment", "memroy", "'compute', 'memory'; did you mean 'memory'"),
@@ -253,6 +276,16 @@ OWN_CHOICES: list[tuple[Any, str, Any, str]] = [
     (DPKFAC, "assignment", None, "assignment=None is not one of 'balanced', 'round_robin'"),
     (DPKFAC, "gradient_exchange", "owners", "'owner', 'all_reduce'; did you mean 'owner'"),
 ]
+FLAGS = (
+    "relative_damping",
+    "symmetry_aware",
+    "colocate_factors",
+    "async_inverse",
+    "deterministic",
+    "exact_blocks",
+    "lr_scale_guard",
+    "warm_start",
+)
 TYPES: list[tuple[str, Any, str]] = [
     ("damping", "auto", r"damping='auto' is not a number; "),
     ("damping", True, "damping=True is not a number; "),
@@ -288,7 +321,26 @@ TYPES: list[tuple[str, Any, str]] = [
     ("warm_start", "no", "warm_start='no' is not a flag; use True or False"),
     ("seed", "42", "seed='42' is not a whole number; use 0"),
     ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
+    ("grad_scaler", torch.amp.GradScaler, r"GradScaler.* has no scale\(\); pass a torch"),
+    ("lr", "0.1", "lr='0.1' is neither a number nor a tensor"),
+    ("lr", True, "lr=True is neither a number nor a tensor"),
+    ("refresh_warmup_steps", 2.5, r"refresh_warmup_steps=2\.5 is not a whole number; use 0 to"),
+    ("refresh_warmup_steps", True, "refresh_warmup_steps=True is not a whole number; use 0 to"),
+    ("helper_timeout", "60", "helper_timeout='60' is not a number; 60.0 is the default"),
+    ("process_group", object(), "process_group=<object.* is not a .*ProcessGroup; pass what"),
+    ("process_group", "gloo", "process_group='gloo' is not a .*ProcessGroup; pass what"),
+    ("process_group", [0, 1], r"process_group=\[0, 1\] is not a .*ProcessGroup; pass what"),
+    *(
+        (name, flag, rf"{name}={shown} is not a flag; use True or False")
+        for name in FLAGS
+        for flag, shown in ((torch.tensor(True), r"tensor\(True\)"), (torch.ones(2), "tensor.*"))
+    ),
+    ("curvature_closure", 3, "the curvature closure is 3; give a function"),
+    ("curvature_closure", "loss", "the curvature closure is 'loss'; give a function"),
+    ("curvature_closure", [None], "the curvature closure is None; give a function"),
+    ("curvature_closure", torch.tensor(1.0), r"the curvature closure is tensor\(1\.\); give"),
     ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
+    ("base", 0.1, r"base=0\.1 is not an optimizer class; pass the class itself"),
     ("base", nn.Linear, "is not an optimizer class; pass the class itself"),
     ("base", torch.optim.LBFGS, "base=LBFGS .*; use SGD or Adam"),
     ("base", type("Mine", (torch.optim.LBFGS,), {}), "evaluates its closure many times"),
@@ -305,7 +357,7 @@ def test_wrong_value_raises_with_value_bound_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        System(mlp(), lr=0.1, **{option: value})
+        System(mlp(), **{"lr": 0.1, option: value})
 
 
 @pytest.mark.parametrize(("System", "option", "value", "message"), OWN_CHOICES, ids=case_id)
@@ -313,7 +365,7 @@ def test_wrong_choice_raises_with_those_of_the_system(
     System: Any, option: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        System(mlp(), lr=0.1, **{option: value})
+        System(mlp(), **{"lr": 0.1, option: value})
 
 
 @pytest.mark.parametrize(("System", "option", "value", "message"), rows(TYPES))
@@ -321,14 +373,14 @@ def test_wrong_type_raises_with_value_and_remedy(
     System: Any, option: str, value: Any, message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
-        System(mlp(), lr=0.1, **{option: value})
+        System(mlp(), **{"lr": 0.1, option: value})
 
 
 @eigenpairs_only
 def test_every_option_is_in_a_table_of_wrong_values(System: Any) -> None:
     """But for those that every optimizer has, and the closure, which is tested by itself."""
     tested = {row[0] for row in NUMBERS + CHOICES + TYPES}
-    others = {"model", "lr", "process_group", "curvature_closure"}
+    others = {"model"}
     assert set(own_keywords(System)) - tested == others
 
 
@@ -367,7 +419,9 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize(("System", "option", "value", "error", "message"), rows(SCHEDULES))
+@pytest.mark.parametrize(
+    ("System", "option", "value", "error", "message"), rows(SCHEDULES, SYSTEMS)
+)
 def test_a_callable_is_held_to_the_same_bounds_and_named(
     System: Any, option: str, value: Any, error: Any, message: str
 ) -> None:
@@ -445,20 +499,69 @@ def test_boundary_values_are_accepted_and_taken_steps_with(
 
 
 @eigenpairs_only
-@pytest.mark.parametrize("closure", [3, "loss", [None], torch.tensor(1.0)], ids=str)
-def test_a_curvature_closure_that_is_no_function_is_refused_with_the_remedy(
+@pytest.mark.parametrize("closure", [3, "loss", [], [None], torch.tensor(1.0)], ids=str)
+def test_a_curvature_closure_that_is_no_function_is_refused_wherever_it_is_given(
     System: Any, closure: Any
 ) -> None:
     model = mlp()
-    optimizer = System(model, lr=0.1, warmup_steps=0, curvature_closure=closure)
+    optimizer = System(model, lr=0.1, warmup_steps=0)
     before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises((TypeError, ValueError), match=r"curvature closure.*function"):
+        optimizer.curvature_closure = closure
+    assert optimizer.curvature_closure is None
     x, y = ZOO["mlp"].batch()
     nn.functional.cross_entropy(model(x), y).backward()
     with pytest.raises((TypeError, ValueError), match=r"curvature closure.*function"):
-        optimizer.step()
+        optimizer.step(curvature_closure=closure)
     assert all(map(torch.equal, model.parameters(), before))
     optimizer.step(**asking(model, optimizer, (x, y)))
     assert optimizer.curvature.refreshes == 1
+
+
+@pytest.mark.parametrize("System", ALL)
+@pytest.mark.parametrize("closure", [3, "loss", torch.tensor(1.0)], ids=str)
+def test_a_closure_that_is_no_function_is_refused_before_the_step(
+    System: Any, closure: Any
+) -> None:
+    model = mlp()
+    optimizer = System(model, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = ZOO["mlp"].batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(TypeError, match=r"closure=.* is not a function; use step\(\) without"):
+        optimizer.step(closure)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("System", ALL)
+@pytest.mark.parametrize("given", [5, "model", None, {"params": 1}, torch.ones(3)], ids=str)
+def test_what_is_neither_a_module_nor_parameters_is_refused(System: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{System.__name__} got .*{System.__name__}\("):
+        System(given, model=mlp(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0 is below 1"),
+        ({"every": 0.5}, "every=0.5 is not a whole number of steps"),
+        ({"start": -1.0}, "start=-1.0 is outside"),
+        ({"start": float("inf")}, "start=inf is outside"),
+        ({"decay": 1.5}, "decay=1.5 is outside"),
+    ],
+)
+def test_a_decaying_clip_that_makes_no_sense_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        DecayingClip(**options)
+
+
+@each_kronecker
+@pytest.mark.parametrize("to", ["0", 0.0, True, torch.tensor(0)], ids=str)
+def test_what_is_no_rank_is_refused(System: Any, to: Any) -> None:
+    with pytest.raises(TypeError, match=r"consolidate\(to=.* is not the number of a rank"):
+        System(mlp(), lr=0.1).consolidate(to=to)
 
 
 # Gradient workers.

@@ -99,6 +99,7 @@ class World:
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         self._subgroups: dict[tuple[int | str, ...], World] = {}
+        _check_group(group)
         if not (dist.is_available() and dist.is_initialized()):
             self.group: dist.ProcessGroup | None = None
             self.rank, self.size = 0, 1
@@ -332,6 +333,19 @@ class World:
                 f"the ranks built different {what}: rank 0 has [{lines[0]}], rank {rank} has "
                 f"[{lines[1]}]; build the same model with the same options on every rank"
             )
+
+
+def _check_group(group: Any) -> None:
+    """Raise unless ``group`` is None or a process group that this process is in."""
+    if group is None:
+        return
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not a member of process_group=; pass one it is in")
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
+            f"torch.distributed.new_group() returns, or None for the default group"
+        )
 
 
 # One set of groups serves all optimizers: each of NCCL's costs hundreds of megabytes.

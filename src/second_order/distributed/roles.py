@@ -90,16 +90,22 @@ def assign_roles(
     """
     if helpers < 0 or (world_size > 1 and helpers >= world_size):
         raise ValueError(
-            f"{helpers} ranks of role {helper_role!r} with {world_size} processes leave none to "
+            f"{_option_of(helper_role)}={helpers} with {world_size} processes leaves none to "
             f"train; use 0 to {world_size - 1}"
         )
     count = helpers if world_size > 1 else 0
     if under_ddp and count:
         raise ValueError(
-            f"a model in DistributedDataParallel waits for gradients of the ranks of role "
-            f"{helper_role!r}, which have none; give the optimizer the plain model and "
+            f"{_option_of(helper_role)}={helpers} with a model in DistributedDataParallel, which "
+            f"waits for gradients of the ranks of role {helper_role!r}, and they have none; give "
+            f"the optimizer the plain model and "
             f"gradient_averaging=False, and wrap it afterwards with "
             f"DistributedDataParallel(model, process_group=optimizer.worker_group)"
         )
     ranks = tuple(range(world_size))
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
+
+
+def _option_of(role: Role) -> str:
+    """The option that says how many ranks have a helper's role."""
+    return "accelerators" if role == "accelerator" else "stats_workers"

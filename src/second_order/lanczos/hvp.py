@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from second_order.errors import CurvatureError
 from second_order.lanczos.undisturbed import RandomState, undisturbed
 
-__all__ = ["Hessian", "LossFn", "ProductMode"]
+__all__ = ["Hessian", "LossFn", "ProductMode", "check_closure"]
 
 LossFn: TypeAlias = Callable[[], Any]
 Parts: TypeAlias = Sequence[Tensor | None]
@@ -88,14 +88,7 @@ class Hessian:
         self._graphs: list[tuple[float, list[Tensor | None]]] = []
 
     def __enter__(self) -> Hessian:
-        if not self._loss_fns:
-            raise ValueError("the sequence of loss functions is empty; give one a micro-batch")
-        for loss_fn in self._loss_fns:
-            if not callable(loss_fn):
-                raise TypeError(
-                    f"the curvature closure is {loss_fn!r}; give a function that returns the loss "
-                    f"of the curvature batch, or a sequence of such functions"
-                )
+        check_closure(self._loss_fns)  # here, where all processes hear of it
         self._aside = undisturbed(self.params, self._model)
         self._modules = self._aside.__enter__()
         self.examples = self.loss = 0.0
@@ -238,6 +231,27 @@ class Hessian:
         if any(g is None for g in gradients) and any(f is CheckpointFunction for _, f in custom):
             raise CurvatureError(_REENTRANT)
         return examples, list(gradients)
+
+
+def check_closure(given: Any) -> None:
+    """Raise unless there is a function that evaluates a loss, or a sequence of some.
+
+    Raises:
+        TypeError: If something is no function.
+        ValueError: If the sequence is empty.
+    """
+    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    for each in given if several else [given]:
+        if not callable(each):
+            raise TypeError(
+                f"the curvature closure is {each!r}; give a function that returns the loss of the "
+                f"curvature batch, or a sequence of such functions"
+            )
+    if several and not given:
+        raise ValueError(
+            "the curvature closure is an empty sequence; give a function that returns the loss of "
+            "the curvature batch, or one a micro-batch"
+        )
 
 
 def _checked(value: Any) -> tuple[Tensor, float]:

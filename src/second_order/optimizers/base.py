@@ -17,17 +17,28 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from second_order.distributed.collectives import PendingReduction, World
 from second_order.errors import SecondOrderWarning
-from second_order.optimizers.options import check_base, check_choice, split_base_keywords
+from second_order.optimizers.given import (
+    check_scaler,
+    look_through,
+    loose,
+    materialised,
+    refuse_unknown_scaler,
+)
+from second_order.optimizers.options import (
+    check_base,
+    check_choice,
+    check_learning_rate,
+    check_params,
+    split_base_keywords,
+)
 
 __all__ = ["BASE", "CURVATURE", "BaseState", "ParamsOrModel", "Routed", "SecondOrderOptimizer"]
 
@@ -149,6 +160,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
         split_base_keywords(base, own_keywords, base_kwargs)
+        check_learning_rate(base_kwargs.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         if isinstance(params_or_model, nn.Module):
             if model is not None and model is not params_or_model:
@@ -161,12 +173,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
             )
         else:
-            groups = [_materialised(g) for g in params_or_model]
-            model = _loose(groups) if model is None else model
+            check_params(name, params_or_model)
+            groups = [materialised(g) for g in params_or_model]
+            model = loose(groups) if model is None else model
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r} is not a torch.nn.Module")
 
-        self._model, self._under_ddp = _look_through(model)
+        self._model, self._under_ddp = look_through(model)
         self._world = World(process_group)
         self._averages = (
             self._world.size > 1 and not self._under_ddp
@@ -174,7 +187,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             else bool(gradient_averaging) and self._world.size > 1
         )
         self._grad_scaler = grad_scaler
-        _check_scaler(grad_scaler, self._averages, self._averaging_processes())
+        check_scaler(grad_scaler, self._averages, self._averaging_processes())
         self._warned: set[str] = set()
         self._steps = 0
         launched = os.environ.get("WORLD_SIZE", "1")
@@ -199,6 +212,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         Raises:
             RankMismatchError: On every rank, if descriptions or parameters' shapes differ.
+            ValueError: On every rank, if the processes cannot do what the options say.
         """
         named = dict(self._model.named_parameters())
         lines = [
@@ -214,6 +228,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             lines += [f"{group_name}: {entries}", f"{group_name}: parameters {members}"]
         lines.append(f"gradients averaged by the optimizer: {self._averages}")
         self._world.require_equal([*lines, *description], "models or options")
+        self._check_processes()  # of equal options, so that all raise or none
         if self._averages:
             with torch.no_grad():
                 tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -221,6 +236,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._constructed = True
 
     # ---------------------------------------------------------------- what subclasses implement
+
+    def _check_processes(self) -> None:
+        """Raise what these processes and devices cannot do, before anything has changed."""
 
     def _averaging_processes(self) -> int:
         """How many average gradients, where the optimizer does; asked at construction."""
@@ -265,8 +283,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
         """
         loss = None
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure={closure!r} is not a function; use step() without one")
         if self._steps == 0 and self._grad_scaler is None and self._scaler_matters:
-            _refuse_unknown_scaler(type(self).__name__, self._scaler_matters)
+            refuse_unknown_scaler(type(self).__name__, self._scaler_matters)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -424,23 +444,6 @@ def _levels_to_the_caller() -> int:
     return level
 
 
-def _loose(groups: Iterable[Any]) -> nn.Module:
-    """A module that has parameters given without one, and does nothing."""
-    module = nn.Module()
-    parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
-    tensors = [p[1] if isinstance(p, tuple) else p for part in parts for p in part]
-    module._parameters.update({str(i): p for i, p in enumerate(tensors)})
-    return module
-
-
-def _materialised(group: Any) -> Any:
-    """A group that can be walked through twice, be its parameters a generator or one tensor."""
-    if not isinstance(group, dict):
-        return group
-    params = group["params"]
-    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
-
-
 def _printable(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
@@ -453,62 +456,3 @@ def _with_parts(entry: dict[str, Any]) -> dict[str, Any]:
     if set(entry) <= {BASE, CURVATURE}:
         return entry
     return {BASE: dict(entry)}
-
-
-def _look_through(model: nn.Module) -> tuple[nn.Module, bool]:
-    """The user's own module inside wrappers, and whether one of them averages gradients."""
-    under_ddp = False
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model, under_ddp = model.module, True
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            break
-    for name, p in model.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"parameter {name!r} is not initialised yet; run one batch through the model "
-                f"before making the optimizer"
-            )
-        if type(p.data).__name__ == "DTensor":
-            raise TypeError(
-                f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is "
-                f"not supported; use DistributedDataParallel, or build the optimizer on an "
-                f"unsharded model"
-            )
-    return model, under_ddp
-
-
-def _refuse_unknown_scaler(name: str, reason: str) -> None:
-    """Raise if a GradScaler calls ``step`` without having been announced.
-
-    The gradients it has let through are unscaled, those captured on the way are not: the factors
-    would be too large by the square of the scale, and training would stall without a word.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(12):
-        if frame is None:
-            return
-        module = frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "_maybe_opt_step" and module == "torch.amp.grad_scaler":
-            raise ValueError(
-                f"{name}.step() is called by a GradScaler that it was not told of: {reason}; "
-                f"write {name}(..., grad_scaler=scaler)"
-            )
-        frame = frame.f_back
-
-
-def _check_scaler(scaler: Any, averages: bool, processes: int) -> None:
-    if scaler is None:
-        return
-    if not callable(getattr(scaler, "scale", None)):
-        raise TypeError(f"grad_scaler={scaler!r} has no scale(); pass a torch.amp.GradScaler")
-    synchronised = type(scaler).__name__ == "ShardedGradScaler"
-    if averages and processes > 1 and scaler.is_enabled() and not synchronised:
-        raise ValueError(
-            f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
-            f"{processes} processes: an overflow on one process would skip step() there alone and "
-            f"leave the others waiting; wrap the model in DistributedDataParallel, or use "
-            f"torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
-        )

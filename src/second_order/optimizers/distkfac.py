@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.distributed.assignment import spread_costs
-from second_order.distributed.roles import Role
+from second_order.distributed.roles import Role, assign_roles
 from second_order.errors import SecondOrderError
 from second_order.kronecker.background import take_snapshot
 from second_order.kronecker.block import GradientScale, KroneckerBlock
@@ -37,19 +37,15 @@ from second_order.optimizers.background_refresh import (
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.distkfac_options import (
     DoublyFactored,
+    check_distkfac_options,
     checked_doubly_factored,
     checked_staleness,
     half_the_cores,
 )
-from second_order.optimizers.fosi_options import check_whole
 from second_order.optimizers.kfac_options import KFACOptions
 from second_order.optimizers.options import (
     Interval,
     Schedule,
-    check_choice,
-    check_count,
-    check_flag,
-    check_number,
     own_keywords,
     value_at,
 )
@@ -103,7 +99,9 @@ class DistKFAC(BackgroundRefresh):
             flattened feature map, by the layers' names. Three small factors take the place of A and
             G (Ba et al. 2017, section 4). "auto": those with more than ``max_factor_dim`` inputs,
             with the channels of the convolution before them. None: no layer.
-        max_factor_dim: Layers with a larger factor are left to the base.
+        max_factor_dim: Layers with a larger factor, A of the inputs or G of the outputs, are left
+            to the base, and named: memory grows with its square, a solve with its cube. The A of
+            an embedding is diagonal, of any size.
         exact_blocks: Gains and biases of normalisations have exact blocks, and biases that train
             alone; False leaves them to the base.
         max_exact_dim: Entries up to which such a block is a full matrix; above, its diagonal.
@@ -196,20 +194,13 @@ class DistKFAC(BackgroundRefresh):
         self._forgets_evenly = factor_decay is None
         decay = STEP_DECAY if factor_decay is None else factor_decay
         options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
-        check_whole("stats_workers", stats_workers, 0, "0 for none")
-        check_number("helper_timeout", helper_timeout, low=0.1, remedy="60.0 is the default")
-        check_choice("inverse_device", inverse_device, ("cpu", "cuda"))
-        check_choice("conv_factors", conv_factors, ("kfc", "cheap"))
-        check_count("max_factor_dim", max_factor_dim, "rows")
-        check_count("max_exact_dim", max_exact_dim, "rows")
-        if inverse_threads is not None:
-            check_count("inverse_threads", inverse_threads, "threads")
+        check_distkfac_options(locals())
         staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
         self._conv_approximation = "reduce" if conv_factors == "cheap" else None
         self._rules = BlockRules(
             max_factor_dim=max_factor_dim,
             doubly_factored=checked_doubly_factored(doubly_factored),
-            max_exact_dim=max_exact_dim if check_flag("exact_blocks", exact_blocks) else None,
+            max_exact_dim=max_exact_dim if exact_blocks else None,
         )
         self._stats_workers, self._patience = stats_workers, float(helper_timeout)
         self._helpers = Helpers()
@@ -229,24 +220,30 @@ class DistKFAC(BackgroundRefresh):
                 threads=half_the_cores() if inverse_threads is None else inverse_threads,
                 device=inverse_device,
                 max_staleness=staleness,
-                deterministic=check_flag("deterministic", deterministic),
+                deterministic=deterministic,
             ),
         )
 
     def _described_options(self) -> str:
         background = vars(self._background) | {"threads": "its own"}
+        if self._background.device == "cuda":
+            background["parameters"] = self._device().type  # which _check_processes asks
         mine = f"{self._rules} {self._conv_approximation} {background} {self._stats_workers}"
         return f"{super()._described_options()} {mine} {self._patience} {self._forgets_evenly}"
 
     def _averaging_processes(self) -> int:
         return self._world.size - self._stats_workers  # before roles are given
 
-    def _divide(self) -> None:
+    def _check_processes(self) -> None:
+        super()._check_processes()
         if self._background.device == "cuda" and self._device().type != "cuda":
             raise ValueError(
                 f"inverse_device='cuda', but the parameters are on {self._device()}; move the "
                 f"model there first, or use inverse_device='cpu'"
             )
+        assign_roles(self._world.size, self._stats_workers, "stats", self._under_ddp)
+
+    def _divide(self) -> None:
         if not self._stats_workers:
             return
         self._helpers, world = divide(

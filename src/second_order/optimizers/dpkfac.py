@@ -74,6 +74,9 @@ class DPKFAC(KFACOptimizer):
         kfac_approx: "expand" or "reduce".
         eigen_refresh: "full" or "warm".
         symmetry_aware: Keep the upper triangles of symmetric matrices.
+        max_factor_dim: Layers with a larger factor, A of the inputs or G of the outputs, are left
+            to the base, and named: memory grows with its square, a solve with its cube. The A of
+            an embedding is diagonal, of any size.
         skip_layers: Patterns of module names or class names that the base trains alone.
         accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
         loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
@@ -115,6 +118,7 @@ class DPKFAC(KFACOptimizer):
         kfac_approx: Approximation = "expand",
         eigen_refresh: str = "full",
         symmetry_aware: bool = True,
+        max_factor_dim: int = 8192,
         skip_layers: Sequence[str] = (),
         accumulation_steps: int = 1,
         loss_reduction: str = "mean",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from second_order.errors import CurvatureError
-from second_order.lanczos.hvp import LossFn
+from second_order.lanczos.hvp import LossFn, check_closure
 from second_order.lanczos.rows import RowSpace
 from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs
 from second_order.optimizers.base import ParamsOrModel
@@ -45,8 +45,11 @@ from second_order.optimizers.subspace import (
     ColumnBasis,
     RowBasis,
     Subspace,
+    differs_in_momentum,
+    momentum_rule,
     newton_rates,
     rest_scale,
+    share_inside,
 )
 from second_order.report import CurvatureReport, Summary
 
@@ -100,8 +103,23 @@ class FOSIOptimizer(FlatOptimizer):
         )
         self._knows_modules = isinstance(params_or_model, nn.Module) or model is not None
         self._check_params()
-        shown = {k: v for k, v in vars(options).items() if not callable(v)}
-        self._finish_construction([f"options: {base.__name__} {shown}"])
+        self._finish_construction([f"options: {self._described_options()}"])
+
+    def _described_options(self) -> str:
+        shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
+        return f"{type(self._base).__name__} {shown}"
+
+    @property
+    def curvature_closure(self) -> LossFn | Sequence[LossFn] | None:
+        """What evaluates the loss on the curvature batch; may be assigned."""
+        return self._curvature_closure
+
+    @curvature_closure.setter
+    def curvature_closure(self, closure: LossFn | Sequence[LossFn] | None) -> None:
+        """Take another, if it is a function, or a sequence of some."""
+        if closure is not None:
+            check_closure(closure)
+        self._curvature_closure = closure
 
     # ------------------------------------------------------------------------------- the vector
 
@@ -170,6 +188,8 @@ class FOSIOptimizer(FlatOptimizer):
                 closure, or its loss cannot be evaluated or differentiated twice. Nothing has
                 changed then, but that eigenpairs of other parameters than train now are dropped.
         """
+        if curvature_closure is not None and self._world.size == 1:
+            check_closure(curvature_closure)  # several processes hear of it together, once due
         self._given = curvature_closure
         try:
             return super().step(closure)
@@ -194,7 +214,9 @@ class FOSIOptimizer(FlatOptimizer):
         gradients = [chunk.gradients(self._dtype) for chunk in self._chunks]
         c = subspace.basis.coefficients(gradients)
         if self._refreshed_at == self._steps:
-            self._share = self._measured_share(c, gradients)
+            self._share = share_inside(
+                c, gradients, self._world, rows=self._options.layout == "row"
+            )
         subspace.basis.add(gradients, [-c] * len(gradients))
         for chunk, gradient in zip(self._chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
@@ -207,23 +229,13 @@ class FOSIOptimizer(FlatOptimizer):
 
     def _momentum_rule(self) -> tuple[float, float, bool]:
         """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
-        group, chosen = self.param_groups[0], self._options.subspace_momentum
-        if isinstance(chosen, float | int):
-            return float(chosen), 1.0 - chosen, False
-        betas = {str(g.get("betas", g.get("momentum"))) for g in self.param_groups}
-        if len(betas) > 1 and self._first_time("momentum"):
+        chosen = isinstance(self._options.subspace_momentum, float | int)
+        if not chosen and differs_in_momentum(self.param_groups) and self._first_time("momentum"):
             self._warn(
                 "momentum differs between the groups; in the eigenvectors' span that of the first "
                 "is used: subspace_momentum= sets another"
             )
-        if "betas" in group:
-            beta = float(group["betas"][0])
-            return beta, 1.0 - beta, False
-        momentum = float(group.get("momentum") or 0.0)
-        if chosen == "average":
-            return momentum, 1.0 - momentum, bool(group.get("nesterov"))
-        gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
-        return momentum, gain, bool(group.get("nesterov"))
+        return momentum_rule(self.param_groups[0], self._options.subspace_momentum)
 
     def _base_step(self) -> None:
         super()._base_step()
@@ -390,18 +402,6 @@ class FOSIOptimizer(FlatOptimizer):
             basis.vectors.new_zeros(len(rates)),
         )
 
-    def _measured_share(self, c: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-        """‖V̂ᵀg‖² / ‖g‖², on the device."""
-        inside = c.double().square().sum()
-        whole = torch.zeros_like(inside)
-        for gradient in gradients:
-            whole += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        sums = torch.stack([inside, whole])
-        if self._world.size > 1:  # one of the two is known in full by every process
-            sums[0 if self._options.layout == "row" else 1] /= self._world.size
-            self._world.start_sum([sums]).wait()
-        return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
-
     @property
     def curvature(self) -> CurvatureReport:
         """The eigenvalues of the last refresh, and what refreshes took. Waits for the device."""
@@ -487,7 +487,7 @@ class FOSIOptimizer(FlatOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Closures belong to the model that they were made for, and cannot be pickled.
-        return state | {"curvature_closure": None, "_given": None, "_before": []}
+        return state | {"_curvature_closure": None, "_given": None, "_before": []}
 
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""

@@ -16,9 +16,11 @@ from second_order.optimizers.options import (
     check_flag,
     check_interval,
     check_number,
+    check_seed,
+    check_whole,
 )
 
-__all__ = ["FOSIOptions", "Layout", "check_newton_scale", "check_whole"]
+__all__ = ["FOSIOptions", "Layout", "check_newton_scale"]
 
 Layout: TypeAlias = Literal["row", "column"]
 
@@ -72,7 +74,8 @@ class FOSIOptions:
             check_newton_scale(self.newton_scale)
         if self.lr_scale_clip is not None:
             check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy="1.0 for no scaling")
-        check_number("lanczos_tol", self.lanczos_tol, low=0.0, remedy="1e-2 is the default")
+        remedy = "1e-2 is the default"
+        check_number("lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy)
         check_number(
             "eigenvalue_floor", self.eigenvalue_floor, low=0.0, high=1.0, remedy="0.01 is usual"
         )
@@ -91,7 +94,7 @@ class FOSIOptions:
         check_flag("warm_start", self.warm_start)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
         check_choice("layout", self.layout, ("row", "column"))
-        check_whole("seed", self.seed, 0, "0")
+        check_seed("seed", self.seed)
         if self.lanczos_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(
                 f"lanczos_dtype={self.lanczos_dtype} loses orthogonality; use torch.float32 or "
@@ -119,13 +122,6 @@ class FOSIOptions:
 
 
 def check_newton_scale(value: Any) -> None:
-    """Raise unless α is a number of at least 0."""
-    check_number("newton_scale", value, low=0.0, remedy="0.1 is the default, 1.0 a full step")
-
-
-def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
-    """Raise unless ``value`` is a whole number of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
-    if value < low:
-        raise ValueError(f"{name}={value} is below {low}; use {remedy}")
+    """Raise unless α is a finite number of at least 0."""
+    remedy = "0.1 is the default, 1.0 a full step"
+    check_number("newton_scale", value, low=0.0, open_high=True, remedy=remedy)

@@ -98,6 +98,9 @@ class KAISA(KFACOptimizer):
         assignment: Balance the "compute" (n³) or the "memory" (n²) of factors over processes.
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         symmetry_aware: Keep and send the upper triangles of symmetric matrices.
+        max_factor_dim: Layers with a larger factor, A of the inputs or G of the outputs, are left
+            to the base, and named: memory grows with its square, a solve with its cube. The A of
+            an embedding is diagonal, of any size.
         skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``,
             that the base trains alone, with all that is inside them.
         accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
@@ -143,6 +146,7 @@ class KAISA(KFACOptimizer):
         assignment: AssignmentCost = "compute",
         colocate_factors: bool = True,
         symmetry_aware: bool = True,
+        max_factor_dim: int = 8192,
         skip_layers: Sequence[str] = (),
         accumulation_steps: int = 1,
         loss_reduction: str = "mean",
@@ -179,6 +183,10 @@ class KAISA(KFACOptimizer):
             grad_scaler=grad_scaler,
             process_group=process_group,
         )
+
+    def _check_processes(self) -> None:
+        super()._check_processes()
+        gradient_worker_count(self._world.size, self._fraction)
 
     def _described_options(self) -> str:
         placement = f"{self._fraction} {self._cost} {self._colocate} {self._factor_exchange}"

@@ -80,6 +80,8 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
     ) -> None:
         self._options = options
         self._solver = SOLVERS[options.solver]
+        if self._rules is None:
+            self._rules = BlockRules(options.max_factor_dim)
         super().__init__(
             params_or_model,
             model=model,

@@ -20,6 +20,7 @@ from second_order.optimizers.options import (
     check_interval,
     check_number,
     check_patterns,
+    check_whole,
 )
 
 __all__ = ["KFACOptions", "check_clip", "check_damping", "check_decay"]
@@ -50,6 +51,7 @@ class KFACOptions:
     factor_dtype: torch.dtype
     inv_dtype: torch.dtype
     max_consecutive_failures: int
+    max_factor_dim: int
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
@@ -80,13 +82,8 @@ class KFACOptions:
         check_choice("solver", self.solver, SOLVERS)
         check_interval("factor_update_steps", self.factor_update_steps)
         check_interval("inv_update_steps", self.inv_update_steps)
-        check_number(
-            "refresh_warmup_steps",
-            self.refresh_warmup_steps,
-            low=0,
-            open_high=True,
-            remedy="0 keeps to the intervals from the first step",
-        )
+        remedy = "0 to keep to the intervals from the first step"
+        check_whole("refresh_warmup_steps", self.refresh_warmup_steps, 0, remedy)
         check_choice("fisher", self.fisher, ("empirical", "sampled"))
         if not callable(self.likelihood):
             check_choice("likelihood", self.likelihood, LIKELIHOODS)
@@ -105,6 +102,7 @@ class KFACOptions:
                     f"{name}={getattr(self, name)} is not one of float32, float64 and bfloat16 "
                     f"(float16 overflows at 65504); use torch.float32"
                 )
+        check_count("max_factor_dim", self.max_factor_dim, "rows")
         check_count(
             "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
         )

@@ -32,17 +32,19 @@ from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.accelerator import Accelerator, Batches, Subject
-from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.epochs import UNSOUND, Epochs, FinalUpdate
 from second_order.optimizers.fosi import FOSIOptimizer
-from second_order.optimizers.fosi_options import FOSIOptions, check_whole
+from second_order.optimizers.fosi_options import FOSIOptions
 from second_order.optimizers.fosi_state import load_vector, vector_parts
 from second_order.optimizers.keepers import is_sharded_checkpoint
 from second_order.optimizers.options import (
     Schedule,
+    check_base,
     check_choice,
     check_count,
-    check_number,
+    check_timeout,
+    check_whole,
     own_keywords,
 )
 from second_order.report import CurvatureReport, EpochReport
@@ -141,8 +143,10 @@ class MRDHO2(FOSIOptimizer):
     ) -> None:
         check_count("epoch_steps", epoch_steps, "steps")
         check_choice("final_update", final_update, ("guarded", "paper", "additive"))
-        check_number("helper_timeout", helper_timeout, low=0.1, remedy="60.0 is the default")
+        check_timeout("helper_timeout", helper_timeout)
         check_whole("accelerators", accelerators, 0, "0 for none")
+        check_base(base, SecondOrderOptimizer)
+        self._asked_helpers, self._final_update = accelerators, final_update
         self._epoch_steps, self._judged = epoch_steps, final_update == "guarded"
         self._patience = float(helper_timeout)
         self._role: Role = "worker"
@@ -172,10 +176,6 @@ class MRDHO2(FOSIOptimizer):
             process_group=process_group,
         )
         everybody = self._world
-        everybody.require_equal(
-            [f"options: {accelerators} {epoch_steps} {final_update} {helper_timeout}"], "options"
-        )
-        self._roles = assign_roles(everybody.size, accelerators, "accelerator", self._under_ddp)
         if self._roles.helpers and not self._options.wanted:
             self._warn(
                 f"largest=0 and smallest=0: the {accelerators} accelerators have nothing to do, so "
@@ -190,9 +190,18 @@ class MRDHO2(FOSIOptimizer):
                 f"process stops for them every {epoch_steps} steps, as DHO2 does"
             )
 
+    def _check_processes(self) -> None:
+        super()._check_processes()
+        count, asked = self._world.size, self._asked_helpers
+        self._roles = assign_roles(count, asked, "accelerator", self._under_ddp)
+
+    def _described_options(self) -> str:
+        mine = f"{self._asked_helpers} {self._epoch_steps} {self._final_update}"
+        return f"{super()._described_options()} {mine} {self._patience}"
+
     def _divide(self, everybody: Any) -> None:
         """Give every process its role, and workers and accelerators a way to talk."""
-        roles: Roles = self._roles
+        roles = self._roles
         self._role, self._divided = roles.of(everybody.rank), True
         first = roles.helpers[0]
         self._store, address = open_store(everybody, first, self._patience)
@@ -215,6 +224,7 @@ class MRDHO2(FOSIOptimizer):
             )
 
     _divided = False  # whether there have been any
+    _roles: Roles
 
     @property
     def role(self) -> Role:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -19,9 +21,14 @@ __all__ = [
     "check_count",
     "check_flag",
     "check_interval",
+    "check_learning_rate",
     "check_number",
+    "check_params",
     "check_patterns",
     "check_rank",
+    "check_seed",
+    "check_timeout",
+    "check_whole",
     "follow_learning_rates",
     "own_keywords",
     "split_base_keywords",
@@ -30,6 +37,9 @@ __all__ = [
 
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
+
+LONGEST_WAIT = 1e6  # seconds, 11 days: clocks of threads and of process groups take no endless wait
+LARGEST_SEED = 2**62  # torch's generators take 64 bits, and steps are added
 
 PEAK_LR = "peak_lr"
 """The entry of a group that :func:`follow_learning_rates` keeps."""
@@ -94,6 +104,8 @@ def check_number(
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number:
         raise TypeError(f"{name}={value!r} is not a number; {remedy}")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} is a whole number that no float can hold; {remedy}")
     inside = (value > low if open_low else value >= low) and (
         value < high if open_high else value <= high
     )
@@ -120,8 +132,51 @@ def check_count(name: str, value: Any, meaning: str) -> None:
         raise ValueError(f"{name}={value} is below 1: it is the number of {meaning}; use 1 or more")
 
 
+def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
+    """Raise unless ``value`` is a whole number of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
+    if value < low:
+        raise ValueError(f"{name}={value} is below {low}; use {remedy}")
+
+
+def check_seed(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a whole number that torch's generators take, steps added."""
+    check_whole(name, value, 0, "0")
+    if value > LARGEST_SEED:
+        raise ValueError(f"{name} is above 2**62, and generators take 64 bits; use 0")
+
+
+def check_timeout(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a number of seconds that threads and process groups can wait."""
+    check_number(name, value, low=0.1, high=LONGEST_WAIT, remedy="60.0 is the default")
+
+
+def check_learning_rate(value: Any) -> None:
+    """Raise unless ``value`` is a finite number or a tensor; the rest is the base's to check."""
+    if isinstance(value, Tensor):  # on a device, perhaps, which is not waited for
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"lr={value!r} is neither a number nor a tensor; use 0.1, perhaps")
+    if not math.isfinite(value):
+        raise ValueError(f"lr={value} is not finite; use 0.1, perhaps")
+
+
+def check_params(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` can be walked through for parameters or groups."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} got a tensor; put it into a list, as in {name}([tensor], lr=...)")
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+        raise TypeError(
+            f"{name} got {value!r}, which is neither a torch.nn.Module nor an iterable of "
+            f"parameters or groups; write {name}(model, lr=...)"
+        )
+
+
 def check_rank(method: str, to: int | None, world_size: int) -> None:
-    """Raise ValueError unless ``to`` is a rank, or None."""
+    """Raise unless ``to`` is a rank, or None."""
+    if to is not None and (isinstance(to, bool) or not isinstance(to, int)):
+        raise TypeError(f"{method}(to={to!r}) is not the number of a rank; use 0, or None for all")
     if to is not None and not 0 <= to < world_size:
         raise ValueError(
             f"{method}(to={to}): there are ranks 0 to {world_size - 1}; use None for all of them"
@@ -131,7 +186,8 @@ def check_rank(method: str, to: int | None, world_size: int) -> None:
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
-    if value not in choices:
+    # Of the same type: 1 and a tensor equal True, and tensors of several entries have no truth.
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         close = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(repr(c) for c in choices)

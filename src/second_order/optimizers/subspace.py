@@ -10,9 +10,9 @@ A basis keeps V̂ in one of two layouts, behind the same three verbs:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,17 @@ from second_order.distributed.collectives import Delivery, World
 from second_order.lanczos.rows import row_bounds
 from second_order.optimizers.flat import Chunk
 
-__all__ = ["Basis", "ColumnBasis", "RowBasis", "Subspace", "newton_rates", "rest_scale"]
+__all__ = [
+    "Basis",
+    "ColumnBasis",
+    "RowBasis",
+    "Subspace",
+    "differs_in_momentum",
+    "momentum_rule",
+    "newton_rates",
+    "rest_scale",
+    "share_inside",
+]
 
 
 class Basis(Protocol):
@@ -173,6 +183,51 @@ def rest_scale(values: Tensor, largest: int, clip: float) -> float:
         return 1.0
     first, last = abs(float(values[0])), abs(float(values[largest - 1]))
     return min(max(first / last, 1.0), clip) if last > 0.0 else 1.0
+
+
+def differs_in_momentum(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the base's momentum is not the same in all groups."""
+    return len({str(group.get("betas", group.get("momentum"))) for group in groups}) > 1
+
+
+def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float, float, bool]:
+    """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg.
+
+    Args:
+        group: The base's.
+        chosen: A number: a running average with that β; "average": with the base's; "base": as the
+            base does it.
+    """
+    if not isinstance(chosen, str):
+        return float(chosen), 1.0 - chosen, False
+    if "betas" in group:
+        beta = float(group["betas"][0])
+        return beta, 1.0 - beta, False
+    momentum = float(group.get("momentum") or 0.0)
+    if chosen == "average":
+        return momentum, 1.0 - momentum, bool(group.get("nesterov"))
+    gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
+    return momentum, gain, bool(group.get("nesterov"))
+
+
+def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: bool) -> Tensor:
+    """‖V̂ᵀg‖² / ‖g‖², on the device.
+
+    Args:
+        c: V̂ᵀg, of the vectors that are here.
+        gradients: g, of the rows that are here.
+        world: The processes.
+        rows: Whether it is the rows that are spread over them, and not the vectors.
+    """
+    inside = c.double().square().sum()
+    whole = torch.zeros_like(inside)
+    for gradient in gradients:
+        whole += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    sums = torch.stack([inside, whole])
+    if world.size > 1:  # one of the two is known in full by every process
+        sums[0 if rows else 1] /= world.size
+        world.start_sum([sums]).wait()
+    return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
 
 
 @dataclass

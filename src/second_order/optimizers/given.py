@@ -1,0 +1,117 @@
+"""What users hand to an optimizer, looked through: the model, parameters, a GradScaler."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "check_scaler",
+    "look_through",
+    "loose",
+    "materialised",
+    "refuse_unknown_scaler",
+]
+
+
+def loose(groups: Iterable[Any]) -> nn.Module:
+    """A module that has parameters given without one, and does nothing."""
+    module = nn.Module()
+    parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    tensors = [p[1] if isinstance(p, tuple) else p for part in parts for p in part]
+    module._parameters.update({str(i): p for i, p in enumerate(tensors)})
+    return module
+
+
+def materialised(group: Any) -> Any:
+    """A group that can be walked through twice, be its parameters a generator or one tensor."""
+    if not isinstance(group, dict):
+        return group
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
+    """The user's own module inside wrappers, and whether one of them averages gradients.
+
+    Raises:
+        TypeError: If its parameters are sharded.
+        ValueError: If one is not initialised.
+    """
+    under_ddp = False
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model, under_ddp = model.module, True
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            break
+    for module in model.modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise TypeError(
+                "the model is in FullyShardedDataParallel, which flattens its parameters and "
+                "shards them: layers and whole gradients cannot be told apart; use "
+                "DistributedDataParallel, or build the optimizer on an unsharded model"
+            )
+    for name, p in model.named_parameters():
+        if getattr(p, "_is_flat_param", False):
+            raise TypeError(
+                f"parameter {name!r} is flattened by FullyShardedDataParallel, and has no layers "
+                f"any more; use DistributedDataParallel, or build the optimizer on an unsharded "
+                f"model"
+            )
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} is not initialised yet; run one batch through the model "
+                f"before making the optimizer"
+            )
+        if type(p.data).__name__ == "DTensor":
+            raise TypeError(
+                f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is "
+                f"not supported; use DistributedDataParallel, or build the optimizer on an "
+                f"unsharded model"
+            )
+    return model, under_ddp
+
+
+def refuse_unknown_scaler(name: str, reason: str) -> None:
+    """Raise if a GradScaler calls ``step`` without having been announced.
+
+    The gradients it has let through are unscaled, those captured on the way are not: the factors
+    would be too large by the square of the scale, and training would stall without a word.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "_maybe_opt_step" and module == "torch.amp.grad_scaler":
+            raise ValueError(
+                f"{name}.step() is called by a GradScaler that it was not told of: {reason}; "
+                f"write {name}(..., grad_scaler=scaler)"
+            )
+        frame = frame.f_back
+
+
+def check_scaler(scaler: Any, averages: bool, processes: int) -> None:
+    """Raise unless a GradScaler is one, and skips its steps on all processes or on none."""
+    if scaler is None:
+        return
+    for method in ("scale", "is_enabled"):
+        if isinstance(scaler, type) or not callable(getattr(scaler, method, None)):
+            raise TypeError(
+                f"grad_scaler={scaler!r} has no {method}(); pass a torch.amp.GradScaler"
+            )
+    synchronised = type(scaler).__name__ == "ShardedGradScaler"
+    if averages and processes > 1 and scaler.is_enabled() and not synchronised:
+        raise ValueError(
+            f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
+            f"{processes} processes: an overflow on one process would skip step() there alone and "
+            f"leave the others waiting; wrap the model in DistributedDataParallel, or use "
+            f"torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+        )
