@@ -256,6 +256,7 @@ def test_a_copied_input_that_is_changed_in_place_is_dropped_and_told() -> None:
             loss.backward()
         except RuntimeError:
             pytest.skip("this torch keeps the input itself, and refuses the change by itself")
+        optimizer.step()  # no error of a hook may part a rank from the others
     assert optimizer.summary().dropped == 1
     assert sum("changed in place" in str(w.message) for w in caught) == 1
 

@@ -338,6 +338,7 @@ class StatisticsCollector:
         mean_reduction: Whether the captured gradients are of a mean over the loss's terms.
         gradient_scale: A further factor of the captured gradients, asked for at every pair.
         conv_approximation: That of convolutions; None for the same.
+        warn: Tells of statistics that cannot be had.
         blocks: Those of each module.
         sharing: By block, another one that has had the same input, since the last :meth:`settle`.
     """
@@ -347,6 +348,9 @@ class StatisticsCollector:
     mean_reduction: bool
     gradient_scale: Callable[[Tensor], Tensor | float]
     conv_approximation: Approximation | None = None
+    warn: Callable[[str], None] = lambda message: warnings.warn(
+        message, SecondOrderWarning, stacklevel=3
+    )
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
     sharing: dict[KroneckerBlock, KroneckerBlock] = field(default_factory=dict)
     _last_a: tuple[tuple[int, int, bool], KroneckerBlock, Tensor] | None = None
@@ -371,11 +375,7 @@ class StatisticsCollector:
         """Count a pair that cannot be had, and name its layer once."""
         for block in self.blocks.get(module, ()):
             if not bool(block.staged.dropped):
-                warnings.warn(
-                    f"a statistic of layer {block.name!r} is dropped: {reason}",
-                    SecondOrderWarning,
-                    stacklevel=2,
-                )
+                self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")
             block.staged.dropped += 1
 
     def consume(

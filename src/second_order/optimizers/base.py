@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from second_order.distributed.collectives import PendingReduction, World
-from second_order.errors import SecondOrderWarning
 from second_order.optimizers.given import (
     check_scaler,
     look_through,
@@ -32,6 +29,7 @@ from second_order.optimizers.given import (
     materialised,
     refuse_unknown_scaler,
 )
+from second_order.optimizers.notices import Notices, warns_at_its_end
 from second_order.optimizers.options import (
     check_base,
     check_choice,
@@ -44,6 +42,7 @@ __all__ = ["BASE", "CURVATURE", "BaseState", "ParamsOrModel", "Routed", "SecondO
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 State: TypeAlias = defaultdict[Tensor, dict[str, Any]]
+Self = TypeVar("Self", bound="SecondOrderOptimizer")
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
 Route: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
 
@@ -188,7 +187,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
         self._grad_scaler = grad_scaler
         check_scaler(grad_scaler, self._averages, self._averaging_processes())
-        self._warned: set[str] = set()
+        self._notices = Notices()
         self._steps = 0
         launched = os.environ.get("WORLD_SIZE", "1")
         if launched.isdigit() and int(launched) > 1 and self._world.group is None:
@@ -272,6 +271,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------- stepping
 
+    @warns_at_its_end
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -355,6 +355,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------- groups and checkpoints
 
+    @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its layers are planned from the next step on."""
         super().add_param_group(param_group)
@@ -367,6 +368,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._share_state()
         return super().state_dict()
 
+    @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or one of its base alone.
 
@@ -425,23 +427,21 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------ odds and ends
 
+    def close(self) -> None:
+        """End what goes on beside training; from now on the base steps alone."""
+        raise NotImplementedError
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _first_time(self, key: str) -> bool:
-        """True once for each key, so that a warning is given once."""
-        new = key not in self._warned
-        self._warned.add(key)
-        return new
+        return self._notices.first_time(key)
 
     def _warn(self, message: str) -> None:
-        warnings.warn(message, SecondOrderWarning, stacklevel=_levels_to_the_caller())
-
-
-def _levels_to_the_caller() -> int:
-    """Stack levels from here up to the first frame outside this package and torch."""
-    frame, level = sys._getframe(1), 1
-    ours = ("second_order.", "torch.")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
+        self._notices.say(message)
 
 
 def _printable(value: Any) -> Any:

@@ -43,6 +43,7 @@ from second_order.optimizers.distkfac_options import (
     half_the_cores,
 )
 from second_order.optimizers.kfac_options import KFACOptions
+from second_order.optimizers.notices import warns_at_its_end
 from second_order.optimizers.options import (
     Interval,
     Schedule,
@@ -357,6 +358,7 @@ class DistKFAC(BackgroundRefresh):
 
     # ----------------------------------------------------------------------------- stats workers
 
+    @warns_at_its_end
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; on a stats worker, send the statistics of its last passes.
 
@@ -444,6 +446,7 @@ class DistKFAC(BackgroundRefresh):
         finally:
             self.param_groups = mine
 
+    @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; stats workers follow by themselves.
 
@@ -455,6 +458,7 @@ class DistKFAC(BackgroundRefresh):
         if self._constructed:
             self._gate_capture()  # for the passes to come, as it has begun anew
 
+    @warns_at_its_end
     def _deliver(self) -> None:
         """Send what has been captured since to the layers' owners."""
         if self._closed:
@@ -486,12 +490,6 @@ class DistKFAC(BackgroundRefresh):
         """End threads and hooks, and say goodbye: stats workers return from serve()."""
         self._helpers.close(self._patience)
         super().close()
-
-    def __enter__(self) -> DistKFAC:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

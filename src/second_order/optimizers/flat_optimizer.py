@@ -24,6 +24,7 @@ from second_order.optimizers.base import (
     SecondOrderOptimizer,
 )
 from second_order.optimizers.flat import Chunk, FlatLayout, Piece, chunks_of
+from second_order.optimizers.notices import warns_at_its_end
 from second_order.optimizers.options import PEAK_LR, check_rank
 from second_order.optimizers.shards import ShardedBase, gather_state, works_by_element
 
@@ -196,6 +197,7 @@ class FlatOptimizer(SecondOrderOptimizer):
         """The ``"curvature"`` parts, on the ranks that want them; a collective."""
         return {}
 
+    @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
         """Collect what other processes keep, for the next :meth:`state_dict`.
 

@@ -42,6 +42,7 @@ from second_order.optimizers.keepers import (
     move_factors,
 )
 from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_decay
+from second_order.optimizers.notices import warns_at_its_end
 from second_order.optimizers.options import (
     PEAK_LR,
     check_interval,
@@ -173,6 +174,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
                 None if sampled else self._grad_scaler,
             ),
             conv_approximation=self._conv_approximation,
+            warn=self._notices.keep,
         )
         collector.watch(self._blocks)
         sampler = LabelSampler(options.likelihood, self._world.rank) if sampled else None
@@ -290,6 +292,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         with record_function("second_order.precondition"):
             self._precondition_gradients()
 
+    @warns_at_its_end
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step: refresh what is due, precondition, step the base.
 
@@ -398,6 +401,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
 
     # ------------------------------------------------------------------------ state and summary
 
+    @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
         """Collect the factors that other processes keep, for the next :meth:`state_dict`.
 

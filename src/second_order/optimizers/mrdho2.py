@@ -394,12 +394,6 @@ class MRDHO2(FOSIOptimizer):
                 await_goodbyes(self._store, self._everybody, min(self._patience, FAREWELL_SECONDS))
         super().close()
 
-    def __enter__(self) -> MRDHO2:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _vector_changed(self) -> None:
         super()._vector_changed()
         if self._epochs.start is not None:
