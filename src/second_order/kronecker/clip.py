@@ -20,8 +20,8 @@ def kl_change(
 ) -> Tensor:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
-    lr² Σ P·∇ estimates the KL divergence between the model before and after the step. A layer whose
-    product is not finite does not count, so that it spoils no other.
+    lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
+    whose product is not finite does not count, so that it spoils no other.
 
     Args:
         preconditioned: P of each layer, any shapes; at least one.

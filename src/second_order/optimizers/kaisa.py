@@ -65,7 +65,8 @@ class KAISA(KFACOptimizer):
             Larger is more cautious: the step turns from the natural to the plain gradient.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature,
             tr A tr G / (dim A dim G), which frees it of the scale of the loss. False: γ is
-            ``damping`` itself, as in the paper.
+            ``damping`` itself, as in the papers. KAISA's published code has smaller factors, and
+            so another γ for the same step: see "Where it differs from the paper" in its docs.
         factor_decay: Weight of the past in the running averages of A and G, in [0, 1); number or
             callable.
         kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's
@@ -87,8 +88,7 @@ class KAISA(KFACOptimizer):
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss
             term (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023).
         eigen_refresh: "full" computes eigenvectors anew at each refresh. "warm" takes one step of
-            orthogonal iteration from the last ones where that is accurate: faster on CUDA, where
-            ``eigh`` is slow, hardly on a CPU.
+            orthogonal iteration from the last ones where that is accurate.
         grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
             communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
         factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
