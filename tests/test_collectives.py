@@ -21,7 +21,7 @@ from ranks import counted
 from second_order import RankMismatchError
 from second_order.distributed import collectives
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import Delivery, World
+from second_order.distributed.collectives import Delivery, PendingReduction, World
 from second_order.distributed.parcels import deliver_parts
 
 if TYPE_CHECKING:
@@ -222,6 +222,30 @@ def sums_to_in_flight(rank: int, world_size: int) -> list[float]:
 
 def test_sums_of_both_kinds_can_be_under_way(world: pool.World) -> None:
     assert world.run(sums_to_in_flight, 2) == [[1.0, 30.0, 300.0], [3.0, 30.0, 300.0]]
+
+
+class UnderWay:
+    """What stands for a bucket on its way."""
+
+    def __init__(self) -> None:
+        self.sent: torch.futures.Future[None] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self.sent
+
+
+def test_a_future_is_done_when_the_last_bucket_is() -> None:
+    """DistributedDataParallel takes its gradients then."""
+    pending, works = PendingReduction(), [UnderWay(), UnderWay()]
+    targets = [torch.zeros(2), torch.zeros(2)]
+    for i, (work, target) in enumerate(zip(works, targets, strict=True)):
+        pending.add(work, lambda i=i: torch.full((2,), i + 1.0), [target])  # type: ignore[arg-type]
+    done = pending.future()
+    works[0].sent.set_result(None)
+    assert not done.done()
+    works[1].sent.set_result(None)
+    done.wait()
+    assert [target.tolist() for target in targets] == [[1.0, 1.0], [2.0, 2.0]]
 
 
 # Deliveries and broadcasts.
@@ -494,3 +518,11 @@ def test_every_rank_is_told_the_first_difference(
         assert "the ranks built different models" in str(error)
         assert message in str(error)
         assert "build the same model with the same options on every rank" in str(error)
+
+
+def opinions(rank: int, world_size: int) -> list[bool]:
+    return [World().all_agree(rank not in noes, torch.device("cpu")) for noes in ((), (2,), (0, 1))]
+
+
+def test_all_agree_only_if_nobody_says_no(world: pool.World) -> None:
+    assert world.run(opinions, 3) == [[True, False, False]] * 3

@@ -452,6 +452,20 @@ def test_groups_of_wrong_size_are_refused_before_anything_changes(System: Any) -
     torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
 
 
+@each_kronecker
+def test_statistics_from_before_a_load_do_not_count(System: Any) -> None:
+    """They are of other parameters than those that come with the checkpoint."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    take(model, optimizer, BATCHES[0])
+    saved, before = copy.deepcopy(optimizer.state_dict()), factors(optimizer)
+    x, y = BATCHES[1]
+    cross_entropy(model(x), y).backward()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert_same_factors(factors(optimizer), before, rtol=0)
+
+
 # Groups.
 
 
@@ -1150,6 +1164,17 @@ def test_a_first_step_with_zero_learning_rate_is_a_step(System: Any, what: str) 
     optimizer.step(**asking(model, optimizer, BATCHES[0]))
     known = 1 if System is DHO2 else 3
     assert len(curvature_of(optimizer)) == (0 if what == "nothing for us" else known)
+    assert optimizer.state_dict()["state"][0]["curvature"]["steps"] == 1
+
+
+@each_system
+def test_a_first_step_with_zero_gradients_is_a_step(System: Any) -> None:
+    """With a learning rate it is none of checkpointing code's."""
+    model = MLP.model()
+    optimizer = make(System, model, weight_decay=0.1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
     assert optimizer.state_dict()["state"][0]["curvature"]["steps"] == 1
 
 

@@ -1622,6 +1622,20 @@ def test_sampled_labels_are_drawn_anew_each_step_and_the_same_in_each_run(System
 
 
 @each_kronecker
+def test_sampled_labels_of_micro_batches_are_drawn_one_by_one(System: Any) -> None:
+    """Two passes of one batch with the same labels would be as one."""
+    found = []
+    for passes in (1, 2):
+        model, (x, y) = MLP.model(), BATCHES[0]
+        optimizer = sampled(System, model, lr=0.0)
+        for _ in range(passes):
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        found.append(factors(optimizer)["4"][1])
+    assert not torch.allclose(found[0], found[1], rtol=1e-3)
+
+
+@each_kronecker
 @pytest.mark.parametrize("name", ["mlp", "inplace", "conv_strided", "shared_linear", "batch_norm"])
 def test_sampled_fisher_with_the_datas_labels_is_the_empirical_one(System: Any, name: str) -> None:
     case = ZOO[name]

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, SecondOrderWarning
+from second_order.optimizers.flat import Piece
+from second_order.optimizers.shards import cut_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -346,3 +348,12 @@ def test_a_gradient_of_zero_has_no_share_in_the_subspace() -> None:
     optimizer.step()
     assert optimizer.curvature.gradient_share == 0.0
     assert optimizer.curvature.refreshes == 1
+
+
+def test_the_count_of_a_base_is_not_cut_to_a_piece() -> None:
+    """It has the shape of a parameter that is a scalar, and is no part of a vector."""
+    p = nn.Parameter(torch.tensor(1.0))
+    part = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}
+    cut = cut_state(part, Piece(p, 0, 0, 1, 0))
+    assert cut["step"].shape == ()
+    assert cut["exp_avg"].shape == (1,)

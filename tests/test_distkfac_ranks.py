@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import KAISA, DecompositionError, SecondOrderError
+from second_order.optimizers.stats import Helpers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -205,6 +206,38 @@ def ddp(rank: int, world_size: int) -> list[Tensor]:
 
 def test_under_ddp(world: World) -> None:
     assert_same_trajectory(agreed(world.run(ddp, 2)), delayed(2))
+
+
+def owners(rank: int, world_size: int) -> list[int]:
+    model = nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(4))])
+    return distkfac(model)._owners
+
+
+def test_owners_are_spread_by_cost(world: World) -> None:
+    """10³ + 10³ of one layer are more than 5³ + 5³ of four."""
+    assert world.run(owners, 2) == [[0, 1, 1, 1, 1]] * 2
+
+
+def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, bool]]]:
+    """Of workers that have got their statistics from their own passes alone."""
+    model = CASE.model()
+    with distkfac(model, max_staleness=0) as optimizer:
+        optimizer._helpers = Helpers(workers=world_size)
+        optimizer._signature = None  # plan anew: each factor goes to its owner
+        go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))
+        known = [block.factors for block in optimizer._blocks]
+    return [(float(f.weight), f.means, (f.a is not None, f.g is not None)) for f in known]  # type: ignore[union-attr]
+
+
+def test_all_workers_know_the_weights_and_traces_of_all_layers(world: World) -> None:
+    """Beside stats workers, too, where each keeps the factors of its own layers alone."""
+    alone = heads(0, 1)
+    results = world.run(heads, 2)
+    assert {kept for *_, kept in results[0]} == {(True, True), (False, False)}
+    for result in results:
+        for (weight, means, _), (its_weight, its_means, _) in zip(result, alone, strict=True):
+            assert weight == its_weight
+            torch.testing.assert_close(means, its_means)
 
 
 # What goes wrong on a thread.

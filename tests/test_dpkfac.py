@@ -770,6 +770,19 @@ def test_under_ddp_only_what_is_preconditioned_is_sent(world: World) -> None:
     assert world.run(without_a_refresh, 1) == [0]
 
 
+def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
+    """One large layer for rank 0, two small ones for rank 1, and a norm that is nobody's."""
+    norm = nn.LayerNorm(30, bias=False)
+    model = nn.Sequential(nn.Linear(9, 10), norm, nn.Linear(2, 3), nn.Linear(2, 3))
+    optimizer = dpkfac(model)
+    owners = dict(zip(optimizer._averaged_params(), optimizer._all_owners(), strict=True))
+    return [owners[layer.weight] for layer in model]
+
+
+def test_parameters_of_no_layer_go_where_the_least_is_to_be_sent(world: World) -> None:
+    assert world.run(owners_beside_a_norm, 2) == [[0, 1, 1, 1]] * 2
+
+
 # What each rank has and says.
 
 

@@ -785,6 +785,29 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
         assert torch.equal(a, b)
 
 
+def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples() -> None:
+    """259 of them, which bfloat16 does not have: the mean alone is rounded."""
+    kronecker = KroneckerFactors(factor_shape(nn.Linear(20, 30), True), CPU, torch.bfloat16, False)
+    sums = summed(kronecker, symmetric(1, 21, 21), symmetric(1, 30, 30), 259)
+    sums.head = sums.head.float()
+    expected = [(total.float() / 259).bfloat16() for total in sums.factors]
+    kronecker.update(sums, 0.95)
+    assert torch.equal(kronecker.stored["A"], expected[0])  # type: ignore[arg-type]
+    assert torch.equal(kronecker.stored["G"], expected[1])  # type: ignore[arg-type]
+
+
+def test_13_weights_and_means_of_bfloat16_factors_are_not_rounded() -> None:
+    kronecker = KroneckerFactors(factor_shape(nn.Linear(2, 3), True), CPU, torch.bfloat16, False)
+    values = [(symmetric(1, 3, 3), symmetric(1, 3, 3)) for _ in range(3)]
+    for A, G in values:
+        kronecker.update(summed(kronecker, A, G, 4), 0.95)
+    assert float(kronecker.weight) == pytest.approx(1 + 0.95 + 0.95**2, rel=1e-6)
+    for which in range(2):
+        means = [mean_eigenvalue(value[which]) for value in values]
+        expected = ref.debiased_average(means, [0.95] * 3)
+        close([kronecker.means[which].double()], [expected], rtol=1e-6)
+
+
 # 14. Sampled Fisher: its expectation over all labels, enumerated, = diag(p) − ppᵀ pulled back.
 
 

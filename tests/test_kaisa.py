@@ -29,6 +29,7 @@ from ranks import (
     counted,
     follow,
     kaisa,
+    replaced,
     shard,
     train,
     train_each,
@@ -48,6 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 import second_order
 from second_order import RankMismatchError, SecondOrderWarning
 from second_order.distributed.assignment import AssignmentCost, Grid, LayerDims, assign_layers
+from second_order.optimizers import refresh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -1165,6 +1167,37 @@ def test_killed_and_resumed_with_another_world_size(
     placed_anew = {**options, "grad_worker_fraction": 1 / 3}
     parallel = world.run(load_and_train, 3, path.read_bytes(), placed_anew, steps=3)
     assert_same_trajectory(agreed(parallel), train(0, 1, MLP, LONG, options)[3:])
+
+
+def test_alone_a_refresh_takes_a_few_layers_at_a_time() -> None:
+    """An old inverse can go before the next layers' new ones come."""
+    found = []
+    for most in (1, 1800, 2**20):
+        model, parts = MLP.model(), []
+        optimizer = kaisa(model)
+        decompose = optimizer._solver.decompose
+
+        def noted(problems: Any, *args: Any, parts: Any = parts, go_on: Any = decompose) -> Any:
+            parts.append(len(problems) // 2)
+            return go_on(problems, *args)
+
+        with (
+            replaced(refresh, {"PART_BYTES": most}),
+            replaced(optimizer._solver, {"decompose": noted}),
+        ):
+            take(model, optimizer, BATCHES[0])
+        found.append(parts)
+    assert found == [[1, 1, 1], [2, 1], [3]]
+
+
+def test_a_frozen_layer_holds_no_inverse() -> None:
+    model = MLP.model()
+    optimizer = kaisa(model)
+    take(model, optimizer, BATCHES[0])
+    assert all(row.inverse_bytes > 0 for row in optimizer.summary().rows)
+    model[2].requires_grad_(False)
+    take(model, optimizer, BATCHES[1])
+    assert [row.inverse_bytes > 0 for row in optimizer.summary().rows] == [True, False, True]
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 3])

@@ -17,9 +17,11 @@ from reference import cross_entropy
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from second_order.distributed.collectives import World as Processes
 from second_order.errors import CurvatureError
 from second_order.lanczos import Eigenpairs, SpectralDensity, eigenpairs, spectral_density
 from second_order.lanczos.rows import row_bounds
+from second_order.lanczos.spectrum import mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -259,3 +261,21 @@ def test_a_failure_on_one_process_is_everyones(
             assert "not finite" in str(error)
         elif rank != 1:
             assert "failed on rank 1" in str(error)
+
+
+def judged(rank: int, world_size: int) -> float:
+    """Two micro-batches of 1 and 4 examples on the first process, one of 7 on the second."""
+    model, (x, y) = MLP.model(), MLP.batch(12)
+    cuts = [0, 1, 5, 12]
+    mine = [(0, 1), (2,)][rank] if world_size > 1 else range(3)
+    losses = [
+        lambda a=cuts[i], b=cuts[i + 1]: (cross_entropy(model(x[a:b]), y[a:b]), b - a) for i in mine
+    ]
+    return mean_loss(losses, list(model.parameters()), Processes(), model)
+
+
+def test_a_mean_loss_is_weighted_by_examples(world: World) -> None:
+    model, (x, y) = MLP.model(), MLP.batch(12)
+    expected = float(cross_entropy(model(x), y).detach())
+    for losses in ([judged(0, 1)], world.run(judged, 2)):
+        assert losses == pytest.approx([expected] * len(losses))

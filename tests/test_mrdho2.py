@@ -28,7 +28,7 @@ from accelerated import (
     train,
     worker,
 )
-from ranks import agreed, assert_same_trajectory, replaced
+from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +61,31 @@ def workers_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def trajectory_of(results: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
     return agreed([result["trajectory"] for result in workers_of(results)])
+
+
+def up_or_down(rank: int, world_size: int, sign: float) -> Any:
+    """On the loss or on its negative; trajectory, and losses as they were judged."""
+    model = CASE.model()
+    options = {"newton_scale": 0.3, "final_update": "guarded", "maximize": sign < 0}
+    with replaced(module, {"LEAST_FALL": FALL}), mrdho2(model, **options) as optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: sign * loss_of(model, batch))
+        trajectory = []
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            (sign * loss_of(model, batch)).backward()
+            optimizer.step()
+            trajectory.append(vector(model))
+        return trajectory, [(r.applied, r.loss_before, r.loss_after) for r in optimizer.epochs]
+
+
+def test_uphill_on_the_negative_loss_is_downhill(world: World) -> None:
+    (down, judged), _ = world.run(up_or_down, 2, 1.0)
+    (up, judged_too), _ = world.run(up_or_down, 2, -1.0)
+    assert_same_trajectory(up, down)
+    assert any(applied for applied, *_ in judged)
+    for found, expected in zip(judged_too, judged, strict=True):
+        assert found == pytest.approx(expected)
 
 
 # Final updates.

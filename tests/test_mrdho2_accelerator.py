@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerated import CASE, OPTIONS, loss_of, worker
+from ranks import assert_same_trajectory
 from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
@@ -167,3 +169,25 @@ def test_an_optimizer_without_a_model_knows_its_groups() -> None:
     optimizer = MRDHO2(model.layers[1].parameters(), lr=0.1, largest=0)
     optimizer.add_param_group({"params": list(model.layers[0].parameters())})
     assert len(optimizer._whole_model()) == 4
+
+
+def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:
+    """Of `serve`; the loss itself is evaluated without."""
+    model = CASE.model(torch.float32)
+    batches = CASE.batches(4, 12, torch.float32)
+    options = {**OPTIONS, "lanczos_iterations": 40, "lanczos_tol": 1e-5}
+    with MRDHO2(model, **options) as optimizer:
+        if optimizer.role == "accelerator":
+
+            def loss_fn(batch: Any) -> Tensor:
+                with torch.autocast("cpu", enabled=False):
+                    return loss_of(model, batch)
+
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                return optimizer.serve(batches, loss_fn)
+        return worker(model, optimizer, 0, 1, batches)
+
+
+def test_autocast_around_serve_does_not_round_the_vectors(world: Pool) -> None:
+    plain, within = (world.run(autocast_around, 2, enabled)[0] for enabled in (False, True))
+    assert_same_trajectory(within, plain, rtol=1e-6)

@@ -35,6 +35,7 @@ from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 
 from second_order import SecondOrderError
+from second_order.lanczos.spectrum import Pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -314,6 +315,51 @@ def test_eigenpairs_that_are_not_finite_are_left_out(world: World, epochs: list[
     assert results[2]["found"] == 3
 
 
+def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    return worker_part(model, optimizer, rank)
+
+
+def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
+    vectors = Pairs.vectors
+    with replaced(Pairs, {"vectors": lambda pairs: vectors(pairs) * math.nan}):
+        return serve(model, optimizer)
+
+
+def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
+    """Be the eigenvalues as sound as they may."""
+    results = world.run(play, 3, "vectors")
+    assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
+    for result in results[:2]:
+        assert result["reports"] == [(False, UNSOUND)] * 3
+
+
+def disagrees_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    """The second has got pairs of the second epoch that it cannot use."""
+    courier = optimizer._epochs._courier
+    waits = courier.wait
+
+    def wait(name: str, *args: Any) -> Any:
+        message = waits(name, *args)
+        if name.startswith("pairs/1/1/"):
+            message[1]["finite"] = False
+        return message
+
+    with replaced(courier, {"wait": wait}):
+        return worker_part(model, optimizer, rank)
+
+
+def disagrees_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
+    return serve(model, optimizer)
+
+
+def test_pairs_that_one_worker_cannot_use_are_used_by_none(world: World) -> None:
+    results = world.run(play, 3, "disagrees", timeout=30.0)
+    expected, _ = reference("paper", with_update=lambda epoch: epoch != 1, **MOMENTUM)
+    assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
+    for result in results[:2]:
+        assert result["reports"] == [(True, ""), (False, UNSOUND), (True, "")]
+
+
 def judged_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     return worker_part(model, optimizer, rank)
 
@@ -377,6 +423,28 @@ def test_a_worker_reports_how_long_it_has_waited(world: World, tmp_path: Path) -
     assert waited[0][1] >= 0.1
     assert waited[0][2] >= 0.1
     assert min(map(min, waited)) >= 0.0
+
+
+def slow_verdict(rank: int, world_size: int, seconds: float) -> Any:
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="guarded")
+    if optimizer.role == "accelerator":
+        judge = optimizer._accelerator._judge
+
+        def late(*args: Any) -> None:
+            time.sleep(seconds)
+            judge(*args)
+
+        with replaced(optimizer._accelerator, {"_judge": late}):
+            return serve(model, optimizer)
+    with optimizer:
+        worker(model, optimizer, rank, 1, BATCHES[:EPOCH])
+    return [report.waited for report in optimizer.epochs]
+
+
+def test_a_worker_reports_how_long_it_has_waited_for_a_verdict(world: World) -> None:
+    (waited,), _ = world.run(slow_verdict, 2, 0.3)
+    assert waited >= 0.25
 
 
 # Schedulers, copies, and parameters that change.

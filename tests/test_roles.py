@@ -285,6 +285,36 @@ def test_goodbye_comes_after_all_that_has_been_posted() -> None:
         assert not a.closed_there
 
 
+class Recorder(Slow):
+    """A store that takes its time, and knows what it has been told in which order."""
+
+    def __init__(self, store: Any, said: list[str]) -> None:
+        super().__init__(store)
+        self._said = said
+
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, value)
+        self._said.append(key)
+
+
+def test_goodbye_is_the_last_thing_that_is_said() -> None:
+    """Whoever hears it looks for no other message."""
+    said: list[str] = []
+    store = courier.TCPStore
+    opened, address = open_store(collectives.World.alone(), 0, PATIENCE)
+    with replaced(
+        courier, {"TCPStore": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
+    ):
+        one = Courier(address, "a", "b", PATIENCE)
+    for k in range(4):
+        one.post(f"message/{k}", [torch.zeros(1)])
+    one.close(PATIENCE)
+    assert opened is not None
+    messages = [key for key in said if key.startswith("message/")]
+    assert len(set(messages)) == 4 * 2
+    assert said.index(f"a/{courier.CLOSED}") > max(map(said.index, messages))
+
+
 def test_waiting_ends_when_one_has_had_enough() -> None:
     with pair() as (a, _):
         a.expect("what is not to come")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from contract import KRONECKER, factors, make, take
+from ranks import kaisa, shard
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
 
 from second_order import KAISA
+
+if TYPE_CHECKING:
+    from pool import World
 
 WIDTH = 6
 
@@ -157,3 +161,47 @@ def test_layers_that_come_together_keep_their_own_pasts() -> None:
             expected[name] = torch.lerp(old, new, weight)
     for name, (A, _) in factors(optimizer).items():
         torch.testing.assert_close(A, expected[name])
+
+
+def meet_on_the_first(rank: int, world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Meeting().double()
+    model.together = rank == 0
+    optimizer = kaisa(model, lr=0.0)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    take(model, optimizer, shard((x, y), rank, world_size))
+    return {name: A for name, (A, _) in factors(optimizer).items()} | {"x": x}
+
+
+def test_inputs_that_differ_on_another_process_have_an_a_each(world: World) -> None:
+    for found in world.run(meet_on_the_first, 2):
+        x = found["x"]
+        inputs = {"a": x, "b": torch.cat([x[:3], x[3:].sin()])}
+        for name, each in inputs.items():
+            rows = torch.cat([each, torch.ones(6, 1, dtype=torch.float64)], 1)
+            torch.testing.assert_close(found[name], (rows.T @ rows / 6).unsqueeze(0))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        return first + self.b(x.mul_(2))
+
+
+def test_an_input_that_is_changed_in_place_is_another_one() -> None:
+    """As is legal under autocast, where layers work on copies."""
+    model, x = InPlace(), torch.randn(6, 4).bfloat16().float()
+    optimizer = KAISA(model, lr=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cross_entropy(model(x.clone()).float(), torch.randint(3, (6,)))
+    loss.backward()
+    optimizer.step()
+    for name, scale in {"a": 1.0, "b": 2.0}.items():
+        rows = torch.cat([scale * x, torch.ones(6, 1)], 1).double()
+        torch.testing.assert_close(
+            factors(optimizer)[name][0], (rows.T @ rows / 6).unsqueeze(0), rtol=1e-5, atol=1e-5
+        )

@@ -524,6 +524,30 @@ def test_no_rung_is_left(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch)
     assert decompose(name, sample(name), sample(name, 3)) == [None, None]
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_first_rung_will_do_at_any_scale(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are decomposed in units of their size, so that no square leaves the range."""
+    attempts = injected(monkeypatch, "eigen", lambda *_: None)
+    (found,) = decompose("eigen", sample("eigen") * scale)
+    assert found is not None
+    assert attempts == [(torch.float32, 1)]
+
+
+def test_eigenvectors_that_are_not_orthogonal_are_not_sound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the eigenvalue is 0, a column twice makes the same matrix."""
+
+    def twice(matrix: Tensor, result: Any) -> Any:
+        values, vectors = result
+        vectors = vectors.clone()
+        vectors[..., 0] = vectors[..., 1]
+        return values, vectors
+
+    injected(monkeypatch, "eigen", twice)
+    assert decompose("eigen", torch.diag(torch.tensor([0.0, 0.0, 1.0]))[None]) == [None]
+
+
 @each_fault
 def test_a_double_needs_no_second_double(
     name: str, fault: Any, monkeypatch: pytest.MonkeyPatch

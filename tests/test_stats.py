@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from second_order import DecompositionError
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier, open_store
+from second_order.optimizers.distkfac import STEP_DECAY
 from second_order.optimizers.stats import ENOUGH_MESSAGES, Helper, Helpers
 
 if TYPE_CHECKING:
@@ -199,6 +200,52 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
     list(helpers.statistics({"new": worker._blocks[0]}))
     helpers.hear(helpers.news())
     assert helpers.own_passes
+
+
+def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
+    """Its layer alone; the others of the message count."""
+    _, worker, post, (tensors, note) = beside_a_stats_worker()
+    heads, numbers = tensors
+    numbers[0] = math.inf  # of the first layer's A
+    post.came[TO_WORKER.format(0)] = [heads, numbers], note
+    with noted() as warned:
+        worker._take_statistics()
+    assert len(warned) == 1
+    weights = [float(block.factors.weight) for block in worker._blocks if block.factors]
+    assert sum(weights) == len(LAYERS) - 1
+    assert worker._blocks[0].factors is None or worker._blocks[0].factors.weight == 0
+
+
+@pytest.mark.filterwarnings("ignore:no layer gave statistics")
+def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
+    other, model = CASE.model(), CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    worker = distkfac(model, factor_decay=None)
+    post, expected, last = helped(worker), 0.0, 0
+    for number, step in enumerate((2, 5, 7)):
+        while worker._steps < step:
+            worker.step()
+        hear(worker, post, number, sent, 0)
+        expected = expected * STEP_DECAY ** (step - last) + 1.0
+        last = step
+        for block in worker._blocks:
+            assert float(block.factors.weight) == pytest.approx(expected)
+
+
+def test_a_stats_workers_gradients_do_not_pile_up() -> None:
+    model, seen = CASE.model(), []
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    note = {"train": [True] * 6, "optimized": [True] * 6, "edition": 0}
+    post.came |= {f"point/{i}": ([flat], note) for i in range(3)}
+
+    def loss(_: Any) -> Tensor:
+        seen.append(all(p.grad is None for p in model.parameters()))
+        return loss_on(model)
+
+    assert optimizer.serve([None], loss) == 3
+    assert seen == [True] * 3
 
 
 def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
