@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress progress-distributed final-updates hidden asynchronous curvature bench scaling test lint types pytest docs format clean
+.PHONY: help venv demo progress settings progress-distributed final-updates guards hidden asynchronous curvature bench scaling test lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -30,15 +30,26 @@ demo: venv ## train on digits with SGD, Adam and every optimizer, two processes:
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
 
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress.py $(ARGS)
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress.py \
+		--output benchmarks/results/progress.json $(ARGS)
+
+settings: venv ## what the options do: intervals, clip and batch, dampings, labels: some minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/settings.py \
+		--json benchmarks/results/settings.json $(ARGS)
 
 progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two processes: a few minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
-		benchmarks/progress_distributed.py $(ARGS)
+		benchmarks/progress_distributed.py \
+		--output benchmarks/results/progress_distributed.json $(ARGS)
 
 final-updates: venv ## the three final updates of MRDHO2 beside the base alone: some minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
 		benchmarks/final_updates.py --output benchmarks/results/final_updates.json $(ARGS)
+
+guards: venv ## MRDHO2's guard at falls of a half and of a fifth, 28 seeds: some minutes
+	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
+		benchmarks/final_updates.py --only "digits, MLP" --updates guarded "a fifth" --seeds 28 \
+		--output benchmarks/results/guards.json $(ARGS)
 
 hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
 	PYTHONPATH=examples:benchmarks $(BIN)/torchrun --standalone --nproc-per-node=2 \

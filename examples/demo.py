@@ -10,12 +10,14 @@ against steps and against seconds of training (evaluation is not counted).
 
 import argparse
 import copy
+import json
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -471,6 +473,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("demo.png"), help="the figure")
+    parser.add_argument("--json", type=Path, help="write the runs, of every learning rate")
     return parser.parse_args()
 
 
@@ -479,7 +482,7 @@ def main() -> None:
     make_model, data = MODELS[args.model], load_split()
     with process_group():
         warm_up(make_model, data)
-        best = []
+        best, everything = [], []
         for entry in ENTRIES:
             if entry.name not in args.only:
                 continue
@@ -488,6 +491,7 @@ def main() -> None:
                 for lr in entry.learning_rates
             ]
             best.append(min(runs, key=lambda run: steps_to_all_targets(run, args.steps)))
+            everything += [asdict(run) | {"chosen": run is best[-1]} for run in runs]
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank != 0:
         return
@@ -505,6 +509,10 @@ def main() -> None:
     )
     figure(best, title).savefig(args.output, dpi=150)
     console.print(f"Figure: {args.output}")
+    if args.json is not None:
+        machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
+        record = {"machine": machine, "model": args.model, "runs": everything}
+        args.json.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
