@@ -19,7 +19,7 @@ import torch
 from reference import cross_entropy
 from torch import Tensor, nn
 
-from second_order import DHO2, DPKFAC, KAISA, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 KRONECKER: list[type[SecondOrderOptimizer]] = [KAISA, DPKFAC, DistKFAC]
 SYSTEMS: list[type[SecondOrderOptimizer]] = [*KRONECKER, DHO2]
+EIGENPAIRS = (DHO2, MRDHO2)
 EXACT = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
 PLAIN: dict[str, Any] = {
     "lr": 0.05,
@@ -52,6 +53,7 @@ PAIRS: dict[str, Any] = {
     "smallest": 1,
     "warmup_steps": 1,
     "curvature_interval": 2,
+    "epoch_steps": 2,
     "newton_scale": 0.5,
 }
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -68,6 +70,7 @@ def _named(value: Any) -> str | None:
 
 
 each_system = pytest.mark.parametrize("System", SYSTEMS, ids=_named)
+each_of_five = pytest.mark.parametrize("System", [*SYSTEMS, MRDHO2], ids=_named)
 each_kronecker = pytest.mark.parametrize("System", KRONECKER, ids=_named)
 eigenpairs_only = pytest.mark.parametrize("System", [DHO2], ids=_named)
 each_variant = pytest.mark.parametrize(
@@ -91,14 +94,16 @@ def make(
 ) -> Any:  # whatever the system has beyond the contract
     """A system in float64 with `PLAIN` or `PAIRS`, as far as it has them, and those given."""
     known = inspect.signature(System).parameters
-    ours = PAIRS if issubclass(System, DHO2) else PLAIN
+    ours = PAIRS if issubclass(System, EIGENPAIRS) else PLAIN
     plain = {name: value for name, value in ours.items() if name in known}
     return System(params_or_model, **{**plain, **options})
 
 
 def base_only(System: type[SecondOrderOptimizer]) -> dict[str, Any]:
     """Options that leave everything to the base."""
-    return {"largest": 0, "smallest": 0} if System is DHO2 else {"skip_layers": ["*"]}
+    return (
+        {"largest": 0, "smallest": 0} if issubclass(System, EIGENPAIRS) else {"skip_layers": ["*"]}
+    )
 
 
 def asking(
@@ -108,7 +113,7 @@ def asking(
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
 ) -> dict[str, Any]:
     """What `step` is to be given besides its closure: the curvature's, where there is one."""
-    if not isinstance(optimizer, DHO2):
+    if not isinstance(optimizer, EIGENPAIRS):
         return {}
     inner: Any = getattr(model, "_orig_mod", model)  # a compiled one has no second derivatives
     x, y = batch
@@ -141,7 +146,7 @@ def factors(optimizer: Any) -> dict[str, Factors]:
 
 def curvature_of(optimizer: Any) -> dict[str, tuple[Tensor, ...]]:
     """Copies of what an optimizer knows of the curvature; nothing where it knows nothing."""
-    if not isinstance(optimizer, DHO2):
+    if not isinstance(optimizer, EIGENPAIRS):
         return dict(factors(optimizer))
     subspace = optimizer._subspace
     if subspace is None:

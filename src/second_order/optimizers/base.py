@@ -11,10 +11,8 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the subclas
 
 from __future__ import annotations
 
-import copy
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -22,12 +20,21 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from second_order.distributed.collectives import PendingReduction, World
+from second_order.optimizers.base_state import BASE, CURVATURE, BaseState, with_parts
 from second_order.optimizers.given import (
     check_scaler,
     look_through,
     loose,
     materialised,
     refuse_unknown_scaler,
+)
+from second_order.optimizers.groups import (
+    check_assigned,
+    check_ownership,
+    members_of,
+    named_like,
+    shallow,
+    trainable,
 )
 from second_order.optimizers.notices import Notices, warns_at_its_end
 from second_order.optimizers.options import (
@@ -38,41 +45,12 @@ from second_order.optimizers.options import (
     split_base_keywords,
 )
 
-__all__ = ["BASE", "CURVATURE", "BaseState", "ParamsOrModel", "Routed", "SecondOrderOptimizer"]
+__all__ = ["ParamsOrModel", "Routed", "SecondOrderOptimizer"]
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
-State: TypeAlias = defaultdict[Tensor, dict[str, Any]]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
 Route: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
-
-BASE, CURVATURE = "base", "curvature"
-
-
-class BaseState(MutableMapping[Tensor, dict[str, Any]]):
-    """``state[p]["base"]`` as a mapping of its own: all that the base optimizer sees."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def __getitem__(self, p: Tensor) -> dict[str, Any]:
-        part: dict[str, Any] = self._state[p].setdefault(BASE, {})
-        return part
-
-    def __setitem__(self, p: Tensor, value: dict[str, Any]) -> None:
-        self._state[p][BASE] = value
-
-    def __delitem__(self, p: Tensor) -> None:
-        del self._state[p][BASE]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for p, parts in self._state.items() if BASE in parts)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, p: object) -> bool:
-        return p in self._state and BASE in self._state[p]  # type: ignore[index]
 
 
 class _PendingAverage:
@@ -165,7 +143,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             if model is not None and model is not params_or_model:
                 raise TypeError(f"{name} got two models; pass the model once")
             model = params_or_model
-            groups: list[Any] = [p for p in model.parameters() if p.requires_grad]
+            groups: list[Any] = trainable(look_through(model)[0])
         elif model is None and self._needs_model:
             raise TypeError(
                 f"{name} needs the model to see its layers; write "
@@ -179,6 +157,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             raise TypeError(f"model={model!r} is not a torch.nn.Module")
 
         self._model, self._under_ddp = look_through(model)
+        params = members_of(groups)
+        strange = check_ownership(name, base.__name__, params, self._model)
         self._world = World(process_group)
         self._averages = (
             self._world.size > 1 and not self._under_ddp
@@ -198,9 +178,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             )
         self._constructed = False
 
-        self._base = base([_shallow(g) for g in groups], **base_kwargs)
+        if strange and self._needs_model:
+            self._warn(
+                f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
+                f"by {base.__name__} alone, without curvature: of shapes {', '.join(strange[:10])}"
+            )
+        # Groups of a model are named, as named_parameters() are; a base may not know of names.
+        of_model = isinstance(params_or_model, nn.Module)
+        self._base = base(params if of_model else [shallow(g) for g in groups], **base_kwargs)
         super().__init__(
-            [_shallow(g) for g in groups], {**self._base.defaults, **(group_defaults or {})}
+            [shallow(g) for g in groups], {**self._base.defaults, **(group_defaults or {})}
         )
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
@@ -355,9 +342,44 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------- groups and checkpoints
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, which are the base's, too. Another list may be assigned."""
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take another list: the base follows, and other parameters are planned for."""
+        if not self.__dict__.get("_constructed"):
+            self.__dict__["param_groups"] = groups
+            return
+        check_assigned(groups, self.defaults)
+        params = members_of(groups)
+        check_ownership(type(self).__name__, type(self._base).__name__, params, self._model)
+        before = self.param_groups
+        self._take_groups(groups)
+        members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
+        if next(members) != next(members):
+            try:
+                with self._notices:
+                    self._replan()
+            except Exception:
+                self._take_groups(before)
+                raise
+
+    def _take_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = self._base.param_groups = groups
+
+    def _device(self) -> torch.device:
+        """Where the first parameter is; groups may be empty."""
+        return next((p.device for p in members_of(self.param_groups)), torch.device("cpu"))
+
     @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its layers are planned from the next step on."""
+        if self.__dict__.get("_constructed"):
+            param_group = named_like(self.param_groups, param_group, self._model)
         super().add_param_group(param_group)
         if self.__dict__.get("_constructed"):
             self._replan()
@@ -366,7 +388,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults."""
         if self.state:
             self._share_state()
-        return super().state_dict()
+        # That of parameters which no group has any more waits here for their return.
+        here = set(members_of(self.param_groups))
+        away = [p for p in self.state if p not in here]
+        parked = {p: self.state.pop(p) for p in away}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.update(parked)
 
     @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -379,7 +408,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If the groups or a layer's factors do not fit; nothing has changed then.
         """
-        parts = {k: _with_parts(v) for k, v in state_dict["state"].items()}
+        parts = {k: with_parts(v) for k, v in state_dict["state"].items()}
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         # Loading casts floating state to the parameter's dtype, so curvature goes around it.
@@ -446,13 +475,3 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
 def _printable(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _shallow(group: Any) -> Any:
-    return copy.copy(group) if isinstance(group, dict) else group
-
-
-def _with_parts(entry: dict[str, Any]) -> dict[str, Any]:
-    if set(entry) <= {BASE, CURVATURE}:
-        return entry
-    return {BASE: dict(entry)}

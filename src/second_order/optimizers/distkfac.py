@@ -437,14 +437,9 @@ class DistKFAC(BackgroundRefresh):
             self._replan()
         return True
 
-    def _find_blocks(self) -> None:
-        """On a stats worker, of what the workers optimize: they may have added a group."""
-        mine = self.param_groups
-        self.param_groups = self._helpers.groups_there(self._whole_model()) or mine
-        try:
-            super()._find_blocks()
-        finally:
-            self.param_groups = mine
+    def _optimized(self) -> list[Tensor]:
+        """On a stats worker, what the workers optimize: they may have added a group."""
+        return self._helpers.optimized_there(self._whole_model()) or super()._optimized()
 
     @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:

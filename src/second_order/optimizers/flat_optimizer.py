@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from second_order.errors import SecondOrderError
-from second_order.optimizers.base import (
-    BASE,
-    CURVATURE,
-    ParamsOrModel,
-    Routed,
-    SecondOrderOptimizer,
-)
+from second_order.optimizers.base import ParamsOrModel, Routed, SecondOrderOptimizer
+from second_order.optimizers.base_state import BASE, CURVATURE
 from second_order.optimizers.flat import Chunk, FlatLayout, Piece, chunks_of
 from second_order.optimizers.notices import warns_at_its_end
 from second_order.optimizers.options import PEAK_LR, check_rank
@@ -173,7 +168,7 @@ class FlatOptimizer(SecondOrderOptimizer):
         if self._sharded is None or not self._stepping:
             super()._base_step()
         else:
-            self._sharded.step()
+            self._sharded.step(self.param_groups)
 
     def _share_parameters(self) -> None:
         """Everybody gets everybody's rows."""

@@ -154,7 +154,7 @@ class FOSIOptimizer(FlatOptimizer):
     @property
     def _plain(self) -> torch.autocast:
         """Without autocast, should step() be called under it."""
-        return torch.autocast(self.param_groups[0]["params"][0].device.type, enabled=False)
+        return torch.autocast(self._device().type, enabled=False)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -35,6 +35,7 @@ from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.sharing import link_equal_inputs
 from second_order.kronecker.solvers import SOLVERS
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.groups import members_of
 from second_order.optimizers.keepers import (
     Keepers,
     gather_factors,
@@ -119,7 +120,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
     # ------------------------------------------------------------------------------- the layers
 
     def _find_blocks(self) -> None:
-        owned = {id(p): p.numel() for group in self.param_groups for p in group["params"]}
+        owned = {id(p): p.numel() for p in self._optimized()}
         known = {id(block.weight): block for block in self._blocks}
         self._blocks, self._left = find_blocks(
             self._model,
@@ -133,6 +134,10 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._group_index = {
             id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]
         }
+
+    def _optimized(self) -> list[Tensor]:
+        """The parameters whose layers are looked for."""
+        return members_of(self.param_groups)
 
     def _layer_lines(self) -> list[str]:
         """The layers as the ranks compare them: equal parameters can belong to unlike layers."""
@@ -394,10 +399,6 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups = [self.param_groups[self._group_index[id(self._active[i].weight)]] for i in indices]
         return [group[which] for group in groups]
-
-    def _device(self) -> torch.device:
-        device: torch.device = self.param_groups[0]["params"][0].device
-        return device
 
     # ------------------------------------------------------------------------ state and summary
 

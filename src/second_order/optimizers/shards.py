@@ -79,7 +79,6 @@ class ShardedBase:
         pieces: Sequence[Piece],
     ) -> None:
         self._pieces = pieces
-        self._groups = groups
         self._stand_ins = [piece.of(piece.param) for piece in pieces]
         members: list[list[Tensor]] = [[] for _ in groups]
         for piece, stand_in in zip(pieces, self._stand_ins, strict=True):
@@ -97,9 +96,9 @@ class ShardedBase:
             {"defaults": base.defaults, "state": _PieceState(state, params), "param_groups": own}
         )
 
-    def step(self) -> None:
+    def step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the pieces, with the hyperparameters of the groups as they are now."""
-        for own, group in zip(self._base.param_groups, self._groups, strict=True):
+        for own, group in zip(self._base.param_groups, groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
         for piece, stand_in in zip(self._pieces, self._stand_ins, strict=True):
             gradient = piece.param.grad

@@ -253,10 +253,9 @@ class Helpers:
             tensor.requires_grad_(trains)  # statistics of other layers would be of no use
         return True
 
-    def groups_there(self, tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """What the workers optimize, of this process's model, in one group; none on a worker."""
-        chosen = [t for t, theirs in zip(tensors, self.optimized, strict=False) if theirs]
-        return [{"params": chosen}] if chosen else []
+    def optimized_there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the workers optimize, of this process's model; nothing on a worker."""
+        return [t for t, theirs in zip(tensors, self.optimized, strict=False) if theirs]
 
     def deliver(
         self, parts: Sequence[Mapping[str, StatisticsSums]], sharing: Mapping[str, str]

@@ -1,0 +1,113 @@
+"""Parameter groups: made of what the user gives, named by the model, and given anew in mid-run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from second_order.optimizers.given import materialised
+
+__all__ = [
+    "check_assigned",
+    "check_ownership",
+    "members_of",
+    "named_like",
+    "shallow",
+    "trainable",
+]
+
+NAMES = "param_names"
+
+
+def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters of a model that train, with their names."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def shallow(group: Any) -> Any:
+    """A copy of a group that can be added to; its parameters are the same."""
+    return copy.copy(group) if isinstance(group, dict) else group
+
+
+def members_of(groups: Iterable[Any]) -> list[Tensor]:
+    """The parameters of groups, or of a list of parameters, named or not; nothing else."""
+    parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    members = (p[1] if isinstance(p, tuple) else p for part in parts for p in part)
+    return [p for p in members if isinstance(p, Tensor)]
+
+
+def check_ownership(name: str, base: str, params: Sequence[Tensor], model: nn.Module) -> list[str]:
+    """Raise unless the model has any of the parameters; the shapes of those that it has not.
+
+    Args:
+        name: Of the optimizer.
+        base: Of its base.
+        params: Those to be optimized.
+        model: Whose they should be.
+
+    Raises:
+        ValueError: If there are parameters, and none is the model's.
+    """
+    owned = {id(p) for p in model.parameters()}
+    strange = [p for p in params if id(p) not in owned]
+    if params and len(strange) == len(params):
+        raise ValueError(
+            f"none of the {len(params)} parameters belongs to model={type(model).__name__}, so "
+            f"{name} would be no more than {base}; pass the model itself, not a copy of it or "
+            f"another one"
+        )
+    return [str(tuple(p.shape)) for p in strange]
+
+
+def named_like(
+    others: Sequence[Mapping[str, Any]], group: dict[str, Any], model: nn.Module
+) -> dict[str, Any]:
+    """A group with names where the other groups have them, as torch asks: all or none.
+
+    Args:
+        others: The groups there are.
+        group: One to come, with or without names.
+        model: Whose names they are; a parameter of nobody is called by its place.
+    """
+    group = materialised(group)
+    known = any(isinstance(p, tuple) for p in group["params"]) or NAMES in group
+    if known or not any(NAMES in other for other in others):
+        return group
+    names = {id(p): name for name, p in model.named_parameters()}
+    start = sum(len(other["params"]) for other in others)
+    called = [names.get(id(p), f"parameter {start + i}") for i, p in enumerate(group["params"])]
+    return {**group, NAMES: called}
+
+
+def check_assigned(groups: Any, defaults: Mapping[str, Any]) -> None:
+    """Raise unless a list can take the place of ``param_groups``; fills in what its groups lack.
+
+    Args:
+        groups: What has been assigned.
+        defaults: Entries that each group is to have.
+
+    Raises:
+        TypeError: If it is no list of groups of tensors.
+        ValueError: If a parameter is in it twice.
+    """
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        raise TypeError(
+            f"param_groups={type(groups).__name__} is not a list of groups; assign a list of "
+            f"dictionaries with 'params', as optimizer.param_groups is"
+        )
+    for i, group in enumerate(groups):
+        members = group.get("params")
+        if not isinstance(members, list) or not all(isinstance(p, Tensor) for p in members):
+            raise TypeError(
+                f"param_groups[{i}]['params'] is not a list of tensors; take those of the old "
+                f"groups, or use add_param_group"
+            )
+    params = members_of(groups)
+    if len({id(p) for p in params}) < len(params):
+        raise ValueError("param_groups has a parameter twice; each belongs to one group")
+    for group in groups:
+        for key, value in defaults.items():
+            group.setdefault(key, value)
