@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress settings progress-distributed final-updates guards hidden asynchronous curvature bench scaling test lint types pytest docs format clean
+.PHONY: help venv demo progress settings progress-distributed final-updates guards hidden asynchronous curvature bench scaling test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -81,6 +81,13 @@ types: venv
 
 pytest: venv
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal --cov --cov-report=term $(ARGS)
+
+test-thorough: venv ## the tests with other random examples in each run, 300 for each property: hours
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal --timeout 0 $(ARGS)
+
+mutants: venv ## small faults put into the source, one at a time: do the tests notice? half an hour
+	$(BIN)/python tests/mutants.py --jobs $(TEST_JOBS) \
+		--json benchmarks/results/mutants.json $(ARGS)
 
 docs: venv ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -105,10 +105,13 @@ def test_a_sum_of_nothing_ends(world: pool.World) -> None:
     assert world.run(sum_of_nothing, 2) == [(0, 0)] * 2
 
 
+LARGE = {torch.bfloat16: 256.0, torch.float16: 2048.0}
+
+
 def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """2048 + 1 is 2048 in either dtype: what is added in float32 rounds once, at the end."""
+    """1 is half of a spacing there: what is added in float32 rounds once, at the end."""
     world = World()
-    total = torch.tensor([2048.0 if rank == 0 else 1.0, rank], dtype=dtype)
+    total = torch.tensor([LARGE[dtype] if rank == 0 else 1.0, rank], dtype=dtype)
     for_all, for_third = total.clone(), total.clone()
     world.start_sum_to([for_all, for_third], [None, 2]).wait()
     mine = torch.full((1,), rank + 0.5, dtype=dtype)
@@ -127,7 +130,7 @@ def test_half_precision_travels_on_gloo(world: pool.World, dtype: torch.dtype) -
     for rank, received in enumerate(world.run(half_precision, 4, dtype)):
         total, for_all, for_third, first, last, sent = received
         assert {each.dtype for each in received} == {dtype}
-        assert torch.equal(total, torch.tensor([2051.0, 6.0]).to(dtype))
+        assert torch.equal(total, torch.tensor([LARGE[dtype] + 3.0, 6.0]).to(dtype))
         assert torch.equal(for_all, total)
         assert torch.equal(for_third, total) == (rank == 2)
         assert torch.equal(first, torch.tensor([0.5]).to(dtype))

@@ -1,0 +1,246 @@
+"""Faults put into the source one at a time, and whether the tests notice: `make mutants`.
+
+Each mutant is a small change of behaviour (`mutations.py`) with the tests that are to notice it. A
+copy of the repository is made for each job; the package is imported from there by the tests and by
+the processes that they start. First all of these tests run without a mutant, and must pass. Each
+run is a fork of this process, which has imported torch and not the package.
+
+    python tests/mutants.py --only "a clip" --jobs 2
+
+A mutant whose text no longer occurs exactly once in its file is stale: an error, as is one with
+which nothing can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mutations import MUTANTS, Mutant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path("src/second_order")
+COPIED = ("src", "tests", "examples", "benchmarks", "pyproject.toml", "setup.cfg", "README.md")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "results", "*.egg-info", ".hypothesis")
+IMPORTED = ("pytest", "_pytest.assertion.rewrite", "hypothesis", "numpy", "torch.distributed")
+NOTICED, MISSED, TIMED_OUT = "noticed", "not noticed", "out of time"
+STALE, BROKEN = "stale", "error"
+RESULTS = {0: MISSED, 1: NOTICED, None: TIMED_OUT}  # by the exit code of pytest
+ELSEWHERE = 99  # the exit code if the package was imported from another place
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a mutant."""
+
+    mutant: Mutant
+    result: str
+    seconds: float = 0.0
+    output: str = ""
+
+
+def mutated(source: str, mutant: Mutant) -> str | None:
+    """The source with the mutant; None if its text does not occur exactly once."""
+    return source.replace(mutant.old, mutant.new) if source.count(mutant.old) == 1 else None
+
+
+def nodes(mutant: Mutant) -> list[str]:
+    """The names that pytest has for the tests of a mutant: "kaisa::x" is short for one."""
+    parts = [test.split("::") for test in mutant.tests]
+    return [f"tests/test_{file}.py::test_{name}" for file, name in parts]
+
+
+def copy(into: Path) -> Path:
+    """What the tests need of the repository."""
+    for name in COPIED:
+        source, target = ROOT / name, into / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=LEFT_OUT)
+        else:
+            shutil.copy2(source, target)
+    return into
+
+
+def be_pytest(place: Path, tests: Sequence[str], output: Path) -> int:
+    """In the fork: run tests in a copy, and leave with pytest's exit code."""
+    os.setsid()
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(place)
+    os.environ |= {
+        "PYTHONPATH": str(place / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",  # two versions of a file in one second look alike
+        "OMP_NUM_THREADS": "1",
+    }
+    sys.dont_write_bytecode = True
+    others = [p for p in sys.path if "site-packages" in p or not p.startswith(str(ROOT))]
+    sys.path[:] = [str(place / "src"), *others]
+    import pytest
+
+    code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    package = sys.modules.get("second_order")
+    here = package is None or str(package.__file__).startswith(str(place))
+    return code if here else ELSEWHERE
+
+
+class Run:
+    """Tests that run in a copy of the repository."""
+
+    def __init__(self, place: Path, tests: Sequence[str], seconds: float) -> None:
+        self._output = place / "output.txt"
+        self._begun, self._seconds = time.monotonic(), seconds
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            code = ELSEWHERE
+            try:
+                code = be_pytest(place, tests, self._output)
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+
+    def ended(self) -> tuple[int | None] | None:
+        """None while it goes on; then the exit code, None of a run that was out of time."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        late = pid == 0 and self.seconds > self._seconds
+        if pid == 0 and not late:
+            return None
+        with contextlib.suppress(ProcessLookupError):  # whoever is left of it
+            os.killpg(self._pid, signal.SIGKILL)
+        if late:
+            os.waitpid(self._pid, 0)
+        return (None if late else os.waitstatus_to_exitcode(status),)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._begun
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
+
+def wait_for(run: Run) -> int | None:
+    while (ended := run.ended()) is None:
+        time.sleep(0.05)
+    return ended[0]
+
+
+def try_all(mutants: Sequence[Mutant], jobs: int, seconds: float) -> list[Outcome]:
+    """Put them in, run their tests, and take them out, in as many copies as there are jobs."""
+    outcomes: list[Outcome] = []
+
+    def over(outcome: Outcome) -> None:
+        print(f"{outcome.result:12}{outcome.seconds:6.1f} s  {outcome.mutant.name}", flush=True)
+        outcomes.append(outcome)
+
+    with tempfile.TemporaryDirectory(prefix="mutants") as directory:
+        free = [Path(directory) / str(job) for job in range(jobs)]
+        for place in free:
+            place.mkdir()
+            copy(place)
+        tests = sorted({node for mutant in mutants for node in nodes(mutant)})
+        run = Run(free[0], tests, seconds * max(1, len(mutants)))
+        if wait_for(run) != 0:
+            raise SystemExit(f"the tests do not pass without a mutant:\n{run.output[-4000:]}")
+        print(f"{len(tests)} tests pass without a mutant: {run.seconds:.0f} s", flush=True)
+        todo = list(reversed(mutants))
+        running: dict[Path, tuple[Mutant, str, Run]] = {}
+        while todo or running:
+            while todo and free:
+                mutant = todo.pop()
+                path = free[-1] / PACKAGE / mutant.file
+                source = path.read_text("utf-8")
+                changed = mutated(source, mutant)
+                if changed is None:
+                    over(Outcome(mutant, STALE))
+                    continue
+                path.write_text(changed, "utf-8")
+                place = free.pop()
+                running[place] = mutant, source, Run(place, nodes(mutant), seconds)
+            for place, (mutant, source, run) in list(running.items()):
+                ended = run.ended()
+                if ended is not None:
+                    result = RESULTS.get(ended[0], BROKEN)
+                    over(Outcome(mutant, result, run.seconds, run.output))
+                    (place / PACKAGE / mutant.file).write_text(source, "utf-8")
+                    del running[place]
+                    free.append(place)
+            time.sleep(0.05)
+    return sorted(outcomes, key=lambda outcome: MUTANTS.index(outcome.mutant))
+
+
+def report(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Write what has become of each."""
+    counts = Counter(outcome.result for outcome in outcomes)
+    summary = {
+        "mutants": len(outcomes),
+        **{result: counts[result] for result in (NOTICED, TIMED_OUT, MISSED, STALE, BROKEN)},
+        "results": [
+            {
+                "name": outcome.mutant.name,
+                "file": outcome.mutant.file,
+                "tests": nodes(outcome.mutant),
+                "result": outcome.result,
+            }
+            for outcome in outcomes
+        ],
+    }
+    path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], help="a part of a name; repeatable")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--seconds", type=float, default=180.0, help="that the tests of one take")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--list", action="store_true", help="name them, and run nothing")
+    parser.add_argument("--verbose", action="store_true", help="print what the tests say")
+    arguments = parser.parse_args()
+    only = arguments.only
+    mutants = [m for m in MUTANTS if not only or any(part in m.name for part in only)]
+    if not mutants:
+        raise SystemExit(f"no mutant has {' or '.join(only)} in its name; see --list")
+    if arguments.list:
+        for mutant in mutants:
+            print(f"{mutant.file:36}{mutant.name}")
+        return
+    begun = time.monotonic()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    outcomes = try_all(mutants, arguments.jobs, arguments.seconds)
+    seen = [outcome for outcome in outcomes if outcome.result in (NOTICED, TIMED_OUT)]
+    for outcome in outcomes:
+        if outcome.result != NOTICED or arguments.verbose:
+            said = "\n".join(outcome.output.splitlines()[-30:]) if arguments.verbose else ""
+            print(f"\n{outcome.result}: {outcome.mutant.name} ({outcome.mutant.file})\n{said}")
+    share = len(seen) / len(outcomes)
+    minutes = (time.monotonic() - begun) / 60
+    print(f"\n{len(seen)} of {len(outcomes)} noticed ({share:.0%}), in {minutes:.0f} minutes")
+    if arguments.json is not None:
+        report(outcomes, arguments.json)
+    if share < 0.95 or any(outcome.result in (STALE, BROKEN) for outcome in outcomes):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

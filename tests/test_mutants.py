@@ -1,0 +1,52 @@
+"""The list of `make mutants`: each mutant can be put in, and the tests that it names are there."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from mutants import mutated, nodes
+from mutations import MUTANTS, Mutant
+
+import second_order
+
+PACKAGE, TESTS = Path(second_order.__file__).parent, Path(__file__).parent
+
+
+def stale(mutants: list[Mutant]) -> list[str]:
+    """Those whose text does not occur exactly once."""
+    sources = {m.file: (PACKAGE / m.file).read_text("utf-8") for m in mutants}
+    return [f"{m.name}: {m.file}" for m in mutants if mutated(sources[m.file], m) is None]
+
+
+def test_no_mutant_is_stale() -> None:
+    """Whoever changes a line that one is made of says in `mutations.py` what becomes of it."""
+    assert stale(MUTANTS) == []
+    assert stale([Mutant("none", "errors.py", "no such text", "", ())]) == ["none: errors.py"]
+
+
+def test_a_mutant_is_another_source_and_compiles() -> None:
+    for mutant in MUTANTS:
+        source = (PACKAGE / mutant.file).read_text("utf-8")
+        changed = mutated(source, mutant)
+        assert changed not in (None, source), mutant.name
+        assert changed is not None
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant.name
+
+
+def test_each_mutant_has_a_name_of_its_own_and_tests_that_there_are() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names) >= 107
+    sources: dict[str, str] = {}
+    for mutant in MUTANTS:
+        assert mutant.tests, mutant.name
+        for node in nodes(mutant):
+            path, name = node.split("::")
+            source = sources.setdefault(path, (TESTS.parent / path).read_text("utf-8"))
+            assert f"\ndef {name.split('[')[0]}(" in source, f"{mutant.name}: {node}"
+
+
+@pytest.mark.parametrize("part", ["optimizers", "kronecker", "lanczos", "distributed"])
+def test_every_part_of_the_package_has_mutants(part: str) -> None:
+    assert sum(mutant.file.startswith(f"{part}/") for mutant in MUTANTS) >= 10
