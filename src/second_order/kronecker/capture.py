@@ -175,6 +175,8 @@ class Capture:
             gradients in it are nobody else's.
         enabled: Pairs are captured only while this is True.
         root_calls: How often the root returned an output that labels were drawn from.
+        transformed: Layers that were called inside a transform of ``torch.func``, which shows hooks
+            no gradients.
     """
 
     sampling: ClassVar[bool] = False
@@ -188,6 +190,7 @@ class Capture:
         self.enabled = True
         self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
+        self.transformed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._consumer = consumer
         self._sampler = sampler
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -225,6 +228,10 @@ class Capture:
         self._pending.clear()
 
     def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
+        if torch._C._are_functorch_transforms_active():
+            if self.enabled and module in self._observed:
+                self.transformed.add(module)
+            return
         if not (
             self.enabled
             and module in self._observed
@@ -233,7 +240,6 @@ class Capture:
             and isinstance(output, Tensor)
             and output.requires_grad
             and self._wanted(module)
-            and not torch._C._are_functorch_transforms_active()
         ):
             return
         source, x = self._source_of(x), _as_used(x)

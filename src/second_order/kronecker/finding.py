@@ -20,12 +20,25 @@ __all__ = ["BlockRules", "LeftToBase", "find_blocks", "unmatched_patterns"]
 
 @dataclass(frozen=True)
 class LeftToBase:
-    """Parameters that the base optimizer trains alone, and why."""
+    """Parameters that the base optimizer trains alone, and why.
+
+    Attributes:
+        name: Of their module.
+        kind: Of their module.
+        reason: Why.
+        parameters: How many.
+        unexpected: Whether the module would have a block, but for its size or its state.
+    """
 
     name: str
     kind: str
     reason: str
     parameters: int
+    unexpected: bool = False
+
+    def __str__(self) -> str:
+        why = f": {self.reason}" if self.unexpected else ""
+        return f"{self.name} ({self.kind}{why})"
 
 
 @dataclass(frozen=True)
@@ -107,9 +120,10 @@ def find_blocks(
     """
     rules = BlockRules() if rules is None else rules
     rules.check(model)
-    patterns = list(skip)
+    patterns, everything = list(skip), dict(model.named_modules(remove_duplicate=False))
     sharing: dict[int, list[tuple[str, nn.Module]]] = {}
     left: list[LeftToBase] = []
+    unexpected: set[str] = set()  # reasons
     counted: set[int] = set()
     locations: dict[nn.Module, int] = {}
     exact: dict[int, ExactBlock] = {}  # by what they come after
@@ -119,7 +133,8 @@ def find_blocks(
         own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) in owned}
         count = sum(size for key, size in own.items() if key not in counted)
         counted.update(own)
-        left.append(LeftToBase(name or "(model)", type(module).__name__, reason, count))
+        kind, odd = type(module).__name__, reason in unexpected
+        left.append(LeftToBase(name or "(model)", kind, reason, count, odd))
 
     def add_exact(name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
         """An exact block of some of a module's parameters, if there is to be one."""
@@ -138,12 +153,15 @@ def find_blocks(
         if is_convolution(module):
             channels = cast(Tensor, module.weight).shape[0]
         fed_by, channels = channels, None if isinstance(module, nn.Linear) else channels
-        if not any(id(p) in owned for p in module.parameters(recurse=False)):
+        own = dict(module.named_parameters(recurse=False))
+        if not any(id(p) in owned for p in own.values()):
             continue
-        pattern = _skipping(patterns, model, name)
-        reason = f"skip_layers: {pattern!r}" if pattern else unsupported_reason(module)
-        weight = module._parameters.get("weight")
-        if not pattern and is_normalisation(module):
+        pattern, weight = _skipping(patterns, everything, name), own.get("weight")
+        barred = _barred(module, weight)
+        unexpected |= {barred} if barred else set()
+        barred = f"skip_layers: {pattern!r}" if pattern else barred
+        reason = barred or unsupported_reason(module)
+        if not barred and is_normalisation(module):
             key = id(weight)
             if key not in exact and add_exact(name, module, key, ("weight", "bias")):
                 sharing.setdefault(key, [])
@@ -156,10 +174,14 @@ def find_blocks(
         if reason is None:
             locations[module] = rules.locations(name, module, fed_by)
             reason = _too_large(module, locations[module], rules)
+            unexpected |= {reason} if reason else set()
         if reason is not None:
             leave(name, module, reason)
-        if weight is not None and id(weight) in owned:
-            sharing.setdefault(id(weight), []).append((name, module))
+        # What a compiled module does with its parameters is not known.
+        keys = own.values() if isinstance(module, torch.jit.ScriptModule) else [weight]
+        for p in keys:
+            if p is not None and id(p) in owned:
+                sharing.setdefault(id(p), []).append((name, module))
 
     rejected = {row.name for row in left}
     blocks: list[KroneckerBlock] = []
@@ -232,11 +254,24 @@ def unmatched_patterns(model: nn.Module, skip: Iterable[str]) -> list[str]:
     return [p for p in skip if not any(_matches(p, name, module) for name, module in modules)]
 
 
-def _skipping(patterns: Iterable[str], model: nn.Module, name: str) -> str | None:
+def _barred(module: nn.Module, weight: Tensor | None) -> str | None:
+    """Why a module is left to the base, whatever its type; None if nothing is in the way."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            "it is compiled by torch.jit, which runs no hooks: give the optimizer the plain model"
+        )
+    if weight is not None and weight.numel() == 0:
+        return f"its weight is empty: {tuple(weight.shape)}"
+    return None
+
+
+def _skipping(
+    patterns: Iterable[str], everything: Mapping[str, nn.Module], name: str
+) -> str | None:
     """The first pattern that matches a module or one that it is inside of."""
     parts = name.split(".") if name else []
     chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    lineage = [(each, model.get_submodule(each)) for each in chain]
+    lineage = [(each, everything[each]) for each in chain]
     return next((p for p in patterns if any(_matches(p, *member) for member in lineage)), None)
 
 

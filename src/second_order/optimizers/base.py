@@ -12,7 +12,8 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the subclas
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -57,8 +58,10 @@ class _PendingAverage:
     """Gradients on their way to their mean over the processes."""
 
     def __init__(self, params: list[Tensor], world: World, route: Route) -> None:
-        self._done = False
+        self._done = not params  # all of them frozen
         self._params = params
+        if self._done:
+            return
         self._missing = [p for p in params if p.grad is None]
         self._gradients = [
             torch.zeros_like(p, memory_format=torch.contiguous_format) if p.grad is None else p.grad
@@ -192,6 +195,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
+        self._trained = set(self._training())  # at the last step
 
     def _finish_construction(self, description: list[str]) -> None:
         """Agree with the other processes, and start from the same parameters.
@@ -283,12 +287,33 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return loss
         average = self._start_averaging()
         self._transform_gradients(average)
-        with record_function("second_order.base"):
+        with record_function("second_order.base"), self._set_aside():
             self._base_step()
+        self._trained = set(self._training())
         self._steps += 1
         if self._steps == 1:
             self._share_state()
         return loss
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Step no parameter by gradients that differ between processes."""
+        params = self._without_average() if self._averages else []
+        gradients = [p.grad for p in params]
+        if params and self._first_time("frozen gradients"):
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in params[:20])
+            self._warn(
+                f"frozen parameters have gradients that the processes have not averaged, and are "
+                f"not stepped: {listed}; call zero_grad() after freezing"
+            )
+        for p in params:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient
 
     def _initialises_state(self) -> bool:
         """Whether this is the empty step by which checkpointing code brings state into being.
@@ -315,8 +340,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         params = self._averaged_params()
         return _PendingAverage(params, self._world, self._route_gradients).wait
 
-    def _averaged_params(self) -> list[Tensor]:
+    def _training(self) -> list[Tensor]:
         return [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+
+    def _averaged_params(self) -> list[Tensor]:
+        """Those that train, or did at the last step: a backward may have come before the freeze."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        return [p for p in params if p.requires_grad or p in self._trained]
+
+    def _without_average(self) -> list[Tensor]:
+        """Frozen parameters whose gradients are each process's own, where they should be equal."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        frozen = [p for p in params if not p.requires_grad and p not in self._trained]
+        return [p for p in frozen if p.grad is not None]
 
     def _route_gradients(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Parts of the gradients, and the rank that alone gets the mean of each; None: all do."""
@@ -382,6 +418,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             param_group = named_like(self.param_groups, param_group, self._model)
         super().add_param_group(param_group)
         if self.__dict__.get("_constructed"):
+            self._trained |= {p for p in self.param_groups[-1]["params"] if p.requires_grad}
             self._replan()
 
     def state_dict(self) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
                 self._warn(f"skip_layers: the pattern {pattern!r} matches no module of the model")
         new = [row for row in self._left if self._first_time(f"left:{row.name}")]
         if new:
-            names = ", ".join(f"{row.name} ({row.kind})" for row in new[:20])
+            names = ", ".join(map(str, new[:20]))
             more = f" and {len(new) - 20} more" if len(new) > 20 else ""
             self._warn(
                 f"trained by {type(self._base).__name__} alone, without curvature: {names}{more}; "

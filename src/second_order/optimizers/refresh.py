@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from second_order.distributed.collectives import World
 from second_order.errors import DecompositionError
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.capture import Capture
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.solvers import Damping, EigenInverse, Solver, factored_damping
 from second_order.optimizers.kfac_options import KFACOptions, check_damping
@@ -23,6 +24,10 @@ from second_order.optimizers.placement import Placement
 __all__ = ["Refresh"]
 
 PART_BYTES = 64 * 2**20  # of full matrices that are refreshed together on one process
+TRANSFORMED = (
+    "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
+    "of them, and backward() on its loss"
+)
 FAILED, UNSEEN, LOST = 1.0, 2.0**10, 2.0**20  # summed over the ranks, and told apart in the sum
 
 
@@ -36,6 +41,7 @@ class Refresh(Placement):
 
     _active: list[KroneckerBlock]
     _base: torch.optim.Optimizer
+    _capture: Capture
     _options: KFACOptions
     _newcomers_at: int
     _solve_needed: bool
@@ -236,7 +242,14 @@ class Refresh(Placement):
         return [i for i, seen in present.items() if seen]
 
     def _warn_of_absence(self, silent: Sequence[KroneckerBlock]) -> None:
-        absent = [b.name for b in silent if self._first_time(f"no:{b.name}")]
+        new = [b for b in silent if self._first_time(f"no:{b.name}")]
+        hidden = [b.name for b in new if self._is_transformed(b)]
+        if hidden:
+            self._warn(
+                f"no statistics arrived for {', '.join(map(repr, hidden))}: {TRANSFORMED}; the "
+                f"base optimizer trains them until then"
+            )
+        absent = [b.name for b in new if b.name not in hidden]
         if absent:
             self._warn(
                 f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
@@ -244,10 +257,15 @@ class Refresh(Placement):
                 f"trains them until it does"
             )
 
+    def _is_transformed(self, block: KroneckerBlock) -> bool:
+        return any(module in self._capture.transformed for module in block.modules)
+
     def _warn_of_silence(self) -> None:
         if not self._first_time("no statistics"):
             return
         cause = "make the optimizer before torch.compile's first run: hooks added later never fire"
+        if any(map(self._is_transformed, self._active)):
+            cause = TRANSFORMED
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
         self._warn(
