@@ -257,9 +257,7 @@ def unmatched_patterns(model: nn.Module, skip: Iterable[str]) -> list[str]:
 def _barred(module: nn.Module, weight: Tensor | None) -> str | None:
     """Why a module is left to the base, whatever its type; None if nothing is in the way."""
     if isinstance(module, torch.jit.ScriptModule):
-        return (
-            "it is compiled by torch.jit, which runs no hooks: give the optimizer the plain model"
-        )
+        return "torch.jit has compiled it and runs no hooks; train the plain module"
     if weight is not None and weight.numel() == 0:
         return f"its weight is empty: {tuple(weight.shape)}"
     return None
