@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 
 if TYPE_CHECKING:
-
     from pool import World
 
 MLP = ZOO["mlp"]
