@@ -122,11 +122,11 @@ def checked_doubly_factored(chosen: Any) -> Mapping[str, tuple[int, int]] | str:
     if not all(isinstance(name, str) and _is_pair(pair) for name, pair in named.items()):
         raise ValueError(
             f"doubly_factored={chosen!r} is not 'auto', None, or a dict of layer names and "
-            f"(locations, channels), both whole numbers of at least 1"
+            f"(locations, channels), both whole numbers"
         )
     return {name: (pair[0], pair[1]) for name, pair in named.items()}
 
 
 def _is_pair(value: Any) -> bool:
     pair = isinstance(value, tuple | list) and len(value) == 2
-    return pair and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value)
+    return pair and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
