@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from second_order.distributed.lost import explained
 from second_order.errors import RankMismatchError
 
 __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
@@ -33,6 +34,7 @@ class PendingReduction:
         """Remember one bucket; ``total`` gives its flat sum once ``work`` is done."""
         self._buckets.append((work, total, targets))
 
+    @explained()
     def wait(self) -> None:
         """Wait for every bucket, in the order in which they were sent."""
         while self._buckets:
@@ -134,6 +136,7 @@ class World:
         """Name of the backend in use, "none" with one process alone."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
+    @explained()
     def subgroup(self, ranks: Sequence[int], *, grouped: bool = False) -> World:
         """The world of some of these ranks, made once; every member must ask in the same order.
 
@@ -154,6 +157,7 @@ class World:
             self._subgroups[key] = world
         return self._subgroups[key]
 
+    @explained()
     def on_cpu(self) -> World:
         """The same ranks, for CPU tensors: words that no device is to wait for."""
         if self.backend != "nccl":
@@ -174,6 +178,7 @@ class World:
             return flat.to("cpu", dtype)
         return flat
 
+    @explained()
     def start_sum(self, tensors: Iterable[Tensor]) -> PendingReduction:
         """All-reduce tensors of any shapes in buckets; in place once the result is waited for.
 
@@ -188,6 +193,7 @@ class World:
             pending.add(work, flat.detach, bucket)
         return pending
 
+    @explained()
     def start_sum_to(
         self, tensors: Sequence[Tensor], owners: Sequence[int | None]
     ) -> PendingReduction:
@@ -243,6 +249,7 @@ class World:
                 if flat is not None and rank != self.rank:
                     _scatter(flat, part)
 
+    @explained()
     def deliver(
         self, items: Sequence[Delivery], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor | None]:
@@ -287,6 +294,7 @@ class World:
         work = dist.all_to_all_single(buffer, flat, received, sent, group=self.group, async_op=True)
         return buffer, work
 
+    @explained()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values, in place, in buckets."""
         if self.size == 1:
@@ -304,6 +312,7 @@ class World:
         self.start_sum([noes]).wait()
         return not bool(noes)
 
+    @explained()
     def everybody(self, value: Any) -> list[Any]:
         """Every rank's value of a small object that can be pickled, by rank."""
         values: list[Any] = [value] * self.size

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 import torch.distributed as dist
 
 from second_order.distributed.collectives import World
+from second_order.distributed.lost import explained
 
 __all__ = ["Role", "Roles", "assign_roles"]
 
@@ -43,6 +44,7 @@ class Roles:
         """The role of a rank."""
         return self.helper_role if rank in self.helpers else "worker"
 
+    @explained()
     def team(self, world: World, helper_timeout: float | None = None) -> World:
         """The world of this process's own kind. Every process calls it.
 

@@ -1,0 +1,62 @@
+"""What a process is told when another has ended, or does not answer; see benchmarks/faults.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from second_order import RankMismatchError, SecondOrderError
+from second_order.distributed.collectives import Delivery, World
+from second_order.distributed.lost import explained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SAID = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15257"
+
+
+class Work:
+    """That never succeeds."""
+
+    def wait(self) -> None:
+        raise RuntimeError(SAID)
+
+
+def raises(*_: Any, **__: Any) -> None:
+    raise RuntimeError(SAID)
+
+
+WAYS: dict[str, Callable[[World], object]] = {
+    "a sum": lambda world: world.start_sum([torch.ones(3)]).wait(),
+    "a sum to one": lambda world: world.start_sum_to([torch.ones(3)], [0]).wait(),
+    "a delivery": lambda world: world.deliver(
+        [Delivery(1, (0,), 3)], torch.float32, torch.device("cpu")
+    ),
+    "objects": lambda world: world.everybody("here"),
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "when waited for"])
+@pytest.mark.parametrize("way", WAYS)
+def test_who_is_left_alone_is_told_why(
+    way: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo itself raises a RuntimeError of sockets and buffers."""
+    for name in "all_reduce", "all_to_all_single":
+        monkeypatch.setattr(dist, name, (lambda *_, **__: Work()) if late else raises)
+    monkeypatch.setattr(dist, "all_gather_object", raises)
+    with pytest.raises(SecondOrderError, match="one of them has ended, has raised an") as caught:
+        WAYS[way](World.alone(0, 2))
+    assert SAID in str(caught.value), "what the backend has said is not lost"
+
+
+def test_errors_of_other_kinds_are_let_through() -> None:
+    for error in RuntimeError("out of luck"), RankMismatchError("unlike"), ValueError("gloo"):
+        with pytest.raises(type(error)) as caught, explained():
+            raise error
+        assert caught.value is error
+    with pytest.raises(SecondOrderError, match="does not hear from the others"), explained():
+        raise dist.DistNetworkError("socket")
