@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress settings progress-distributed final-updates guards hidden asynchronous curvature bench scaling test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo progress settings progress-distributed final-updates guards hidden asynchronous curvature bench scaling faults test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -69,6 +69,9 @@ bench: venv ## step time, memory and bytes sent of every optimizer, against SGD:
 
 scaling: venv ## what 64 processes would send and keep, beside the paper's formulas: a minute
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
+faults: venv ## a thousand faults in small trainings, and what becomes of each: many minutes
+	$(BIN)/python benchmarks/faults.py --jobs 3 --json benchmarks/results/faults.json $(ARGS)
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
 

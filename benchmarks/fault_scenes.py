@@ -1,0 +1,440 @@
+"""What benchmarks/faults.py breaks: small trainings under every optimizer, with points to break.
+
+A `Run` is one process of a training. What a fault wants, it hangs to points that the training
+passes (`Run.on`), or puts in the place of one of its parts (`Run.replace`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning
+
+__all__ = ["SYSTEMS", "Batch", "Injected", "Run", "System", "perform"]
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+
+EXAMPLES, FEATURES, CLASSES = 12, 6, 3
+PATIENCE = 2.0  # seconds without a sign of life after which a helper is given up
+
+
+class Injected(Exception):  # noqa: N818 - the fault itself, not an error of ours
+    """What a fault raises in the user's own code."""
+
+
+@dataclass(frozen=True)
+class System:
+    """An optimizer, with how many processes it has and what they do.
+
+    Attributes:
+        name: In the table.
+        kind: Of the optimizer.
+        size: Processes.
+        options: Of the optimizer.
+        helpers: How many of the processes help.
+        steps: Of a training.
+        moments: The steps at which faults come, by name.
+        exact: Whether two runs end with equal parameters.
+    """
+
+    name: str
+    kind: type[Any]
+    size: int
+    options: dict[str, Any]
+    helpers: int = 0
+    steps: int = 7
+    moments: dict[str, int] = field(default_factory=dict)
+    exact: bool = True
+
+    @property
+    def workers(self) -> int:
+        """How many processes train."""
+        return self.size - self.helpers
+
+    @property
+    def kfac(self) -> bool:
+        """Whether it has Kronecker factors."""
+        return self.kind in (KAISA, DPKFAC, DistKFAC)
+
+
+KFAC: dict[str, Any] = {
+    "lr": 0.05,
+    "momentum": 0.9,
+    "damping": 1.0,
+    "refresh_warmup_steps": 1,
+    "factor_update_steps": 1,
+    "inv_update_steps": 3,
+}
+LATER = {"first": 0, "refresh": 3, "between": 4}
+REPEATED = {"max_staleness": 1, "deterministic": True, "inverse_threads": 1}
+FOSI: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "largest": 2, "smallest": 1}
+NEWTON = {**FOSI, "warmup_steps": 1, "curvature_interval": 3}
+NEWTON_MOMENTS = {"first": 1, "refresh": 4, "between": 5}
+EPOCHS = {**FOSI, "epoch_steps": 3, "final_update": "additive", "helper_timeout": PATIENCE}
+
+SYSTEMS = [
+    System("KAISA 1", KAISA, 1, KFAC, moments=LATER),
+    System("KAISA 2, all", KAISA, 2, {**KFAC, "solver": "inverse"}, moments=LATER),
+    System(
+        "KAISA 2, one",
+        KAISA,
+        2,
+        {**KFAC, "grad_worker_fraction": 0.0, "factor_exchange": "reduce"},
+        moments=LATER,
+    ),
+    System(
+        "KAISA 4, half",
+        KAISA,
+        4,
+        {**KFAC, "grad_worker_fraction": 0.5, "colocate_factors": False},
+        moments=LATER,
+    ),
+    System("DPKFAC 1", DPKFAC, 1, KFAC, moments=LATER),
+    System("DPKFAC 2", DPKFAC, 2, KFAC, moments=LATER),
+    System("DistKFAC 1", DistKFAC, 1, KFAC, moments=LATER, exact=False),
+    System("DistKFAC 2", DistKFAC, 2, {**KFAC, **REPEATED}, moments=LATER),
+    System(
+        "DistKFAC 2+1",
+        DistKFAC,
+        3,
+        {**KFAC, "stats_workers": 1, "helper_timeout": PATIENCE},
+        helpers=1,
+        steps=12,
+        moments={"first": 0, "refresh": 3, "between": 4},
+        exact=False,
+    ),
+    System("DHO2 1", DHO2, 1, NEWTON, moments=NEWTON_MOMENTS),
+    System("DHO2 2, row", DHO2, 2, NEWTON, moments=NEWTON_MOMENTS),
+    System("DHO2 2, column", DHO2, 2, {**NEWTON, "layout": "column"}, moments=NEWTON_MOMENTS),
+    System("MRDHO2 1+1", MRDHO2, 2, EPOCHS, helpers=1, steps=9, moments=LATER),
+    System("MRDHO2 2+1", MRDHO2, 3, EPOCHS, helpers=1, steps=9, moments=LATER),
+]
+
+
+class Net(nn.Module):
+    """Three Linears and a LayerNorm; the middle can be left out."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, width)
+        self.norm = nn.LayerNorm(width)
+        self.middle = nn.Linear(width, width)
+        self.last = nn.Linear(width, CLASSES)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.tanh(self.first(x)))
+        if not self.skips:
+            h = torch.tanh(self.middle(h))
+        out: Tensor = self.last(h)
+        return out
+
+
+def batches(count: int = 12) -> list[Batch]:
+    """The same on every rank; each takes its share."""
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(FEATURES, CLASSES, generator=generator)
+    found = []
+    for _ in range(count):
+        x = torch.randn(EXAMPLES, FEATURES, generator=generator)
+        found.append((x, (x @ teacher).argmax(1)))
+    return found
+
+
+class Run:
+    """One process of a training.
+
+    Attributes:
+        system: The optimizer.
+        rank: This process.
+        step: The step it is at; -1 before the first.
+        model: Once there is one.
+        optimizer: Once there is one.
+        options: Of the optimizer.
+        moment: The step at which the fault comes.
+        first_step: Where training begins.
+        width: Of the network.
+        phase: 0, or 1 after a restart.
+        directory: For files.
+        notes: What the fault has seen.
+        caught: Errors that the fault has caught, as `described`.
+        helps: Whether this process is a helper.
+    """
+
+    def __init__(
+        self, system: System, rank: int, size: int, moment: int, phase: int, directory: Path
+    ) -> None:
+        self.system, self.rank, self.size = system, rank, size
+        self.moment, self.phase, self.directory = moment, phase, directory
+        self.workers = size - system.helpers
+        self.helps = rank >= self.workers
+        self.step, self.first_step, self.width = -1, 0, 8
+        self.model: Net
+        self.optimizer: Any = None
+        self.options = dict(system.options)
+        self.notes: list[str] = []
+        self.caught: list[dict[str, Any]] = []
+        self.closes, self.trains, self.steps = True, True, True
+        self.points: dict[str, list[Callable[[], None]]] = defaultdict(list)
+        self.batches = batches()
+
+    # --------------------------------------------------------------------- what faults work with
+
+    @property
+    def culprit(self) -> bool:
+        """Whether this is the one worker that a fault befalls."""
+        return self.rank == self.workers - 1
+
+    def on(self, point: str, function: Callable[[], Any], step: int | None = None) -> None:
+        """Call a function at a point of the training, at one step only if one is given."""
+
+        def called() -> None:
+            if step is None or self.step == step:
+                function()
+
+        self.points[point].append(called)
+
+    def at(self, point: str, function: Callable[[], Any]) -> None:
+        """Call a function at a point of the step at which the fault comes."""
+        self.on(point, function, self.moment)
+
+    def replace(self, owner: Any, name: str, value: Any, steps: int = 1) -> None:
+        """Put something in the place of an attribute, from the fault's moment on, for some steps.
+
+        Args:
+            owner: Whose attribute.
+            name: Of the attribute.
+            value: To put there.
+            steps: After so many the old one comes back.
+        """
+        old = getattr(owner, name)
+        self.on("before", lambda: setattr(owner, name, value), self.moment)
+        self.on("stepped", lambda: setattr(owner, name, old), self.moment + steps - 1)
+        self.on("ending", lambda: setattr(owner, name, old))
+
+    def fire(self, point: str) -> None:
+        for function in self.points[point]:
+            function()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def catch(self, error: BaseException) -> None:
+        self.caught.append(described(error))
+
+    def signal(self, number: int, pid: int | None = None) -> None:
+        """Send a signal, and put down that it was meant."""
+        if pid is None:
+            (self.directory / f"signal.{self.phase}.{self.rank}").write_text(str(int(number)))
+        os.kill(os.getpid() if pid is None else pid, number)
+
+    def close(self) -> None:
+        """Close the optimizer that there is then."""
+        self.optimizer.close()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def state(self) -> None:
+        """Ask for the state, as whoever saves does, and drop it."""
+        self.optimizer.state_dict()
+
+    def saved(self) -> dict[str, Any]:
+        """The optimizer's state, all of it; a collective."""
+        if self.optimizer is not None and hasattr(self.optimizer, "consolidate"):
+            self.optimizer.consolidate(to=None)
+        state: dict[str, Any] = copy.deepcopy(self.optimizer.state_dict())
+        return state
+
+    # ------------------------------------------------------------------------- what it goes through
+
+    def batch(self) -> Batch:
+        """This process's share."""
+        x, y = self.batches[self.step % len(self.batches)]
+        share = len(x) // self.workers
+        return x[self.rank * share :][:share], y[self.rank * share :][:share]
+
+    def loss(self, batch: Batch) -> Tensor:
+        return cross_entropy(self.model(batch[0]), batch[1])
+
+    def curvature_loss(self) -> Any:
+        x, y = self.batches[0]
+        share = len(x) // self.workers
+        mine = slice(self.rank * share, (self.rank + 1) * share)
+        return cross_entropy(self.model(x[mine]), y[mine])
+
+    def helper_loss(self, batch: Batch) -> Any:
+        self.step += 1
+        self.fire("helper_loss")
+        return cross_entropy(self.model(batch[0]), batch[1])
+
+    def curved(self) -> Any:
+        """By the name that it has now: a fault may have put another in its place."""
+        return self.curvature_loss()
+
+    def helped(self, batch: Batch) -> Any:
+        return self.helper_loss(batch)
+
+    def make(self) -> Any:
+        return self.system.kind(self.model, **self.options)
+
+    def take(self) -> None:
+        """One step."""
+        self.optimizer.zero_grad()
+        loss = self.loss(self.batch())
+        self.fire("forward")
+        if self.trains:
+            loss.backward()
+        self.fire("backward")
+        if self.steps:
+            self.optimizer.step()
+
+    def train(self) -> None:
+        for step in range(self.first_step, self.system.steps):
+            self.step = step
+            self.fire("before")
+            self.take()
+            self.fire("stepped")
+            if not self.system.exact:
+                time.sleep(0.01)  # for threads and helpers, as a larger network would leave them
+        self.fire("ending")
+
+    def go(self, report: dict[str, Any]) -> None:
+        """The training, from beginning to end."""
+        torch.manual_seed(0)
+        self.model = Net(self.width)
+        self.fire("model")
+        self.optimizer = self.make()
+        if hasattr(self.optimizer, "curvature_closure"):
+            self.optimizer.curvature_closure = self.curved
+        self.fire("made")
+        has_exit = hasattr(type(self.optimizer), "__exit__") and self.closes
+        with self.optimizer if has_exit else nullcontext():
+            if self.helps:
+                self.fire("serving")
+                served = self.optimizer.serve(self.batches, self.helped)
+                self.note(f"served {served}")
+            else:
+                self.train()
+                report.update(findings(self))
+        if self.closes:
+            self.optimizer.close()
+        self.fire("closed")
+
+
+def findings(run: Run) -> dict[str, Any]:
+    """What there is at the end: parameters, and how much curvature is in use."""
+    values = [p.detach().double().reshape(-1) for p in run.model.parameters()]
+    found: dict[str, Any] = {"parameters": torch.cat(values).tolist()}
+    summary = run.optimizer.summary()
+    use: dict[str, float] = {"bytes": float(summary.inverse_bytes)}
+    if run.system.kfac:
+        use["failing"] = -float(summary.failed)
+        if hasattr(run.optimizer, "staleness"):
+            use["in use"] = float(len(run.optimizer.staleness))
+    else:
+        report = run.optimizer.curvature
+        use["eigenvalues"] = float(len(report.eigenvalues))
+        use["failures"] = -float(report.failures)
+    if run.system.kind is MRDHO2:
+        use["epochs"] = float(sum(e.applied for e in run.optimizer.epochs))
+    found["use"] = use
+    state = run.optimizer.state
+    found["finite"] = all(
+        bool(t.isfinite().all())
+        for parts in state.values()
+        for t in parts.get("curvature", {}).values()
+        if isinstance(t, Tensor) and t.is_floating_point()
+    )
+    return found
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """An error, for the judge."""
+    frames = traceback.extract_tb(error.__traceback__)
+    chain: list[str] = []
+    link = error.__cause__ or error.__context__
+    while link is not None and len(chain) < 10:
+        chain.append(f"{type(link).__name__}: {link}")
+        link = link.__cause__ or link.__context__
+    return {
+        "type": type(error).__name__,
+        "module": type(error).__module__,
+        "message": str(error),
+        "from": frames[-1].filename if frames else "",
+        "chain": chain,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def perform(run: Run, join: Callable[[], None]) -> None:
+    """Go through a training, and write down how it ended.
+
+    Args:
+        run: This process.
+        join: Makes the process group.
+    """
+    report: dict[str, Any] = {"status": "done", "warnings": []}
+
+    def shown(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, SecondOrderWarning):
+            report["warnings"].append(str(message))
+
+    warnings.showwarning = shown
+    warnings.simplefilter("always")
+    begun = time.monotonic()
+    try:
+        join()
+        run.go(report)
+    except BaseException as error:
+        report["status"] = "raised"
+        report["error"] = described(error)
+        traceback.print_exc()
+    report |= {"notes": run.notes, "caught": run.caught, "seconds": time.monotonic() - begun}
+    part = run.directory / f"part.{run.phase}.{run.rank}"
+    part.write_text(json.dumps(report))
+    part.rename(run.directory / f"report.{run.phase}.{run.rank}")
+    sys.stdout.flush()
+
+
+def killed(run: Run) -> None:
+    """End this process as nothing else does."""
+    run.signal(signal.SIGKILL)
+
+
+def stopped(run: Run, seconds: float) -> None:
+    """Stop this process for a while."""
+    here = os.getpid()
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+        os.kill(here, signal.SIGCONT)
+        os._exit(0)
+    os.kill(here, signal.SIGSTOP)
+    os.waitpid(child, 0)
+
+
+def is_close(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether two lists of parameters are equal but for rounding."""
+    if len(a) != len(b):
+        return False
+    bound = 1e-5 * max(map(abs, b), default=0.0)
+    return all(math.isfinite(p) and abs(p - q) <= bound for p, q in zip(a, b, strict=True))

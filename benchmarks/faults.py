@@ -1,0 +1,511 @@
+"""Faults put into small trainings, and what becomes of them: none may hang, part, lose or puzzle.
+
+    python benchmarks/faults.py --jobs 4 --json benchmarks/results/faults.json
+
+Every case is a system (an optimizer, a number of processes), a fault and a moment, in processes of
+their own, which end as processes do, within a deadline. It is
+
+    hung      if a process has not ended by the deadline;
+    parted    if workers end without an error, and with different parameters;
+    lost      if training is silently wrong: it goes on with other numbers or less curvature than
+              without the fault, and says nothing; or ends by an error though it had to go on;
+    unclear   if the error is not ours, nor the one that was injected, or a process dies of a signal
+              that nobody sent;
+    clean     otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+import fault_checkpoints  # noqa: F401 - adds to the faults
+import fault_helpers  # noqa: F401 - adds to the faults
+import fault_ranks  # noqa: F401 - adds to the faults
+from fault_kinds import FAULTS, Fault
+from fault_scenes import SYSTEMS, Run, System, is_close, perform
+
+VERDICTS = ("clean", "hung", "parted", "lost", "unclear")
+DEADLINE = 30.0  # seconds for a phase; the longest wait of ours in it is the group's timeout
+GROUP_TIMEOUT = 8.0
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+PLAIN = Fault("nothing", "none", lambda run: None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A system, a fault, a moment."""
+
+    system: System
+    fault: Fault
+    moment: str
+
+    @property
+    def name(self) -> str:
+        """For ``--only``."""
+        return f"{self.system.name} / {self.fault.group} / {self.fault.name} / {self.moment}"
+
+    @property
+    def step(self) -> int:
+        """The step at which the fault comes."""
+        return self.system.moments.get(self.moment, 0)
+
+
+@dataclass
+class Result:
+    """What became of a case.
+
+    Attributes:
+        verdict: One of ``VERDICTS``.
+        detail: Why, if it is not clean.
+        ended: "goes on", "is told" or "ends by an error".
+    """
+
+    system: str
+    fault: str
+    group: str
+    moment: str
+    verdict: str
+    detail: str
+    ended: str
+    seconds: float
+
+
+@dataclass
+class Rank:
+    """A process, and what it left.
+
+    Attributes:
+        status: As of ``waitpid``; None while it runs.
+        report: What it wrote; None if it did not.
+        sent: The signal that it has sent itself.
+        output: What it printed.
+    """
+
+    pid: int
+    status: int | None = None
+    report: dict[str, Any] | None = None
+    sent: int | None = None
+    output: str = ""
+    killed: bool = False
+
+
+# ------------------------------------------------------------------------------------- processes
+
+
+class Child(BaseException):
+    """Leaves the parent's stack, in a child: its process is to end as a script does."""
+
+    def __init__(self, run: Run, port: int, name: str) -> None:
+        self.run, self.port, self.name = run, port, name
+
+
+def host_store() -> tuple[int, int]:
+    """A process that holds the store at which groups meet: its port, and what to close to end it.
+
+    This process must have no threads, since it forks.
+    """
+    port_read, port_write = os.pipe()
+    life_read, life_write = os.pipe()
+    if os.fork() == 0:
+        os.close(life_write)
+        os.setsid()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(port_write, str(store.port).encode())
+        os.close(port_write)
+        os.read(life_read, 1)  # until the parent has gone
+        os._exit(0)
+    os.close(port_write)
+    os.close(life_read)
+    port = int(os.read(port_read, 16))
+    os.close(port_read)
+    return port, life_write
+
+
+def go(child: Child) -> None:
+    """What a rank does."""
+    run = child.run
+
+    def join() -> None:
+        store = TCPStore("127.0.0.1", child.port, is_master=False, wait_for_workers=False)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"{child.name}.{run.phase}", store),
+            rank=run.rank,
+            world_size=run.size,
+            timeout=timedelta(seconds=GROUP_TIMEOUT),
+        )
+
+    perform(run, join)
+
+
+class Running:
+    """A case under way."""
+
+    def __init__(self, case: Case, port: int, life: int) -> None:
+        self.case, self._port, self._life = case, port, life
+        self.directory = Path(tempfile.mkdtemp(prefix="fault"))
+        self.phases: list[list[Rank]] = []
+        self._begun = time.monotonic()
+        self._sizes = case.fault.sizes(case.system)
+        self._start()
+
+    def _start(self) -> None:
+        phase = len(self.phases)
+        size = self._sizes[phase]
+        self.phases.append([Rank(self._fork(phase, rank, size)) for rank in range(size)])
+        self._until = time.monotonic() + DEADLINE
+
+    def _fork(self, phase: int, rank: int, size: int) -> int:
+        case = self.case
+        pid = os.fork()
+        if pid:
+            return pid
+        os.setsid()
+        os.close(self._life)
+        output = os.open(self.directory / f"out.{phase}.{rank}", os.O_CREAT | os.O_WRONLY)
+        for stream in 1, 2:
+            os.dup2(output, stream)
+        run = Run(case.system, rank, size, case.step, phase, self.directory)
+        case.fault.install(run)
+        raise Child(run, self._port, self.directory.name)
+
+    def poll(self) -> Result | None:
+        """What became of it, once it has."""
+        ranks = self.phases[-1]
+        for rank in ranks:
+            if rank.status is None:
+                pid, status = os.waitpid(rank.pid, os.WNOHANG)
+                rank.status = status if pid else None
+        left = [rank for rank in ranks if rank.status is None]
+        if left and all(_is_stopped(rank.pid) for rank in left) and len(left) < len(ranks):
+            for rank in left:  # the others have ended: who was stopped has to end, too
+                os.kill(rank.pid, signal.SIGCONT)
+        if left and time.monotonic() > self._until:
+            for rank in left:
+                rank.killed = True
+                os.kill(rank.pid, signal.SIGKILL)
+                _, rank.status = os.waitpid(rank.pid, 0)
+        elif left:
+            return None
+        self._read()
+        if len(self.phases) < len(self._sizes) and not any(r.killed for r in ranks):
+            self._start()
+            return None
+        return self._result()
+
+    def _read(self) -> None:
+        phase = len(self.phases) - 1
+        for j, rank in enumerate(self.phases[-1]):
+            report = self.directory / f"report.{phase}.{j}"
+            if report.exists():
+                rank.report = json.loads(report.read_text())
+            sent = self.directory / f"signal.{phase}.{j}"
+            rank.sent = int(sent.read_text()) if sent.exists() else None
+            rank.output = (self.directory / f"out.{phase}.{j}").read_text(errors="replace")
+
+    def _result(self) -> Result:
+        case = self.case
+        verdict, detail, ended = judge(case, self.phases, references.get(case.system.name))
+        if case.fault is PLAIN and verdict == "clean":
+            references[case.system.name] = [r.report or {} for r in self.phases[-1]]
+        if verdict != "clean" and keep:
+            print(f"    kept: {self.directory}")
+        else:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        seconds = round(time.monotonic() - self._begun, 2)
+        names = case.system.name, case.fault.name, case.fault.group, case.moment
+        return Result(*names, verdict, detail, ended, seconds)
+
+
+references: dict[str, list[dict[str, Any]]] = {}
+keep = False
+
+
+def _is_stopped(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "T"
+
+
+# ----------------------------------------------------------------------------------------- judge
+
+
+def judge(
+    case: Case, phases: Sequence[Sequence[Rank]], reference: Sequence[dict[str, Any]] | None
+) -> tuple[str, str, str]:
+    """(verdict, why, how it ended)."""
+    fault = case.fault
+    for phase in phases:
+        for j, rank in enumerate(phase):
+            if rank.killed:
+                return "hung", f"rank {j} had not ended after {DEADLINE:g} s", "hangs"
+            problem = unclear_end(rank, fault)
+            if problem:
+                return "unclear", f"rank {j}: {problem}", "ends by an error"
+    last = phases[-1]
+    workers = [r.report for r in last[: len(last) - case.system.helpers] if r.report is not None]
+    raised = [w for w in workers if w["status"] == "raised"]
+    if raised or not workers:
+        if fault.expect in ("same", "goes on"):
+            error = raised[0]["error"] if raised else {"type": "no report", "message": ""}
+            return "lost", f"ended by {error['type']}: {error['message']}", "ends by an error"
+        return "clean", "", "ends by an error"
+    parameters = [[_whole(p) for p in w["parameters"]] for w in workers]
+    for j, theirs in enumerate(parameters):
+        if theirs != parameters[0]:
+            return "parted", f"rank {j} differs from rank 0", "goes on"
+    usual = {line for r in reference or [] for line in r.get("warnings", [])}
+    told = sorted({line for w in workers for line in w["warnings"]} - usual)
+    told += [f"refused: {e['message']}" for w in workers for e in w["caught"]]
+    ended = "is told" if told else "goes on"
+    problem = silently_wrong(case, workers, reference or [], bool(told))
+    return ("lost", problem, ended) if problem else ("clean", "", ended)
+
+
+def _whole(value: float) -> float | str:
+    return value if math.isfinite(value) else "not finite"
+
+
+def unclear_end(rank: Rank, fault: Fault) -> str:
+    """What is unclear about the end of a process; "" if nothing is."""
+    assert rank.status is not None
+    if os.WIFSIGNALED(rank.status):
+        number = os.WTERMSIG(rank.status)
+        if number != rank.sent and number not in fault.signals:
+            tail = rank.output.strip()[-300:]
+            return f"died of {signal.Signals(number).name}, which nobody sent: {tail}"
+        return ""
+    if rank.report is None:
+        return "" if fault.exits else f"ended without a word: {rank.output.strip()[-300:]}"
+    if os.WEXITSTATUS(rank.status) and not fault.exits:
+        return f"exit status {os.WEXITSTATUS(rank.status)}: {rank.output.strip()[-300:]}"
+    errors = [*rank.report["caught"]]
+    if rank.report["status"] == "raised":
+        errors.append(rank.report["error"])
+    for error in errors:
+        problem = unclear(error, fault)
+        if problem:
+            return problem
+    return ""
+
+
+def unclear(error: dict[str, Any], fault: Fault) -> str:
+    """What is unclear about an error; "" if nothing is."""
+    name, message = error["type"], error["message"]
+    whole = " ".join([name, message, *error["chain"]])
+    if name == "Injected" or "injected" in message.lower() or name in fault.errors:
+        return ""
+    ours = error["module"].startswith("second_order")
+    # What the base does not accept, it says itself.
+    known = re.search("second_order|optim", error["from"]) is not None
+    from_us = known and name in ("ValueError", "TypeError")
+    if (ours or from_us) and len(message) >= 20:
+        return ""
+    return f"{name}: {whole[:300]}"
+
+
+def silently_wrong(
+    case: Case,
+    workers: Sequence[dict[str, Any]],
+    reference: Sequence[dict[str, Any]],
+    told: bool,
+) -> str:
+    """What is silently wrong; "" if nothing is."""
+    expect = case.fault.expect
+    if not reference and case.fault is not PLAIN:
+        return "the training without a fault has failed"
+    accepted = [note for w in workers for note in w["notes"] if note.startswith("accepted")]
+    if accepted:
+        return str(accepted[0])
+    if expect in ("told", "raises") and not told:
+        return "no error, and no warning"
+    finite = all(math.isfinite(p) for w in workers for p in w["parameters"])
+    if not finite and not case.fault.poisons:
+        return "parameters are not finite"
+    if expect == "any":
+        return ""
+    if any(not w["finite"] for w in workers) and not told:
+        return "the curvature is not finite"
+    comparable = expect == "same" and case.system.exact and not case.fault.poisons
+    if comparable and not is_close(workers[0]["parameters"], reference[0]["parameters"]):
+        return "other parameters than without the fault"
+    if not case.fault.alters and not told:
+        for mine, usual in zip(workers, reference, strict=False):
+            less = [k for k, v in usual["use"].items() if mine["use"].get(k, 0.0) < v]
+            if less and (case.system.exact or less != ["epochs"]):
+                return f"less curvature in use, and nothing said: {', '.join(less)}"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------- table
+
+
+@dataclass
+class Row:
+    """Of a group of faults."""
+
+    faults: set[str] = field(default_factory=set)
+    ends: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[str] = field(default_factory=Counter)
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Two tables in Markdown: by kind of fault, and by system."""
+    return "\n\n".join(
+        [_table(results, "group", "faults"), _table(results, "system", "optimizer and processes")]
+    )
+
+
+def _table(results: Sequence[dict[str, Any]], key: str, title: str) -> str:
+    rows: dict[str, Row] = {}
+    for result in results:
+        for name in (result[key], "together"):
+            row = rows.setdefault(name, Row())
+            row.faults.add(result["fault"])
+            row.ends[result["ended"]] += 1
+            row.verdicts[result["verdict"]] += 1
+    rows["together"] = rows.pop("together")
+    ends = ("goes on", "is told", "ends by an error")
+    lines = [
+        f"| {title} | kinds | cases | goes on | goes on, and says so | ends by a clear error | "
+        f"hung | parted | lost | unclear |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        total = sum(row.verdicts.values())
+        counts = [row.ends[e] for e in ends] + [row.verdicts[v] for v in VERDICTS[1:]]
+        lines.append(f"| {name} | {len(row.faults)} | {total} | {' | '.join(map(str, counts))} |")
+    return "\n".join(lines)
+
+
+def write_table(page: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Put the tables between the marks of a page."""
+    text = page.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+
+
+# ------------------------------------------------------------------------------------------ main
+
+
+def cases(pattern: str, every_moment: bool) -> list[Case]:
+    """All of them whose names a pattern matches, in the order of systems.
+
+    Args:
+        pattern: A regular expression.
+        every_moment: All moments of a fault; else one for each system, in turn.
+    """
+    found = []
+    for i, system in enumerate(SYSTEMS):
+        for j, fault in enumerate(FAULTS):
+            if fault.suits(system):
+                turn = (i + j) % len(fault.moments)
+                moments = fault.moments if every_moment else fault.moments[turn : turn + 1]
+                found += [Case(system, fault, moment) for moment in moments]
+    return [case for case in found if re.search(pattern, case.name)]
+
+
+def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
+    """One result for each case; a plain training of each system comes first."""
+    port, life = host_store()
+    todo = [Case(s, PLAIN, "whole") for s in SYSTEMS if any(c.system is s for c in chosen)]
+    results: list[Result] = []
+    for wave in (todo, list(chosen)):
+        wave.reverse()
+        running: list[Running] = []
+        while wave or running:
+            while wave and len(running) < jobs:
+                running.append(Running(wave.pop(), port, life))
+            time.sleep(0.01)
+            for run in list(running):
+                result = run.poll()
+                if result is not None:
+                    running.remove(run)
+                    results.append(result)
+                    _tell(result)
+    os.close(life)
+    return results
+
+
+def _tell(result: Result) -> None:
+    mark = "" if result.verdict == "clean" else f": {result.detail}"
+    name = f"{result.system} / {result.group} / {result.fault} / {result.moment}"
+    print(f"{result.verdict:8}{result.seconds:6.1f} s  {name} ({result.ended}){mark}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument(
+        "--only", default="", help="a regular expression: 'system / group / fault / at'"
+    )
+    parser.add_argument("--every-moment", action="store_true", help="not one for each system")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--page", type=Path, help="the page to put the table into")
+    parser.add_argument("--keep", action="store_true", help="keep the files of what is not clean")
+    parser.add_argument("--list", action="store_true", help="list the cases")
+    arguments = parser.parse_args()
+    chosen = cases(arguments.only, arguments.every_moment)
+    if arguments.list:
+        print("\n".join(case.name for case in chosen), f"\n{len(chosen)} cases")
+        return 0
+    global keep  # noqa: PLW0603
+    keep = arguments.keep
+    begun = time.monotonic()
+    results = [r for r in perform_all(chosen, arguments.jobs) if r.fault != PLAIN.name or r.detail]
+    counts = Counter(result.verdict for result in results)
+    print(f"{len(results)} cases, {time.monotonic() - begun:.0f} s:", dict(counts))
+    record = {
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "seconds": round(time.monotonic() - begun),
+        "results": [asdict(result) for result in results],
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.page:
+        write_table(arguments.page, record["results"])  # type: ignore[arg-type]
+    return int(any(result.verdict != "clean" for result in results))
+
+
+def end_as_a_script() -> NoReturn:
+    """By the way of threads, hooks of exit and destructors."""
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # modules, mostly: no child is to look at them again
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    child: Child | None = None
+    try:
+        status = main()
+    except Child as forked:
+        child = forked
+        child.__traceback__ = None
+    if child is None:
+        sys.exit(status)
+    go(child)
+    end_as_a_script()
