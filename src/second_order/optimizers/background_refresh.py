@@ -138,6 +138,7 @@ class BackgroundRefresh(KFACOptimizer):
             return
         check_damping(value_at(self._options.damping, self._steps))  # everywhere, before it begins
         self._solve_needed = False
+        self._tell_of_overflow()
         todo = [i for i in range(len(self._active)) if i not in self._flights]
         self._flights |= {i: Flight(self._steps) for i in todo}
         mine = [i for i in todo if self._owners[i] == self._world.rank]

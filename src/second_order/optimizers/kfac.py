@@ -101,6 +101,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._keepers: dict[KroneckerBlock, Keepers] = {}
         self._elsewhere: dict[KroneckerBlock, dict[str, Tensor]] | None = None
         self._gathered_to: int | None = None
+        self._overflown: dict[KroneckerBlock, Tensor] = {}
         self._solve_needed = False
         self._closed = False
         self._newcomers_at = -1
@@ -255,7 +256,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         self._closed = True
         self._blocks, self._active, self._left, self._signature = [], [], [], ()
         self._collector.blocks.clear()
-        self._keepers, self._shapes, self._elsewhere = {}, {}, None
+        self._keepers, self._shapes, self._overflown, self._elsewhere = {}, {}, {}, None
         self._place([])
         for parts in self.state.values():
             parts["curvature"] = {"steps": self._steps}
@@ -336,6 +337,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             block.asked = True
         with record_function("second_order.exchange"):
             self._exchange_statistics(sums)
+        self._drop_overflow(taken, sums)
         found = self._collector.settle()
         linked = link_equal_inputs(self._blocks, found, dict(zip(taken, sums, strict=True)))
         for block in reversed(taken):  # the last one's go first

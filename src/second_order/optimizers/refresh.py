@@ -16,6 +16,8 @@ from second_order.errors import DecompositionError
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.decompositions import Decomposition, Problem
+from second_order.kronecker.factors import StatisticsSums
+from second_order.kronecker.overflow import drop_overflow
 from second_order.kronecker.solvers import Damping, EigenInverse, Solver, factored_damping
 from second_order.optimizers.kfac_options import KFACOptions, check_damping
 from second_order.optimizers.options import value_at
@@ -44,6 +46,7 @@ class Refresh(Placement):
     _capture: Capture
     _options: KFACOptions
     _newcomers_at: int
+    _overflown: dict[KroneckerBlock, Tensor]
     _solve_needed: bool
     _solver: Solver
     _steps: int
@@ -61,6 +64,7 @@ class Refresh(Placement):
 
     def _refresh_inverses(self, average: Callable[[], None]) -> None:
         """Decompose this rank's share, agree on what failed, and exchange."""
+        self._tell_of_overflow()
         seen = self._layers_with_factors()
         damping = self._damping(seen)
         ready = self._ready(seen)
@@ -240,6 +244,33 @@ class Refresh(Placement):
             return []
         self._warn_of_absence([b for b in taken.values() if b.silent])
         return [i for i, seen in present.items() if seen]
+
+    def _drop_overflow(
+        self, blocks: Sequence[KroneckerBlock], sums: Sequence[StatisticsSums]
+    ) -> None:
+        """Drop sums that do not fit their dtype, and remember whose; no device is waited for."""
+        for block, each in zip(blocks, sums, strict=True):
+            over = drop_overflow(each, block.shape)
+            if over.device.type != "cpu" or bool(over):
+                block.staged.dropped += over
+                self._overflown[block] = over | self._overflown.get(block, over)
+
+    def _tell_of_overflow(self) -> None:
+        """Name the layers whose sums have been dropped since the last refresh."""
+        noted, self._overflown = self._overflown, {}
+        over = torch.stack(list(noted.values())).tolist() if noted else []
+        names = [block.name for block, dropped in zip(noted, over, strict=True) if dropped]
+        for name in names:
+            self._first_time(f"no:{name}")  # it is not that none have arrived
+        if len(names) == len(self._active) > 0:
+            self._first_time("no statistics")
+        new = [repr(name) for name in names if self._first_time(f"overflow:{name}")]
+        if new:
+            self._warn(
+                f"the statistics of {', '.join(new)} overflow {self._options.factor_dtype} when "
+                f"they are added up over examples and processes: such sums are dropped; scale the "
+                f"layers' inputs or the loss down, or use factor_dtype=torch.float64"
+            )
 
     def _warn_of_absence(self, silent: Sequence[KroneckerBlock]) -> None:
         new = [b for b in silent if self._first_time(f"no:{b.name}")]
