@@ -11,6 +11,7 @@ import io
 import itertools
 import pickle
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,8 +248,12 @@ class BrokenError(Exception):
     pass
 
 
-def raising(solve: Callable[[], Any]) -> Any:
-    raise BrokenError("out of paper")
+def raising(kind: type[BaseException], solve: Callable[[], Any]) -> Any:
+    raise kind("out of paper")
+
+
+# SystemExit and KeyboardInterrupt are no Exception; what a thread raises ends no process.
+RAISED = {kind.__name__: kind for kind in (BrokenError, SystemExit, KeyboardInterrupt)}
 
 
 def failing(solve: Callable[[], Any]) -> Any:
@@ -269,7 +274,7 @@ def broken(
     """
     model, errors = CASE.model(), []
     trajectory = []
-    work = {"raising": raising, "failing": failing}[how]
+    work = failing if how == "failing" else partial(raising, RAISED[how])
     with noted() as warned, distkfac(model, **options) as optimizer:
         for step, batch in enumerate(shards(BATCHES, rank, world_size)):
             with solving(work if rank == 1 and 2 <= step < 6 else plain):
@@ -284,11 +289,16 @@ def broken(
     return trajectory, errors, owned, warned
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_exception_on_a_thread_reaches_all_callers(world: World, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("BrokenError", 2), ("BrokenError", 3), ("SystemExit", 2), ("KeyboardInterrupt", 2)],
+)
+def test_an_exception_on_a_thread_reaches_all_callers(
+    world: World, kind: str, world_size: int
+) -> None:
     """At the same step, with the layer's name, and nobody hangs."""
     options = {"max_staleness": 1, "deterministic": True}
-    results = world.run(broken, world_size, "raising", options, timeout=LONG)
+    results = world.run(broken, world_size, kind, options, timeout=LONG)
     agreed([trajectory for trajectory, *_ in results])
     steps = [[step for step, _, _ in errors] for _, errors, _, _ in results]
     assert steps[0]
@@ -297,9 +307,9 @@ def test_an_exception_on_a_thread_reaches_all_callers(world: World, world_size: 
         for _, message, cause in errors:
             assert all(repr(name) in message for name in owned)
             if rank == 1:
-                assert cause == "BrokenError"
+                assert cause == kind
                 assert message.startswith("a thread that solves for")
-                assert message.endswith("has raised: BrokenError: out of paper")
+                assert message.endswith(f"has raised: {kind}: out of paper")
             else:
                 assert cause == "NoneType"
                 assert message.startswith("a thread of another process that solves for")

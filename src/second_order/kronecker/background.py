@@ -6,25 +6,26 @@ first piece of work, again in a child of ``fork``, and end with the pool.
 
 from __future__ import annotations
 
-import atexit
 import os
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from second_order.farewell import Farewell
 
 __all__ = ["Streams", "Ticket", "WorkerPool", "retrieve", "take_snapshot"]
 
 T = TypeVar("T")
 
-FAREWELL_SECONDS = 60.0  # that close(), or the interpreter's end, waits for what is under way
+FAREWELL_SECONDS = 3.0  # that close(), or the interpreter's end, waits for what is under way
 
 
 class Ticket(Generic[T]):
@@ -57,15 +58,21 @@ class Ticket(Generic[T]):
         if not self.done:  # its lock may have been taken when this process was forked
             self._finished.wait()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the work has raised, were it SystemExit; waits until it is done."""
+        self.wait()
+        return self._error
+
     def result(self) -> T:
         """What the work has returned.
 
         Raises:
             BaseException: What it has raised.
         """
-        self.wait()
-        if self._error is not None:
-            raise self._error
+        error = self.error
+        if error is not None:
+            raise error
         return self._result  # type: ignore[return-value]
 
     def drop(self) -> None:
@@ -102,7 +109,7 @@ class WorkerPool:
         self._pid = os.getpid()
         self._tickets: queue.SimpleQueue[Ticket[object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._farewell: Any = None
+        self._farewell: Farewell | None = None
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """Have a piece of work done.
@@ -148,19 +155,19 @@ class WorkerPool:
         ]
         for thread in self._threads:
             thread.start()
-        self._farewell = weakref.finalize(self, _dismiss, self._tickets, self._threads)
-        self._farewell.atexit = False
-        for key, (_, threads) in tuple(_running.items()):
-            if not any(thread.is_alive() for thread in threads):
-                del _running[key]
-        _running[id(self._tickets)] = self._tickets, self._threads
+        tell = partial(_dismiss, self._tickets, self._size)
+        self._farewell = Farewell(tell, self._threads, FAREWELL_SECONDS)
+        weakref.finalize(self, self._farewell.begin).atexit = False
 
     def close(self) -> None:
-        """Drop what has not been begun, and end the threads."""
+        """Drop what has not been begun, and end the threads.
+
+        A thread that does not end within seconds, as it hangs or computes for long, stays behind
+        with its work: neither this nor the interpreter's end waits for it any more.
+        """
         self._closed = True
         if self._pid == os.getpid() and self._farewell is not None:
-            self._farewell()
-            _join(self._threads)
+            self._farewell.finish()
 
 
 def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> None:
@@ -180,44 +187,15 @@ def _use_one_core(others: int) -> None:
     restorer.join()
 
 
-_Tickets: TypeAlias = "queue.SimpleQueue[Ticket[object] | None]"
-# Also of pools that are gone, until their threads are.
-_running: dict[int, tuple[_Tickets, list[threading.Thread]]] = {}
-
-
-def _dismiss(tickets: _Tickets, threads: Sequence[threading.Thread]) -> None:
+def _dismiss(tickets: queue.SimpleQueue[Ticket[object] | None], threads: int) -> None:
     """Let threads end after what they are at."""
     with suppress(queue.Empty):
         while True:
             dropped = tickets.get_nowait()
             if dropped is not None:
                 dropped.drop()
-    for _ in threads:
+    for _ in range(threads):
         tickets.put(None)
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    end = time.monotonic() + FAREWELL_SECONDS
-    for thread in threads:
-        thread.join(max(end - time.monotonic(), 0.0))
-
-
-@atexit.register
-def _finish() -> None:
-    """Threads must be gone before the interpreter is: what they return to would be."""
-    pools = list(_running.values())
-    for pool in pools:
-        _dismiss(*pool)
-    for _, threads in pools:
-        _join(threads)
-
-
-def _forget() -> None:
-    _running.clear()
-
-
-if hasattr(os, "register_at_fork"):  # where there is fork
-    os.register_at_fork(after_in_child=_forget)  # the threads are the parent's
 
 
 @dataclass(frozen=True)

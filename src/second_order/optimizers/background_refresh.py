@@ -239,10 +239,10 @@ class BackgroundRefresh(KFACOptimizer):
                 flight.ticket.wait()
         elif self._background.deterministic or not flight.ticket.done:
             return FLYING
-        try:
-            return FAILED if any(part is None for part in flight.ticket.result()) else SOUND
-        except Exception:
+        # Also SystemExit and the like: they would end this process, or a step of it, alone.
+        if flight.ticket.error is not None:
             return RAISED
+        return FAILED if any(part is None for part in flight.ticket.result()) else SOUND
 
     def _land(self, said: list[float]) -> None:
         """Put the layers to use that are solved; the same ones on every rank."""
@@ -277,11 +277,8 @@ class BackgroundRefresh(KFACOptimizer):
         error = None
         for i in indices:
             ticket = self._flights.pop(i).ticket
-            if ticket is not None:
-                try:
-                    ticket.result()
-                except Exception as raised:
-                    error = raised
+            if ticket is not None and ticket.error is not None:
+                error = ticket.error
         self._flights.clear()  # the others', too: one error is told once
         where = "a thread of another process" if error is None else "a thread"
         said = "" if error is None else f": {type(error).__name__}: {error}"

@@ -1,0 +1,111 @@
+"""How threads end with the interpreter: told first, then waited for together, and not for long.
+
+Python's own order would be: daemon threads are cut off wherever they are. One that computes in C++
+has nowhere to return to then, and takes the process along.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+__all__ = ["Farewell"]
+
+SLICE_SECONDS = 0.05  # between looks at a thread that gives signs of life
+
+
+class Farewell:
+    """Of some daemon threads: at :meth:`begin` and :meth:`finish`, or when the interpreter ends.
+
+    What is not over when it has been waited for stays behind, and is not waited for again.
+
+    Args:
+        tell: Lets the threads know; it must not wait.
+        threads: Those that are then to end.
+        patience: Seconds to wait for them, since they were told, or since the last sign of life.
+        sign: When there was one, by ``time.monotonic``.
+        most: Seconds to wait at most, whatever the signs; ``patience`` if there are none.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[], None],
+        threads: Sequence[threading.Thread],
+        patience: float,
+        sign: Callable[[], float] | None = None,
+        most: float | None = None,
+    ) -> None:
+        self._tell, self._threads, self._sign = tell, list(threads), sign
+        self._patience, self._most = patience, patience if most is None else most
+        self._begun: float | None = None
+        for other in [each for each in _to_come if each.over]:
+            _to_come.discard(other)
+        _to_come.add(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether all the threads have ended."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def begin(self) -> None:
+        """Tell the threads."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+            self._tell()
+
+    def finish(self) -> bool:
+        """Tell them, and wait until they have ended; whether they have."""
+        self.begin()
+        while not self.over:
+            left = self._until() - time.monotonic()
+            if left <= 0.0:
+                return False
+            for thread in self._threads:
+                thread.join(max(min(left, SLICE_SECONDS), 0.0))
+        return True
+
+    def _until(self) -> float:
+        assert self._begun is not None
+        sign = self._begun if self._sign is None else max(self._begun, self._sign())
+        return min(sign + self._patience, self._begun + self._most)
+
+
+_to_come: set[Farewell] = set()
+
+
+@atexit.register
+def _at_the_end() -> None:
+    here = list(_to_come)
+    try:
+        for farewell in here:
+            farewell.begin()
+        for farewell in here:
+            farewell.finish()
+    finally:  # whoever waits may be interrupted
+        if not all(farewell.over for farewell in here):
+            _leave_threads_alone()
+
+
+def _leave_threads_alone() -> None:
+    """Let a thread that comes back from C++ hang, and not abort the process.
+
+    That is what Python does from 3.14 on. Before, it unwinds the thread's stack, which ends in
+    ``std::terminate`` at the first C++ function that lets no exception through.
+    """
+    if sys.version_info >= (3, 14) or os.name != "posix":
+        return
+    library = "libc++.1.dylib" if sys.platform == "darwin" else "libstdc++.so.6"
+    with suppress(OSError, AttributeError):
+        set_terminate = ctypes.CDLL(library)._ZSt13set_terminatePFvvE  # std::set_terminate
+        set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+
+
+if hasattr(os, "register_at_fork"):  # where there is fork
+    os.register_at_fork(after_in_child=_to_come.clear)  # the threads are the parent's
