@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress settings progress-distributed final-updates guards hidden asynchronous curvature bench scaling faults test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo progress settings progress-distributed final-updates hidden asynchronous curvature bench scaling faults test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -45,11 +45,6 @@ progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two proc
 final-updates: venv ## the three final updates of MRDHO2 beside the base alone: some minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
 		benchmarks/final_updates.py --output benchmarks/results/final_updates.json $(ARGS)
-
-guards: venv ## MRDHO2's guard at falls of a half and of a fifth, 28 seeds: some minutes
-	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
-		benchmarks/final_updates.py --only "digits, MLP" --updates guarded "a fifth" --seeds 28 \
-		--output benchmarks/results/guards.json $(ARGS)
 
 hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
 	PYTHONPATH=examples:benchmarks $(BIN)/torchrun --standalone --nproc-per-node=2 \

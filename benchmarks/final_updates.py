@@ -5,10 +5,7 @@
 One worker and one accelerator. On a quadratic of 100 unknowns, the digits with an MLP, and the deep
 autoencoder; each at the learning rate that suits the base alone. Prints the final loss, its ratio
 to that of the base with the same seed, how many of the epochs' updates were made, and how long the
-worker stood still for the accelerator. "a fifth" is "guarded" with updates at falls of the loss by
-a fifth, where its default asks for a half:
-
-    ... benchmarks/final_updates.py --only "digits, MLP" --updates guarded "a fifth" --seeds 28
+worker stood still for the accelerator.
 """
 
 from __future__ import annotations
@@ -34,11 +31,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 import digits
 from second_order import MRDHO2
-from second_order.optimizers import epochs
-from second_order.optimizers.epochs import LEAST_FALL
 
 UPDATES = ("base alone", "guarded", "paper", "additive")
-FALLS = {"a fifth": 0.2}  # of the loss, at which "guarded" makes its update
 
 
 @dataclass(frozen=True)
@@ -173,12 +167,11 @@ def train(task: Task, update: str, seed: int) -> Run | None:
             return None
         plain = cast(Callable[..., Optimizer], base)(model.parameters(), **options)
         return loop(task, update, seed, model, plain)
-    epochs.LEAST_FALL = FALLS.get(update, LEAST_FALL)
     optimizer = MRDHO2(
         model,
         base=base,
         epoch_steps=task.epoch_steps,
-        final_update="guarded" if update in FALLS else update,  # type: ignore[arg-type]
+        final_update=update,  # type: ignore[arg-type]
         newton_scale=task.newton_scale,
         gradient_averaging=False,
         **options,
@@ -240,8 +233,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [task.name for task in tasks()]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
-    updates = (*UPDATES[1:], *FALLS)
-    parser.add_argument("--updates", nargs="+", choices=updates, default=UPDATES[1:])
     parser.add_argument("--seeds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="write the runs as JSON")
     arguments = parser.parse_args()
@@ -251,7 +242,7 @@ def main() -> None:
     for task in tasks():
         if task.name not in arguments.only:
             continue
-        for update in (UPDATES[0], *arguments.updates):
+        for update in UPDATES:
             for seed in range(arguments.seeds):
                 run = train(task, update, seed)
                 dist.barrier()

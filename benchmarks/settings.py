@@ -5,12 +5,11 @@
 
 intervals  statistics and solves at every step, beside the defaults' 10 / 100 and others; "inverse"
 clip       the bound κ for batches of 32 to all 1,437 images, with two dampings
-start      the highest loss of the first ten steps, over a grid of κ and dampings
 binding    at which of the first 200 steps the default clip shortens a step
 spectrum   how unevenly the curvature of a layer is spread over its directions
 fisher     empirical and sampled labels, with and without the warm-up of the refresh
-decay      the memory of the factors at small batches
 distkfac   its default clip, a looser one, and the paper's schedule
+late       DistKFAC: the highest losses after convergence, by the memory of its factors
 large      seconds to invert a factor of 9,217 rows
 
 Steps are counted one by one, the loss is that of all training images. KAISA and DistKFAC have lr
@@ -202,22 +201,6 @@ def fisher(seeds: int) -> list[Record]:
     ]
 
 
-def decay(seeds: int) -> list[Record]:
-    work = [(batch, beta) for batch in (8, 16) for beta in (0.9, 0.95, 0.98, 0.99)]
-    return [
-        steps_to(
-            "mlp",
-            f"factor_decay {beta:g}",
-            seeds,
-            {"factor_decay": beta},
-            batch=batch,
-            steps=600,
-            targets=("loss 0.2", "loss 0.05"),
-        )
-        for batch, beta in tqdm(work, desc="decay", leave=False)
-    ]
-
-
 def distkfac(seeds: int) -> list[Record]:
     """With statistics every 10 steps; the paper's schedule falls each half epoch."""
     half = {"mlp": 1437 // 64 // 2, "autoencoder": 1797 // 256 // 2}
@@ -230,56 +213,8 @@ def distkfac(seeds: int) -> list[Record]:
     return rows
 
 
-def start(seeds: int) -> list[Record]:
-    """The highest training loss of the first ten steps over that of the start."""
-    rows = []
-    for model in tqdm(MODELS, desc="start", leave=False):
-        data = Data(model)
-        for kappa in (1e-4, 1e-3):
-            for damping in (0.1, 0.5, 2.0):
-                worst = []
-                for seed in range(seeds):
-                    losses = first_losses(model, data, seed, {"kl_clip": kappa, "damping": damping})
-                    worst.append(max(losses[1:], key=not_finite_last) / losses[0])
-                row = {"model": model, "kl_clip": kappa, "damping": damping}
-                rows.append(row | {"highest over first": worst})
-    return rows
-
-
-def first_losses(model: str, data: Data, seed: int, options: Record) -> list[float]:
-    torch.manual_seed(seed)
-    network = MODELS[model]()
-    optimizer = setting("", 10, KAISA, options).build(network)
-    losses = [data.loss(network).item()]
-    batches = digits.batches(len(data.images), BATCH[model], seed=seed)
-    for _, indices in zip(range(10), batches, strict=False):
-        optimizer.zero_grad()
-        data.loss(network, indices).backward()
-        optimizer.step()
-        with torch.no_grad():
-            losses.append(data.loss(network).item())
-    return losses
-
-
 def not_finite_last(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
-
-
-def start_table(rows: Sequence[Record]) -> Table:
-    result = table(
-        "Highest loss of the first ten steps, over the first: median and worst of the seeds",
-        ("model", "clip", "damping", "median", "worst"),
-    )
-    for row in rows:
-        worst = [not_finite_last(ratio) for ratio in row["highest over first"]]
-        result.add_row(
-            row["model"],
-            f"{row['kl_clip']:g}",
-            f"{row['damping']:g}",
-            f"{statistics.median(worst):.3g}",
-            f"{max(worst):.3g}",
-        )
-    return result
 
 
 def binding(seeds: int, steps: int = 200, models: Sequence[str] = tuple(MODELS)) -> list[Record]:
@@ -366,6 +301,53 @@ def spectrum_table(rows: Sequence[Record]) -> Table:
     return result
 
 
+LATE: dict[str, Record] = {
+    "1 / 1, 0.95": {"factor_update_steps": 1, "inv_update_steps": 1, "factor_decay": 0.95},
+    "20 / 20, 0.95": {"factor_decay": 0.95},
+    "20 / 20, 0.9": {},
+    "20 / 20, None": {"factor_decay": None},
+}
+
+
+def late(seeds: int, steps: int = 300, models: Sequence[str] = ("mlp", "conv")) -> list[Record]:
+    """The highest training loss of the last third of the steps, every fifth looked at."""
+    work = [(model, label) for model in models for label in LATE]
+    return [
+        {
+            "model": model,
+            "label": label,
+            "highest": [highest_at_last(model, LATE[label], seed, steps) for seed in range(seeds)],
+        }
+        for model, label in tqdm(work, desc="late", leave=False)
+    ]
+
+
+def highest_at_last(model: str, options: Record, seed: int, steps: int) -> float:
+    data = Data(model)
+    losses = progress.train(
+        setting("", steps, DistKFAC, {**options, "async_inverse": False}),
+        seed,
+        MODELS[model],
+        data.loss,
+        lambda network: data.reached(network, ()),
+        BATCH[model],
+        len(data.images),
+        ("none",),
+    ).losses
+    return max(losses[len(losses) * 2 // 3 :], key=not_finite_last)
+
+
+def late_table(rows: Sequence[Record]) -> Table:
+    result = table(
+        "Highest training loss of the last third: median and worst of the seeds",
+        ("model", "intervals, factor_decay", "median", "worst"),
+    )
+    for row in rows:
+        middle, worst = statistics.median(row["highest"]), max(row["highest"])
+        result.add_row(row["model"], row["label"], f"{middle:.2g}", f"{worst:.2g}")
+    return result
+
+
 LARGE = 9217  # AlexNet's first Linear: 256 channels at 6 x 6 locations, and a bias
 
 
@@ -388,12 +370,11 @@ def large_table(row: Record) -> Table:
 SECTIONS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Table]]] = {
     "intervals": (intervals, lambda rows: steps_table("Intervals", rows)),
     "clip": (clip, lambda rows: steps_table("Clip and batch", rows)),
-    "start": (start, start_table),
     "binding": (binding, binding_table),
     "spectrum": (spectrum, spectrum_table),
     "fisher": (fisher, lambda rows: steps_table("Labels", rows)),
-    "decay": (decay, lambda rows: steps_table("Memory of the factors", rows)),
     "distkfac": (distkfac, lambda rows: steps_table("DistKFAC's clip", rows)),
+    "late": (late, late_table),
     "large": (lambda seeds: large(), large_table),
 }
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 import settings
 
 
@@ -39,8 +37,7 @@ def test_a_large_factor_is_timed_in_processor_seconds() -> None:
     assert record["inverse"] >= 0
 
 
-@pytest.mark.parametrize("model", ["mlp", "autoencoder"])
-def test_losses_of_the_first_ten_steps(model: str) -> None:
-    losses = settings.first_losses(model, settings.Data(model), 0, {"kl_clip": 1e-4})
-    assert len(losses) == 11
-    assert min(losses[1:]) < losses[0]
+def test_the_highest_loss_of_the_last_steps() -> None:
+    (row, *others) = settings.late(1, steps=15, models=("mlp",))
+    assert len(others) == len(settings.LATE) - 1
+    assert 0 < row["highest"][0] < 3

@@ -32,9 +32,7 @@ FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
 
 ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 # What "guarded" asks the loss of the accelerators' batch to fall by, relative to its size. Smaller
-# falls on one batch at one moment tell little of where training ends. Of 28 seeds of a small
-# network, 7 ended more than 2 % above the loss of the base alone with updates at falls of a fifth,
-# one of them at 3.5 times; with falls of a half 2 did, the worse of them at 1.16 times.
+# falls on one batch at one moment tell little of where training ends.
 LEAST_FALL = 0.5
 REMEMBERED = 1000  # epochs
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
