@@ -47,7 +47,9 @@ class Recorder:
     def lose(self, module: nn.Module, reason: str) -> None:
         self.lost.append(module)
 
-    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int) -> None:
+    def consume(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
+    ) -> None:
         self.pairs.append(Pair(module, x, d, pass_id))
         self.grad_enabled.append(torch.is_grad_enabled())
         self.autocast.append(torch.is_autocast_enabled("cpu"))

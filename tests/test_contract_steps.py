@@ -578,11 +578,11 @@ def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None
 
 
 @each_kronecker
-def test_accumulation_that_is_not_declared_shows(System: Any) -> None:
+def test_accumulation_that_is_denied_shows(System: Any) -> None:
     """The control: loss / 2 makes G four times smaller."""
     model = MLP.model()
     expected = reference(model, BATCHES[0])
-    optimizer = make(System, model)
+    optimizer = make(System, model, accumulation_steps=1)
     (x, y) = BATCHES[0]
     for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
         (cross_entropy(model(part_x), part_y) / 2).backward()

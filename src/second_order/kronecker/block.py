@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -53,6 +53,7 @@ class KroneckerBlock:
         solved: Whether its gradient workers, whichever they are, hold an inverse.
         silent: Whether the last refresh found that no statistic had ever arrived.
         asked: Whether statistics have been due since there was a block.
+        heard: Whether a pair has ever come, be it one without an example.
         failures: Refreshes in a row that gave no sound decomposition.
         shares_a: Whether its A is another block's.
     """
@@ -78,6 +79,7 @@ class KroneckerBlock:
         self.solved = False
         self.silent = False
         self.asked = False
+        self.heard = False
         self.failures = 0
         self._reset()
 
@@ -125,6 +127,11 @@ class KroneckerBlock:
         )
 
     @property
+    def without_gradient(self) -> bool:
+        """Whether no parameter has one."""
+        return all(p.grad is None for p in self.params)
+
+    @property
     def trains_bias(self) -> bool:
         """Whether A has the homogeneous coordinate now."""
         return self.bias is not None and self.bias.requires_grad
@@ -150,7 +157,7 @@ class KroneckerBlock:
         d: Tensor,
         approximation: Approximation,
         dtype: torch.dtype,
-        known_a: Tensor | None = None,
+        known: PairStatistics | None = None,
     ) -> PairStatistics:
         """Statistics of a captured pair of one of the modules; see :func:`pair_statistics`."""
         return pair_statistics(
@@ -161,7 +168,7 @@ class KroneckerBlock:
             approximation=approximation,
             dtype=dtype,
             triangular=self.staged.triangular,
-            known_a=known_a,
+            known=known,
         )
 
     def ensure_factors(self) -> KroneckerFactors:
@@ -353,7 +360,7 @@ class StatisticsCollector:
     )
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
     sharing: dict[KroneckerBlock, KroneckerBlock] = field(default_factory=dict)
-    _last_a: tuple[tuple[int, int, bool], KroneckerBlock, Tensor] | None = None
+    _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Give the pairs of a module to the blocks that have it."""
@@ -379,16 +386,28 @@ class StatisticsCollector:
             block.staged.dropped += 1
 
     def consume(
-        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int = -1
+        self,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        pass_id: int,
+        source: int = -1,
+        again: bool = False,
     ) -> None:
         """Add one pair to the staged statistics of its blocks."""
         for block in self.blocks.get(module, ()):
             if block.trainable:
                 block.follow_requires_grad()
+                staged = block.staged
+                if not (staged.empty or staged.knows(pass_id)) and block.without_gradient:
+                    staged.clear()  # of gradients that have been thrown away since
                 with record_function("second_order.capture"), ieee_matmul(d.device):
-                    self._stage(block, module, x, d, pass_id, source)
+                    pair = self._statistics(block, module, x, d, pass_id, source)
+                    examples = pair.examples if self.mean_reduction else 1
+                    staged.add(pair, self.gradient_scale(d) * examples, pass_id, again)
+                block.heard = True
 
-    def _stage(
+    def _statistics(
         self,
         block: KroneckerBlock,
         module: nn.Module,
@@ -396,7 +415,7 @@ class StatisticsCollector:
         d: Tensor,
         pass_id: int,
         source: int,
-    ) -> None:
+    ) -> PairStatistics:
         approximation = self.approximation
         if self.conv_approximation is not None and is_convolution(module):
             approximation = self.conv_approximation
@@ -404,10 +423,12 @@ class StatisticsCollector:
         plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and source >= 0
         key, last, known = (source, pass_id, block.trains_bias), self._last_a, None
         if plain and last is not None and last[0] == key and last[1] is not block:
-            self.sharing[block] = last[1]
             known = last[2]
         pair = block.statistics(module, x, d, approximation, self.factor_dtype, known)
-        if plain and known is None:
-            self._last_a = (key, block, pair.a)
-        terms = pair.terms if self.mean_reduction else 1
-        block.staged.add(pair, self.gradient_scale(d) * terms, pass_id)
+        if known is not None and pair.a is known.a:
+            assert last is not None
+            self.sharing[block] = last[1]
+            return replace(pair, a=pair.a.clone())
+        if plain:
+            self._last_a = (key, block, pair)
+        return pair

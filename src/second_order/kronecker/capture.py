@@ -3,8 +3,11 @@
 The gradient is taken by a hook on the output *tensor*. A hook on the module's backward would wrap
 the output in a view and break in-place activations; the tensor hook sees the gradient with respect
 to the value the layer produced, whatever happens to that tensor afterwards, and it fires once
-however often a checkpointed forward is repeated. A pair exists only when its gradient arrives: a
-forward that never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing.
+however often a checkpointed forward is repeated. A pair exists only when its gradient arrives, in
+a backward pass that goes on to accumulate into the ``.grad`` of the layer's own parameters: a
+forward that never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing,
+and neither does ``torch.autograd.grad`` (gradient penalties, derivatives in a loss, attacks on
+inputs), whose gradients are no loss's.
 
 The input is kept the way autograd keeps its own inputs, through the saved-tensor hooks in force, so
 activation checkpointing and offloading keep their memory savings.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -33,7 +37,9 @@ NO_BACKWARD = -1
 class PairConsumer(Protocol):
     """Whoever turns pairs into statistics."""
 
-    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int) -> None:
+    def consume(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
+    ) -> None:
         """Take one pair.
 
         Args:
@@ -42,6 +48,7 @@ class PairConsumer(Protocol):
             d: The gradient of its output.
             pass_id: The same for all pairs of one backward pass.
             source: The same for layers that were called one after the other on the same tensor.
+            again: Whether a backward pass has come through this call of the layer before.
         """
 
     def lose(self, module: nn.Module, reason: str) -> None:
@@ -94,30 +101,60 @@ def _root_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         capture._leave_root(module, output)
 
 
-def _gradient_hook(
-    capture: weakref.ref[Capture],
-    module: nn.Module,
-    saved: list[Any],
-    source: int,
-    outer: int,
-    gradient: Tensor,
-) -> None:
+@dataclass
+class _Call:
+    """A call of a layer whose output's gradient is awaited.
+
+    Attributes:
+        module: The layer.
+        saved: What holds its input; empty once autograd has freed its own.
+        source: As for :meth:`PairConsumer.consume`.
+        outer: The backward pass in which the layer was called, if it was in one.
+        used: Whether a backward pass has come through.
+    """
+
+    module: nn.Module
+    saved: list[Any]
+    source: int
+    outer: int
+    used: bool = False
+
+
+def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor) -> None:
     alive = capture()
-    if alive is not None and not Capture.sampling and saved:
+    if alive is None or Capture.sampling or not call.saved:
+        return
+    if _reaches_parameters(call.module):
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
-        pass_id = torch._C._current_graph_task_id() if outer == NO_BACKWARD else outer
+        running = torch._C._current_graph_task_id()
+        pass_id = running if call.outer == NO_BACKWARD else call.outer
         try:
-            x = saved[0].saved_tensors[0]
+            x = call.saved[0].saved_tensors[0]
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
             # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
-            alive._consumer.lose(module, "its input was changed in place after its forward")
+            alive._consumer.lose(call.module, "its input was changed in place after its forward")
             return
-        alive._emit(module, x, gradient, pass_id, source)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            saved.clear()  # autograd frees its own inputs now, however long the loss is kept
+        again, call.used = call.used, True
+        alive._emit(call.module, x, gradient, pass_id, call.source, again)
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
+
+
+def _reaches_parameters(module: nn.Module) -> bool:
+    """Whether the backward pass that is running accumulates into a parameter of the module."""
+    return any(map(_is_reached, module._parameters.values()))
+
+
+def _is_reached(p: Tensor | None) -> bool:
+    if p is None or not p.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
+    except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
+        return False
 
 
 def _delivery_hook(
@@ -129,9 +166,11 @@ def _delivery_hook(
     alive = capture()
     if alive is None or Capture.sampling:
         return
-    delivered, pairs[:] = list(pairs), []
+    reached = {module: _reaches_parameters(module) for module, *_ in pairs}
+    delivered = [pair for pair in pairs if reached[pair[0]]]
+    pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
     for module, x, source, d in delivered:
-        alive._emit(module, x, d, pass_id, source)
+        alive._emit(module, x, d, pass_id, source, False)
 
 
 def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
@@ -245,8 +284,8 @@ class Capture:
         source, x = self._source_of(x), _as_used(x)
         if self._sampler is None:
             outer = torch._C._current_graph_task_id()
-            hook = partial(_gradient_hook, weakref.ref(self), module, [_save(x)], source, outer)
-            output.register_hook(hook)
+            call = _Call(module, [_save(x)], source, outer)
+            output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
         elif self._inside_root:
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
             self._pending.append((module, x.detach(), source, get_gradient_edge(output)))
@@ -300,11 +339,13 @@ class Capture:
             tensor.register_hook(deliver)
         self.root_calls += 1
 
-    def _emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int) -> None:
+    def _emit(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
+    ) -> None:
         if module not in self._observed:  # let go while its pair was in flight
             return
         with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
-            self._consumer.consume(module, x, d.detach(), pass_id, source)
+            self._consumer.consume(module, x, d.detach(), pass_id, source, again)
 
 
 def _weight_trains(module: nn.Module) -> bool:

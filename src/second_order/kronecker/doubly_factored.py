@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.examples import live_rows
 from second_order.kronecker.layers import Approximation, FactorShape, PairStatistics, gram
 
 __all__ = ["DoublyFactoredBlock", "rank_one"]
@@ -77,17 +78,18 @@ class DoublyFactoredBlock(KroneckerBlock):
         d: Tensor,
         approximation: Approximation,
         dtype: torch.dtype,
-        known_a: Tensor | None = None,
+        known: PairStatistics | None = None,
     ) -> PairStatistics:
         """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
         dtype = torch.promote_types(dtype, torch.float32)
-        maps = x.to(dtype).reshape(-1, self.shape.dim("A"), self.locations)
+        rows = d.to(dtype).reshape(-1, d.shape[-1])
+        live = live_rows(rows)
+        maps = live.pick(x.to(dtype).reshape(-1, self.shape.dim("A"), self.locations))
         # What is not finite fails in eigh, and is for the statistics to drop.
         finite = torch.isfinite(maps).flatten(1).all(1)
         psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
         psi = torch.where(finite[:, None], psi, torch.nan)
-        rows = d.to(dtype).reshape(1, -1, d.shape[-1])
         packed = self.staged.triangular
-        a, g, locations = (gram(r, False, packed) for r in (psi[None], rows, kappa[None]))
-        count = rows.shape[1]
-        return PairStatistics(a, g, count, count, locations)
+        parts = psi[None], live.pick(rows)[None], kappa[None]
+        a, g, locations = (gram(part, False, packed) for part in parts)
+        return PairStatistics(a, g, live.count, locations)

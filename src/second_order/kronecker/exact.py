@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, group_norm, layer_norm
 
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.examples import live_rows
 from second_order.kronecker.layers import Approximation, FactorShape, PairStatistics, gram
 
 __all__ = ["ExactBlock", "is_normalisation"]
@@ -165,7 +166,7 @@ class ExactBlock(KroneckerBlock):
         d: Tensor,
         approximation: Approximation,
         dtype: torch.dtype,
-        known_a: Tensor | None = None,
+        known: PairStatistics | None = None,
     ) -> PairStatistics:
         """Sums of ĝ ĝᵀ over the examples of a pair.
 
@@ -174,13 +175,14 @@ class ExactBlock(KroneckerBlock):
         """
         dtype = torch.promote_types(dtype, torch.float32)
         rows = self._example_gradients(module, x.to(dtype), d.to(dtype), approximation)
-        examples = len(rows)
+        # As many parts of d make an example as there are rows; without a gradient they are none.
+        examples = live_rows(d.reshape(len(rows), -1)).count if d.numel() else 0
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
             g = gram(rows.unsqueeze(0), False, self.staged.triangular)
-        ones = torch.full((self.shape.groups, 1), float(examples), dtype=dtype, device=d.device)
-        return PairStatistics(ones, g, examples, examples)
+        ones = torch.ones(self.shape.groups, 1, dtype=dtype, device=d.device) * examples
+        return PairStatistics(ones, g, examples)
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
@@ -214,7 +216,7 @@ class ExactBlock(KroneckerBlock):
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """All gradients in one column, ``(1, d, 1)``, or ``(d, 1, 1)``; None if there are none."""
         params = self.params
-        if all(p.grad is None for p in params):
+        if self.without_gradient:
             return None
         flat = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params]
         return torch.cat(flat).to(dtype).view(self.shape.gradient_size)

@@ -76,13 +76,29 @@ class StagedStatistics:
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
         self._calls = 0
         self._passes: set[int] = set()
+        self._first_passes: set[int] = set()
+
+    @property
+    def micro_batches(self) -> int:
+        """The backward passes so far that were the first ones of some forward."""
+        return len(self._first_passes)
+
+    def knows(self, pass_id: int) -> bool:
+        """Whether a backward pass has brought a pair."""
+        return pass_id in self._passes
 
     @property
     def empty(self) -> bool:
         """True if no pair arrived since the last :meth:`clear`."""
         return not self._sums
 
-    def add(self, pair: PairStatistics, gradient_scale: Tensor | float, pass_id: int) -> None:
+    def add(
+        self,
+        pair: PairStatistics,
+        gradient_scale: Tensor | float,
+        pass_id: int,
+        again: bool = False,
+    ) -> None:
         """Add one pair.
 
         Args:
@@ -90,13 +106,15 @@ class StagedStatistics:
             gradient_scale: What the captured gradient is to be multiplied by to give the gradient
                 of one example's loss; G takes its square.
             pass_id: The backward pass the pair came from.
+            again: Whether an earlier one has come through the same forward.
         """
         found = [_stored(factor, self.triangular) for factor in pair.factors]
         if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
             found[1].mul_(torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2)
         pairs = zip(found, self.shape.letters, strict=True)
         means = [mean_eigenvalue(factor, self.shape.dim(letter)) for factor, letter in pairs]
-        head = torch.cat([means[0].new_full((1,), pair.examples), *means])
+        examples = torch.as_tensor(pair.examples, dtype=means[0].dtype, device=self.device)
+        head = torch.cat([examples.view(1), *means])
         finite = torch.isfinite(head.sum())
         # On the CPU nobody waits for an answer, and masks cost more than the sums.
         if finite.device.type != "cpu" or not bool(finite):
@@ -111,24 +129,29 @@ class StagedStatistics:
             self._sums = found
         self._calls += 1
         self._passes.add(pass_id)
+        if not again:
+            self._first_passes.add(pass_id)
 
-    def sums(self) -> StatisticsSums:
+    def sums(self, micro_batches: int = 1) -> StatisticsSums:
         """What is to be added over ranks, and then divided by the number of examples.
 
         A module used U times in a pass gives A averaged over its uses and G summed over them
         (the lumped statistics of Ba et al. 2017, appendix C).
+
+        Args:
+            micro_batches: The number that each pass's loss was divided by.
         """
         if not self._sums:
             blanks = _blanks(self.shape, self.device, self.dtype, self.triangular).values()
             a, g, *rest = (make() for make in blanks)
             return StatisticsSums(a, g, self._head, *rest)
         a, g, *rest = self._sums
-        uses = self._calls / len(self._passes)
-        if uses == 1.0:
+        scale = self._calls / len(self._passes) * micro_batches**2
+        if scale == 1.0:
             return StatisticsSums(a, g, self._head, *rest)
         head, groups = self._head.clone(), self.shape.groups
-        head[1 + groups : 1 + 2 * groups] *= uses
-        return StatisticsSums(a, g * uses, head, *rest)
+        head[1 + groups : 1 + 2 * groups] *= scale
+        return StatisticsSums(a, g * scale, head, *rest)
 
 
 class KroneckerFactors:

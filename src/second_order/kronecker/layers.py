@@ -6,6 +6,9 @@ layer is the same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out
 gradient is ``(groups, out, in)``. An embedding is the Linear on one-hot rows: its A is diagonal,
 kept as ``(groups, in)``.
 
+Rows whose output gradient is exactly zero are no examples (:mod:`second_order.kronecker.examples`):
+padded tokens, ignored labels. Of a convolution the rows are whole images or signals.
+
 Sources: Martens & Grosse 2015 (Linear), Grosse & Martens 2016, eq. 30-35 (convolutions, KFC),
 Eschenhagen et al. 2023 (expand and reduce), Ba et al. 2017, appendix A (reduce for convolutions).
 """
@@ -14,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autocorrelation import patch_second_moment
+from second_order.kronecker.examples import LiveRows, live_rows
 from second_order.kronecker.patches import (
     Convolution,
     extract_patches,
@@ -107,18 +111,18 @@ class PairStatistics:
     Attributes:
         a: Shape ``(groups, in, in)``, or that as triangles, or ``(groups, in)`` where A is
             diagonal; ``a / examples`` is this pair's estimate of A.
-        g: Shape ``(groups, out, out)``, or that as triangles; ``g * terms**2 / examples`` is the
-            estimate of G when the loss is a mean over its terms, ``g / examples`` when it is a sum.
-        examples: What the sums are divided by.
-        terms: How many terms the captured gradient was averaged over.
+        g: Shape ``(groups, out, out)``, or that as triangles; ``g * examples`` is the estimate of G
+            when the loss is a mean over the examples, ``g / examples`` when it is a sum.
+        examples: Their number; on a device a scalar tensor, for which nobody waits.
         locations: As ``a``, of L, where a layer is doubly factored.
+        live: Which of the input's rows ``a`` is of, where another layer may be given it.
     """
 
     a: Tensor
     g: Tensor
-    examples: int
-    terms: int
+    examples: int | Tensor
     locations: Tensor | None = None
+    live: LiveRows | None = None
 
     @property
     def factors(self) -> list[Tensor]:
@@ -126,13 +130,16 @@ class PairStatistics:
         return [self.a, self.g, *([] if self.locations is None else [self.locations])]
 
 
-def gram(x: Tensor, homogeneous: bool, triangular: bool) -> Tensor:
+def gram(
+    x: Tensor, homogeneous: bool, triangular: bool, ones: int | Tensor | None = None
+) -> Tensor:
     """Sum of the outer products of the rows of ``x``, batched.
 
     Args:
         x: Shape ``(groups, rows, dim)``.
         homogeneous: Append a 1 to every row, without a copy of the rows.
         triangular: Give triangles.
+        ones: The number of rows that have it, where the others are zero; None for all.
 
     Returns:
         Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``; or those as triangles.
@@ -146,7 +153,7 @@ def gram(x: Tensor, homogeneous: bool, triangular: bool) -> Tensor:
     bands = (
         (start, x[..., start : start + strip].mT @ x[..., start:]) for start in range(0, dim, strip)
     )
-    return _symmetric(bands, x, dim, column, rows, triangular)
+    return _symmetric(bands, x, dim, column, rows if ones is None else ones, triangular)
 
 
 def _symmetric(
@@ -154,7 +161,7 @@ def _symmetric(
     x: Tensor,
     dim: int,
     column: Tensor | None,
-    rows: int,
+    rows: int | Tensor,
     triangular: bool,
 ) -> Tensor:
     """The matrix of bands of its rows, and of what the homogeneous coordinate adds.
@@ -164,7 +171,7 @@ def _symmetric(
         x: A tensor of the dtype and the device that are wanted.
         dim: Size without the homogeneous coordinate.
         column: ``(groups, dim)``, the sum of the rows; None without that coordinate.
-        rows: Their number.
+        rows: Their number; a scalar tensor on a device.
         triangular: Give triangles.
     """
     total, matrix = dim + (column is not None), None
@@ -176,12 +183,18 @@ def _symmetric(
         write_band(matrix, total, start, band)
     assert matrix is not None
     if column is not None:
-        write_last_row(matrix, total, nn.functional.pad(column, (0, 1), value=rows))
+        last = nn.functional.pad(column, (0, 1))
+        last[:, -1] = rows
+        write_last_row(matrix, total, last)
     return matrix
 
 
 def _small_triangle(
-    bands: Iterable[tuple[int, Tensor]], x: Tensor, dim: int, column: Tensor | None, rows: int
+    bands: Iterable[tuple[int, Tensor]],
+    x: Tensor,
+    dim: int,
+    column: Tensor | None,
+    rows: int | Tensor,
 ) -> Tensor:
     """As :func:`_symmetric`, where the matrix may as well exist."""
     upper, total = None, dim + (column is not None)
@@ -205,15 +218,27 @@ def _linear_statistics(
     bias: bool,
     approximation: Approximation,
     triangular: bool,
+    known: PairStatistics | None = None,
 ) -> PairStatistics:
     if approximation == "reduce" and x.dim() > 2:
-        x = x.flatten(1, -2).mean(1)
-        d = d.flatten(1, -2).sum(1)
-    x = x.reshape(1, d.numel() // d.shape[-1], x.shape[-1])
-    d = d.reshape(1, -1, d.shape[-1])
-    rows = d.shape[1]
-    a = x if x.shape[-1] == 0 else gram(x, bias, triangular)  # what is known is not asked for
-    return PairStatistics(a, gram(d, False, triangular), examples=rows, terms=rows)
+        x, d = _reduced(x.flatten(1, -2), d.flatten(1, -2))
+    x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
+    live = live_rows(d)
+    g = gram(live.pick(d).unsqueeze(0), False, triangular)
+    if known is not None and known.live is not None and known.live.same(live):
+        return PairStatistics(known.a, g, live.count, live=known.live)
+    a = gram(live.pick(x).unsqueeze(0), bias, triangular, live.count)
+    return PairStatistics(a, g, live.count, live=live)
+
+
+def _reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of inputs ``(N, T, in)`` and sums of gradients ``(N, T, out)`` over live positions."""
+    live, length = live_rows(d.flatten(0, 1)), d.shape[1]
+    if live.mask is None:
+        return x.mean(1), d.sum(1)
+    mask = live.mask.view(-1, length, 1)
+    counts = mask.sum(1).clamp_min(1)
+    return torch.where(mask, x, 0.0).sum(1) / counts, d.sum(1)
 
 
 def _embedding_statistics(
@@ -223,21 +248,29 @@ def _embedding_statistics(
     bias: bool,
     approximation: Approximation,
     triangular: bool,
+    known: PairStatistics | None = None,
 ) -> PairStatistics:
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
     embedding = cast(nn.Embedding, module)
-    tokens = x.reshape(-1)
+    tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
+    live = live_rows(rows)
     ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
+    if live.mask is not None:
+        ones.masked_fill_(~live.mask, 0.0)
     if embedding.padding_idx is not None:
-        ones = ones.masked_fill_(tokens == embedding.padding_idx, 0.0)
+        ones.masked_fill_(tokens == embedding.padding_idx, 0.0)
     counts = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
     counts.scatter_add_(0, tokens.long(), ones)
-    d = d.reshape(1, -1, d.shape[-1])
-    rows = d.shape[1]
-    examples = x.shape[0] if approximation == "reduce" and x.dim() > 1 else rows
-    g = gram(d, False, triangular).div_(rows / examples)
-    return PairStatistics(counts.unsqueeze(0), g, examples=examples, terms=examples)
+    g, examples = gram(live.pick(rows).unsqueeze(0), False, triangular), live.count
+    if approximation == "reduce" and x.dim() > 1:
+        examples = live_rows(d.flatten(1)).count
+        g.mul_(examples / _at_least_one(live.count))
+    return PairStatistics(counts.unsqueeze(0), g, examples)
+
+
+def _at_least_one(count: int | Tensor) -> int | Tensor:
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def _spares_patches(conv: Convolution, x: Tensor) -> bool:
@@ -269,7 +302,7 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
 
 
 def _autocorrelation_gram(
-    x: Tensor, conv: Convolution, homogeneous: bool, triangular: bool
+    x: Tensor, conv: Convolution, homogeneous: bool, triangular: bool, examples: int | Tensor
 ) -> Tensor:
     """What :func:`gram` gives for the patches of the padded input ``x``, without them."""
     if x.dim() == 3:  # of one dimension: an image of one row
@@ -281,7 +314,7 @@ def _autocorrelation_gram(
         windows = x.sum(0).unfold(1, height, d1).unfold(2, width, d2)  # (C, k₁, k₂, H, W)
         column = windows.sum((-2, -1)).view(conv.groups, dim)
     bands = patch_second_moment(x, (k1, k2), (d1, d2), conv.groups)
-    return _symmetric(bands, x, dim, column, x.shape[0] * height * width, triangular)
+    return _symmetric(bands, x, dim, column, examples * (height * width), triangular)
 
 
 def _conv_statistics(
@@ -291,34 +324,40 @@ def _conv_statistics(
     bias: bool,
     approximation: Approximation,
     triangular: bool,
+    known: PairStatistics | None = None,
 ) -> PairStatistics:
     conv = cast(Convolution, module)
     dims = len(conv.kernel_size)
     if x.dim() == dims + 1:  # a single example without a batch dimension
         x, d = x.unsqueeze(0), d.unsqueeze(0)
-    examples = x.shape[0]
+    live = live_rows(d)
+    if live.mask is not None:
+        x, d = live.pick(x), live.pick(d)
+    if len(d) == 0:
+        x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
+    count, examples = len(d), live.count
     d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
     locations = d.shape[-1]
     if approximation == "expand":
         # Copied along the locations, which lie next to each other in most inputs.
-        rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, examples * locations).mT
+        rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, count * locations).mT
         g = gram(rows_d, False, triangular).div_(locations)
         if _spares_patches(conv, x):
-            a = _autocorrelation_gram(pad_input(x, conv), conv, bias, triangular)
+            a = _autocorrelation_gram(pad_input(x, conv), conv, bias, triangular, examples)
         else:
             patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
             order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
-            columns = patches.permute(order).reshape(conv.groups, -1, examples * locations)
-            a = gram(columns.mT, bias, triangular)
-        return PairStatistics(a, g, examples, examples)
+            columns = patches.permute(order).reshape(conv.groups, -1, count * locations)
+            a = gram(columns.mT, bias, triangular, examples * locations)
+        return PairStatistics(a, g, examples)
     rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
     rows_d = d.sum(-1).transpose(0, 1)
-    a, g = gram(rows_x, bias, triangular), gram(rows_d, False, triangular)
-    return PairStatistics(a, g, examples, examples)
+    a, g = gram(rows_x, bias, triangular, examples), gram(rows_d, False, triangular)
+    return PairStatistics(a, g, examples)
 
 
 _Statistics: TypeAlias = Callable[
-    [nn.Module, Tensor, Tensor, bool, Approximation, bool], PairStatistics
+    [nn.Module, Tensor, Tensor, bool, Approximation, bool, PairStatistics | None], PairStatistics
 ]
 _REGISTRY: dict[type[nn.Module], _Statistics] = {
     nn.Linear: _linear_statistics,
@@ -372,7 +411,7 @@ def pair_statistics(
     approximation: Approximation,
     dtype: torch.dtype,
     triangular: bool = False,
-    known_a: Tensor | None = None,
+    known: PairStatistics | None = None,
 ) -> PairStatistics:
     """Statistics of one captured pair.
 
@@ -384,18 +423,15 @@ def pair_statistics(
         approximation: How dimensions that share the weight are treated (Eschenhagen et al. 2023).
         dtype: The sums are formed in this dtype, never in a narrower one than float32.
         triangular: Give symmetric sums as triangles.
-        known_a: The sum for A that another Linear has got from the same input; a copy is given.
+        known: Of another Linear with the same input; its ``a`` serves if both have the same
+            examples, and ``live`` is then its, too.
     """
     kind = _registered_type(module)
     assert kind is not None
     dtype = torch.promote_types(dtype, torch.float32)
-    if known_a is not None:
-        x = x[..., :0]  # which spares the product
-        pair = _REGISTRY[kind](module, x, d.to(dtype), False, approximation, triangular)
-        return replace(pair, a=known_a.clone())
     if x.is_floating_point():
         x = x.to(dtype)
-    return _REGISTRY[kind](module, x, d.to(dtype), bias, approximation, triangular)
+    return _REGISTRY[kind](module, x, d.to(dtype), bias, approximation, triangular, known)
 
 
 def gradient_to_matrix(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,9 @@ class DistKFAC(BackgroundRefresh):
         kfac_approx: "expand" or "reduce".
         symmetry_aware: Keep and send the upper triangles of symmetric matrices.
         skip_layers: Patterns of module names or class names that the base trains alone.
-        accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
+        accumulation_steps: Micro-batches to a step, if the loss is divided by their number; 1 if
+            the losses of several passes are added up. "auto": the passes of each step are counted,
+            and their losses taken to be divided by their number.
         loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
         grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
         factor_dtype: Factors are kept in it: float32, float64 or bfloat16.
@@ -182,7 +184,7 @@ class DistKFAC(BackgroundRefresh):
         kfac_approx: Approximation = "expand",
         symmetry_aware: bool = True,
         skip_layers: Sequence[str] = (),
-        accumulation_steps: int = 1,
+        accumulation_steps: int | Literal["auto"] = "auto",
         loss_reduction: str = "mean",
         grad_scaler: Any = None,
         factor_dtype: torch.dtype = torch.float32,

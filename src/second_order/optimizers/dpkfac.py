@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,9 @@ class DPKFAC(KFACOptimizer):
             to the base, and named: memory grows with its square, a solve with its cube. The A of
             an embedding is diagonal, of any size.
         skip_layers: Patterns of module names or class names that the base trains alone.
-        accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
+        accumulation_steps: Micro-batches to a step, if the loss is divided by their number; 1 if
+            the losses of several passes are added up. "auto": the passes of each step are counted,
+            and their losses taken to be divided by their number.
         loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
         grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
         factor_dtype: Factors are kept in it: float32, float64 or bfloat16.
@@ -120,7 +122,7 @@ class DPKFAC(KFACOptimizer):
         symmetry_aware: bool = True,
         max_factor_dim: int = 8192,
         skip_layers: Sequence[str] = (),
-        accumulation_steps: int = 1,
+        accumulation_steps: int | Literal["auto"] = "auto",
         loss_reduction: str = "mean",
         grad_scaler: Any = None,
         factor_dtype: torch.dtype = torch.float32,

@@ -11,7 +11,7 @@ every step:                 the layer's gradient workers precondition its gradie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,9 @@ class KAISA(KFACOptimizer):
             an embedding is diagonal, of any size.
         skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``,
             that the base trains alone, with all that is inside them.
-        accumulation_steps: Micro-batches to a step, if the loss is divided by their number.
+        accumulation_steps: Micro-batches to a step, if the loss is divided by their number; 1 if
+            the losses of several passes are added up. "auto": the passes of each step are counted,
+            and their losses taken to be divided by their number.
         loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
         grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
         factor_dtype: Factors are kept and sent in it: float32, float64 or bfloat16.
@@ -148,7 +150,7 @@ class KAISA(KFACOptimizer):
         symmetry_aware: bool = True,
         max_factor_dim: int = 8192,
         skip_layers: Sequence[str] = (),
-        accumulation_steps: int = 1,
+        accumulation_steps: int | Literal["auto"] = "auto",
         loss_reduction: str = "mean",
         grad_scaler: Any = None,
         factor_dtype: torch.dtype = torch.float32,

@@ -9,7 +9,7 @@ Which rank does which part, and how results travel, is for the subclass to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -170,13 +170,13 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
 
     def _connect_capture(self) -> None:
         options = self._options
-        sampled = options.fisher == "sampled"
+        sampled, divided_by = options.fisher == "sampled", options.accumulation_steps
         collector = StatisticsCollector(
             options.kfac_approx,
             options.factor_dtype,
             mean_reduction=not sampled and options.loss_reduction == "mean",
             gradient_scale=GradientScale(
-                1 if sampled else options.accumulation_steps,
+                1 if sampled or divided_by == "auto" else divided_by,
                 None if sampled else self._grad_scaler,
             ),
             conv_approximation=self._conv_approximation,
@@ -330,7 +330,8 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         decay = self._decay()
         dtype = self._options.factor_dtype
         taken = [block for block in self._active if self._takes_statistics(block)]
-        sums = [block.staged.sums().to(dtype) for block in taken]
+        parts = self._micro_batches(taken)
+        sums = [block.staged.sums(parts).to(dtype) for block in taken]
         for block in self._active:
             block.staged.clear()
             block.ensure_factors()
@@ -343,6 +344,21 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
         for block in reversed(taken):  # the last one's go first
             skip = "A" if block in linked else ""
             block.ensure_factors().update(sums.pop(), decay, skip)
+
+    def _micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
+        """What the loss of each pass has been divided by, where that is to be found out."""
+        options = self._options
+        told = options.accumulation_steps != "auto" or options.loss_reduction == "sum"
+        if told or options.fisher == "sampled":
+            return 1
+        found = max((block.staged.micro_batches for block in blocks), default=1)
+        if found > 1 and self._first_time("micro-batches"):
+            self._warn(
+                f"{found} backward passes in a step: the loss of each is taken to have been "
+                f"divided by their number, as Trainer, Lightning and Accelerate do; where losses "
+                f"are added up as they are, write accumulation_steps=1"
+            )
+        return max(found, 1)
 
     def _precondition_gradients(self) -> None:
         """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ class KFACOptions:
     eigen_refresh: str
     symmetry_aware: bool
     skip_layers: tuple[str, ...]
-    accumulation_steps: int
+    accumulation_steps: int | Literal["auto"]
     loss_reduction: str
     factor_dtype: torch.dtype
     inv_dtype: torch.dtype
@@ -94,7 +94,8 @@ class KFACOptions:
                 f"eigen_refresh='warm' starts from eigenvectors, and solver={self.solver!r} has "
                 f"none; use solver='eigen', or leave eigen_refresh at 'full'"
             )
-        check_count("accumulation_steps", self.accumulation_steps, "micro-batches to a step")
+        if self.accumulation_steps != "auto":
+            check_count("accumulation_steps", self.accumulation_steps, "micro-batches to a step")
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         for name in ("factor_dtype", "inv_dtype"):
             if getattr(self, name) not in FACTOR_DTYPES:

@@ -126,7 +126,7 @@ class Refresh(Placement):
 
     def _note_failure(self, block: KroneckerBlock, bad: float, reason: str) -> list[str]:
         """What becomes of a layer without an inverse; its name, if it has failed too often."""
-        block.silent = block.asked and UNSEEN <= bad < LOST
+        block.silent = block.asked and not block.heard and UNSEEN <= bad < LOST
         if bad >= LOST:
             self._warn_loss(block)
             block.forget()
@@ -238,7 +238,8 @@ class Refresh(Placement):
         weights = torch.stack([b.ensure_factors().weight.to(device) for b in taken.values()])
         present = dict(zip(taken, (weights > 0).tolist(), strict=True))
         for i, block in taken.items():
-            block.silent = block.asked and not present[i] and not block.lost
+            never = block.asked and not block.heard  # a dead layer's pairs have no example
+            block.silent = never and not present[i] and not block.lost
         if len(taken) == len(self._active) and all(b.silent for b in taken.values()):
             self._warn_of_silence()
             return []

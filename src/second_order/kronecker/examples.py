@@ -1,0 +1,68 @@
+"""Which rows of a captured pair are examples: those whose output gradient is not exactly zero.
+
+A padded token, a label that the loss ignores, or an example beyond a hinge has no part in the loss.
+Counted as an example it would thin A by inputs that teach nothing, and a mean over N terms would be
+taken for one over more: G would be too large by their number over N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["LiveRows", "live_rows"]
+
+
+@dataclass(frozen=True)
+class LiveRows:
+    """The rows that are examples.
+
+    Attributes:
+        mask: ``(rows,)``, True where a row is one; None if all are known to be.
+        count: Their number; on a device a scalar tensor, for which nobody waits.
+    """
+
+    mask: Tensor | None
+    count: int | Tensor
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """The examples among ``(rows, ...)``; on a device all rows, the others being zero."""
+        if self.mask is None:
+            return rows
+        if _answers_at_once(rows.device):
+            return rows[self.mask]
+        # Not a product: what is not counted need not be finite.
+        return torch.where(self.mask.view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)
+
+    def same(self, other: LiveRows) -> bool:
+        """Whether both are known to be the same rows, without waiting for a device."""
+        if self.mask is None or other.mask is None:
+            return self.mask is other.mask and bool(self.count == other.count)
+        return _answers_at_once(self.mask.device) and torch.equal(self.mask, other.mask)
+
+
+def live_rows(d: Tensor) -> LiveRows:
+    """The rows of ``(rows, ...)`` that have an entry other than zero."""
+    if not _answers_at_once(d.device):
+        mask = d.flatten(1).abs().amax(1) != 0
+        return LiveRows(mask, mask.sum())
+    # Few rows begin with a zero: the others need not be looked at.
+    first = d
+    while first.dim() > 1:
+        first = first[:, 0]
+    suspects = (first == 0).nonzero().squeeze(1)
+    if len(suspects) == 0:
+        return LiveRows(None, len(d))
+    dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]
+    if len(dead) == 0:
+        return LiveRows(None, len(d))
+    mask = torch.ones(len(d), dtype=torch.bool)
+    mask[dead] = False
+    return LiveRows(mask, len(d) - len(dead))
+
+
+def _answers_at_once(device: torch.device) -> bool:
+    """Whether a question about values costs no waiting."""
+    return device.type == "cpu"

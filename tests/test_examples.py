@@ -1,0 +1,440 @@
+"""What counts as an example: rows with a gradient, of passes that end in ``.grad``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference as ref
+import torch
+from contract import assert_same_factors, each_kronecker, factors, make, take
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CLASSES, ZOO
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.nn import functional
+
+from second_order import KAISA, DistKFAC, SecondOrderWarning
+from second_order.kronecker import examples
+from second_order.kronecker.doubly_factored import DoublyFactoredBlock
+from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.layers import pair_statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MLP = ZOO["mlp"]
+F64 = torch.float64
+SEEDS = st.integers(0, 2**16)
+each_fisher = pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+
+
+def expected(batch: Any = None) -> Any:
+    model = MLP.model()
+    batch = MLP.batch() if batch is None else batch
+    return {n: ref.empirical_factors(model, *batch, cross_entropy, n) for n in ("0", "2", "4")}
+
+
+# Gradients that are taken inside a step.
+
+
+def attack(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    torch.autograd.grad(1e3 * cross_entropy(model(leaf), y), leaf)
+
+
+def derivative_in_a_graph(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    torch.autograd.grad(1e3 * model(leaf).sum(), leaf, create_graph=True)
+
+
+def gradients_of_weights(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    torch.autograd.grad(1e3 * cross_entropy(model(x), y), list(model.parameters()))
+
+
+def backward_into_inputs(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    (1e3 * cross_entropy(model(leaf), y)).backward(inputs=[leaf])
+
+
+BESIDE = [attack, derivative_in_a_graph, gradients_of_weights, backward_into_inputs]
+
+
+@each_kronecker
+@each_fisher
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda f: f.__name__)
+def test_gradients_beside_the_loss_are_no_examples(
+    System: Any, fisher: str, beside: Callable[..., None]
+) -> None:
+    x, y = MLP.batch()
+    found = []
+    for besides in (False, True):
+        model = MLP.model()
+        optimizer = make(System, model, fisher=fisher)
+        if besides and fisher == "empirical":  # labels are drawn by the number of the forward
+            beside(model, x, y)
+        cross_entropy(model(x), y).backward()
+        if besides:
+            beside(model, x, y)
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert_same_factors(found[1], found[0])
+    if fisher == "empirical":
+        assert_same_factors(found[1], expected())
+
+
+@each_fisher
+def test_a_graph_that_serves_an_attack_first_gives_its_pairs_to_the_loss(fisher: str) -> None:
+    x, y = MLP.batch()
+    found = []
+    for attacked in (False, True):
+        model = MLP.model()
+        optimizer = make(KAISA, model, fisher=fisher)
+        leaf = x.clone().requires_grad_()
+        loss = cross_entropy(model(leaf), y)
+        if attacked:
+            torch.autograd.grad(loss, leaf, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert_same_factors(found[1], found[0])
+
+
+def test_a_pass_into_one_weight_is_of_that_layer() -> None:
+    model, (x, y) = MLP.model(), MLP.batch()
+    optimizer = make(KAISA, model)
+    cross_entropy(model(x), y).backward(inputs=[model[2].weight])
+    assert [block.staged.empty for block in optimizer._blocks] == [True, False, True]
+
+
+@each_kronecker
+def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System: Any) -> None:
+    """Of the three passes through the critic two end there: the loss and, through ∇ₓ, the penalty.
+
+    The derivative's own pass, from ones, would multiply G.
+    """
+    model, (x, _) = MLP.model(), MLP.batch()
+    seen: list[tuple[int, Tensor]] = []
+
+    def listen(i: int, out: Tensor) -> None:
+        out.register_hook(lambda g: seen.append((i, g.detach())))
+
+    for i in (0, 2, 4):
+        model[i].register_forward_hook(lambda m, x, out, i=i: listen(i, out))
+    optimizer = make(System, model)
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+    seen.clear()
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    penalty.backward()
+    ended = dict(seen)
+    assert 0 in ended
+    optimizer.step()
+    found = factors(optimizer)
+    for i, d in ended.items():
+        if bool(d.any()):
+            torch.testing.assert_close(found[str(i)][1].squeeze(0), len(d) * d.T @ d)
+
+
+def test_a_network_of_a_differential_equation_trains() -> None:
+    """u'' = -π² sin πx on (0, 1): with the derivatives' passes as examples it stays at its loss."""
+    torch.manual_seed(0)
+    x = torch.linspace(0, 1, 24, dtype=F64)[:, None]
+    model = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+    optimizer = KAISA(
+        model, lr=0.3, damping=1e-3, kl_clip=None, factor_update_steps=1, inv_update_steps=1
+    )
+
+    def loss() -> Tensor:
+        leaf = x.clone().requires_grad_()
+        u = leaf * (1 - leaf) * model(leaf)
+        (du,) = torch.autograd.grad(u.sum(), leaf, create_graph=True)
+        (ddu,) = torch.autograd.grad(du.sum(), leaf, create_graph=True)
+        return (ddu + torch.pi**2 * torch.sin(torch.pi * x)).square().mean()
+
+    start = loss().item()
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert loss().item() < 0.02 * start
+
+
+@each_kronecker
+@pytest.mark.parametrize("zeroed_by", ["optimizer", "model"])
+def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str) -> None:
+    """What the generator's loss leaves in it goes with its gradients."""
+    model, (x, y) = MLP.model(), MLP.batch()
+    optimizer = make(System, model)
+    noise = nn.Linear(5, 5, dtype=F64)
+    cross_entropy(model(noise(x)), y).backward()  # the generator's step
+    (optimizer if zeroed_by == "optimizer" else model).zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert_same_factors(factors(optimizer), expected())
+
+
+# Accumulation that nobody was told of.
+
+
+def accumulate(model: nn.Module, batch: Any, parts: int, divided: float) -> None:
+    x, y = batch
+    for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        (cross_entropy(model(part[0]), part[1]) / divided).backward()
+
+
+@each_kronecker
+def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
+    """4, 4, and the 2 that were left of an epoch."""
+    model, twin = MLP.model(), MLP.model()
+    optimizer, plain = make(System, model), make(System, twin)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch, parts in zip(MLP.batches(3), (4, 4, 2), strict=True):
+            optimizer.zero_grad()
+            accumulate(model, batch, parts, parts)
+            optimizer.step()
+            take(twin, plain, batch)
+            assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)
+    (line,) = [str(w.message) for w in caught if w.category is SecondOrderWarning]
+    assert "4 backward passes in a step" in line
+    assert "accumulation_steps=1" in line
+
+
+@each_kronecker
+def test_a_number_that_is_told_is_taken(System: Any) -> None:
+    """1: the losses of two passes are added up, each of them a mean."""
+    model = MLP.model()
+    optimizer = make(System, model, accumulation_steps=1)
+    accumulate(model, MLP.batch(), 2, 1)
+    optimizer.step()
+    torch.testing.assert_close(factors(optimizer)["4"][1], expected()["4"][1])
+
+
+@pytest.mark.parametrize("options", [{"loss_reduction": "sum"}, {"fisher": "sampled"}])
+def test_sums_and_drawn_labels_are_divided_by_nothing(options: dict[str, Any]) -> None:
+    found = []
+    for declared in ({}, {"accumulation_steps": 1}):
+        model = MLP.model()
+        optimizer = make(KAISA, model, **options, **declared)
+        accumulate(model, MLP.batch(), 2, 1)
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
+
+
+@pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
+def test_two_losses_of_one_forward_are_no_micro_batches() -> None:
+    model, (x, y) = MLP.model(), MLP.batch()
+    optimizer = make(KAISA, model)
+    loss = cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    assert_same_factors(factors(optimizer), expected())
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+def test_a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.rare = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
+
+        def forward(self, x: Tensor, rare: bool) -> Tensor:
+            out: Tensor = self.body(x)
+            return out + self.rare(x) if rare else out
+
+    torch.manual_seed(0)
+    model, (x, y) = Branches().double(), MLP.batch()
+    optimizer = make(KAISA, model)
+    for rare in (True, False):
+        (cross_entropy(model(x, rare), y) / 2).backward()
+    optimizer.step()
+    torch.manual_seed(0)
+    logits = Branches().double()(x, True).detach().requires_grad_()
+    (d,) = torch.autograd.grad(cross_entropy(logits, y), logits)
+    torch.testing.assert_close(factors(optimizer)["rare"][1].squeeze(0), len(x) * d.T @ d)
+
+
+# Rows without a gradient.
+
+
+class Tokens(nn.Module):
+    """An embedding, attention over what is not padded, norms, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+        self.norm, self.inner, self.head = nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, CLASSES)
+
+    def forward(self, tokens: Tensor, length: int) -> Tensor:
+        x = self.embedding(tokens)
+        mask = (torch.arange(tokens.shape[1]) < length).expand(tokens.shape[1], -1)
+        x = x + functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), mask)
+        return self.head(torch.tanh(self.inner(self.norm(x))))
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def padded(tokens: Tensor, labels: Tensor, to: int) -> tuple[Tensor, Tensor]:
+    more = to - tokens.shape[1]
+    return functional.pad(tokens, (0, more)), functional.pad(labels, (0, more), value=-100)
+
+
+@each_kronecker
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_padded_batch_has_the_factors_of_the_unpadded_one(System: Any, approx: str) -> None:
+    """Four tokens, padded to sixteen with mask 0 and label -100."""
+    torch.manual_seed(0)
+    twin = Tokens().double()
+    model = copy.deepcopy(twin)
+    batch = torch.randint(9, (3, 4)), torch.randint(CLASSES, (3, 4))
+    options: dict[str, Any] = {"kfac_approx": approx}
+    if System is DistKFAC:
+        options["exact_blocks"] = True
+    found = []
+    for each, (tokens, labels) in ((model, padded(*batch, 16)), (twin, batch)):
+        optimizer = make(System, each, **options)
+        token_loss(each(tokens, 4), labels).backward()
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert {"embedding", "q", "k", "v", "inner", "head"} <= set(found[1])
+    for name, pair in found[1].items():
+        for a, b in zip(found[0][name], pair, strict=True):
+            # Gradients of all keys add up to zero, and to rounding.
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-25)
+
+
+@given(seed=SEEDS, dead=st.sets(st.integers(0, 5), max_size=5))
+def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> None:
+    """Of every kind of layer, as if they had never been there."""
+    for module, x, d in pairs_of_all_kinds(seed):
+        alive = [i for i in range(len(x)) if i not in dead]
+        d[list(dead)] = 0
+        for bias in (False, True) if getattr(module, "bias", None) is not None else (False,):
+            options = {"bias": bias, "approximation": "expand", "dtype": F64}
+            found = pair_statistics(module, x, d, **options)
+            without = pair_statistics(module, x[alive], d[alive], **options)
+            assert found.examples == without.examples
+            for a, b in zip(found.factors, without.factors, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:
+    """(layer, input, gradient of the output), six examples each."""
+    torch.manual_seed(seed)
+    normal = [
+        (nn.Linear(4, 3), torch.randn(6, 4)),
+        (nn.Linear(4, 3), torch.randn(6, 5, 4)),
+        (nn.Conv2d(2, 3, 3, padding=1), torch.randn(6, 2, 5, 5)),
+        (nn.Conv1d(4, 4, 3, stride=2, groups=2), torch.randn(6, 4, 7)),
+    ]
+    inputs = [(m.double(), x.double()) for m, x in normal]
+    found = [(m, x, torch.randn_like(m(x)).detach()) for m, x in inputs]
+    embedding = nn.Embedding(7, 3, dtype=F64)
+    tokens = torch.randint(7, (6, 5))
+    return [*found, (embedding, tokens, torch.randn(6, 5, 3, dtype=F64))]
+
+
+@given(seed=SEEDS, dead=st.sets(st.integers(0, 5)))
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("triangular", [False, True])
+def test_masks_of_a_device_give_what_picked_rows_give(
+    approx: Any, triangular: bool, seed: int, dead: set[int]
+) -> None:
+    """Where a question would wait, rows are masked instead; what is masked need not be finite."""
+    for module, x, d in pairs_of_all_kinds(seed):
+        d[list(dead)] = 0
+        options = {"approximation": approx, "dtype": F64, "triangular": triangular}
+        bias = getattr(module, "bias", None) is not None
+        picked = pair_statistics(module, x, d, bias=bias, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(examples, "_answers_at_once", lambda device: False)
+            if x.is_floating_point() and isinstance(module, nn.Linear):
+                x[list(dead)] = torch.nan
+            masked = pair_statistics(module, x, d, bias=bias, **options)
+        assert isinstance(masked.examples, Tensor)
+        assert float(masked.examples) == picked.examples
+        for a, b in zip(masked.factors, picked.factors, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_exact_and_doubly_factored_blocks_count_the_same_rows(approx: Any) -> None:
+    x, d = torch.randn(6, 5, 4, dtype=F64), torch.randn(6, 5, 4, dtype=F64)
+    d[[1, 4]] = 0
+    alive = [0, 2, 3, 5]
+    norm = nn.LayerNorm(4).double()
+    exact = ExactBlock("norm", norm, list(norm.parameters()), 64, F64, False)
+    doubly = DoublyFactoredBlock(["linear"], [nn.Linear(4, 4, dtype=F64)], 2, F64, False)
+    for block in (exact, doubly):
+        module = block.modules[0]
+        found = block.statistics(module, x, d, approx, F64)
+        without = block.statistics(module, x[alive], d[alive], approx, F64)
+        assert found.examples == without.examples
+        for a, b in zip(found.factors, without.factors, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Dead(nn.Module):
+    """A branch whose ReLU is off for every input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
+        nn.init.constant_(self.branch.bias, -1e3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out + torch.relu(self.branch(x))
+
+
+@each_kronecker
+@pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
+def test_a_dead_layer_is_not_one_without_statistics(System: Any) -> None:
+    torch.manual_seed(0)
+    model = Dead().double()
+    before = model.branch.weight.detach().clone()
+    optimizer = make(System, model)
+    for batch in MLP.batches(3):
+        take(model, optimizer, batch)
+    assert torch.equal(model.branch.weight, before)
+    assert {row.name: row.status for row in optimizer.summary().rows}["branch"] != "base"
+    nn.init.zeros_(model.branch.bias)  # it wakes
+    take(model, optimizer, MLP.batch())
+    assert not torch.equal(model.branch.weight, before)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_of_one_input_share_its_factor_where_they_have_the_same_examples(
+    causal: bool,
+) -> None:
+    """The first token's query has no gradient where it sees itself alone."""
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(6, 6, dtype=F64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.q(x), self.k(x), self.v(x)
+            return functional.scaled_dot_product_attention(*parts, is_causal=causal)
+
+    model = Attention()
+    optimizer = make(KAISA, model, loss_reduction="sum")
+    x = torch.randn(3, 4, 6, dtype=F64)
+    model(x).square().sum().backward()
+    optimizer.step()
+    found = factors(optimizer)
+    rows = {"q": x[:, 1:] if causal else x, "k": x, "v": x}
+    for name, seen in rows.items():
+        flat = functional.pad(seen.flatten(0, 1), (0, 1), value=1.0)
+        torch.testing.assert_close(found[name][0].squeeze(0), flat.T @ flat / len(flat))
