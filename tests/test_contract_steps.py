@@ -1188,7 +1188,7 @@ def test_freeze_train_and_unfreeze(System: Any) -> None:
 def test_the_input_of_a_frozen_layer_is_not_held_and_its_passes_do_not_count(System: Any) -> None:
     """Autograd saves no input for a frozen weight, and neither do we."""
     model = MLP.model()
-    optimizer = make(System, model)
+    optimizer = make(System, model, accumulation_steps=1)
     model[2].requires_grad_(False)
     alive = inputs_of(model[2])
     linear_only = nn.Sequential(model[0], model[2])  # tanh would keep its own output

@@ -21,7 +21,8 @@ from second_order import KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker import examples
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock
-from second_order.kronecker.layers import pair_statistics
+from second_order.kronecker.factors import StagedStatistics
+from second_order.kronecker.layers import factor_shape, pair_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -438,3 +439,28 @@ def test_layers_of_one_input_share_its_factor_where_they_have_the_same_examples(
     for name, seen in rows.items():
         flat = functional.pad(seen.flatten(0, 1), (0, 1), value=1.0)
         torch.testing.assert_close(found[name][0].squeeze(0), flat.T @ flat / len(flat))
+
+
+@given(seed=SEEDS, dead=st.sets(st.integers(0, 11), max_size=11), parts=st.sampled_from([1, 2, 3]))
+def test_factors_do_not_depend_on_how_a_batch_with_dead_rows_is_cut(
+    seed: int, dead: set[int], parts: int
+) -> None:
+    """Micro-batches need not have equally many; a pair that is dropped takes its rows along."""
+    torch.manual_seed(seed)
+    module, x, d = nn.Linear(3, 2).double(), torch.randn(12, 3), torch.randn(12, 2)
+    x, d = x.double(), d.double()
+    d[list(dead)] = 0
+    staged = StagedStatistics(factor_shape(module, True), torch.device("cpu"), F64, False)
+    for index, (rows, gradients) in enumerate(zip(x.chunk(parts), d.chunk(parts), strict=True)):
+        pair = pair_statistics(
+            module, rows, gradients, bias=True, approximation="expand", dtype=F64
+        )
+        staged.add(pair, 1.0, index, mean=True)
+    broken = pair_statistics(
+        module, x * torch.nan, d + 1, bias=True, approximation="expand", dtype=F64
+    )
+    staged.add(broken, 1.0, parts, mean=True)
+    live, sums = 12 - len(dead), staged.sums(parts)
+    assert int(staged.dropped) == 1
+    assert float(sums.head[0]) == live
+    torch.testing.assert_close(sums.g.squeeze(0), live**2 * d.T @ d)

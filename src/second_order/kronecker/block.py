@@ -403,8 +403,9 @@ class StatisticsCollector:
                     staged.clear()  # of gradients that have been thrown away since
                 with record_function("second_order.capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
-                    examples = pair.examples if self.mean_reduction else 1
-                    staged.add(pair, self.gradient_scale(d) * examples, pass_id, again)
+                    staged.add(
+                        pair, self.gradient_scale(d), pass_id, again=again, mean=self.mean_reduction
+                    )
                 block.heard = True
 
     def _statistics(

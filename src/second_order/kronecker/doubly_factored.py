@@ -92,4 +92,4 @@ class DoublyFactoredBlock(KroneckerBlock):
         packed = self.staged.triangular
         parts = psi[None], live.pick(rows)[None], kappa[None]
         a, g, locations = (gram(part, False, packed) for part in parts)
-        return PairStatistics(a, g, live.count, locations)
+        return PairStatistics(a, g, live.count, len(rows), locations)

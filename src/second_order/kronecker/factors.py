@@ -75,6 +75,8 @@ class StagedStatistics:
         head = 1 + len(self.shape.letters) * self.shape.groups
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
         self._calls = 0
+        self._rows: float | Tensor = 0.0
+        self._mean = False
         self._passes: set[int] = set()
         self._first_passes: set[int] = set()
 
@@ -97,17 +99,24 @@ class StagedStatistics:
         pair: PairStatistics,
         gradient_scale: Tensor | float,
         pass_id: int,
+        *,
         again: bool = False,
+        mean: bool = False,
     ) -> None:
         """Add one pair.
 
         Args:
             pair: Sums over the pair's examples.
             gradient_scale: What the captured gradient is to be multiplied by to give the gradient
-                of one example's loss; G takes its square.
+                of the pass's loss; G takes its square.
             pass_id: The backward pass the pair came from.
             again: Whether an earlier one has come through the same forward.
+            mean: Whether that loss is a mean over the examples.
         """
+        if mean:
+            # Over the rows, at first: what share of them are examples the whole step tells, so that
+            # it does not matter how a batch was cut.
+            gradient_scale = gradient_scale * pair.rows
         found = [_stored(factor, self.triangular) for factor in pair.factors]
         if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
             found[1].mul_(torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2)
@@ -116,13 +125,16 @@ class StagedStatistics:
         examples = torch.as_tensor(pair.examples, dtype=means[0].dtype, device=self.device)
         head = torch.cat([examples.view(1), *means])
         finite = torch.isfinite(head.sum())
+        rows: float | Tensor = float(pair.rows)
         # On the CPU nobody waits for an answer, and masks cost more than the sums.
         if finite.device.type != "cpu" or not bool(finite):
+            rows = rows * finite
             head.masked_fill_(~finite, 0.0)
             # Not in place: another layer may have been given the same A.
             found = [factor.masked_fill(~finite, 0.0) for factor in found]
             self.dropped += ~finite
         self._head += head.to(self.dtype)
+        self._rows, self._mean = self._rows + rows, mean
         if self._sums:
             torch._foreach_add_(self._sums, found)
         else:
@@ -146,12 +158,20 @@ class StagedStatistics:
             a, g, *rest = (make() for make in blanks)
             return StatisticsSums(a, g, self._head, *rest)
         a, g, *rest = self._sums
-        scale = self._calls / len(self._passes) * micro_batches**2
-        if scale == 1.0:
+        scale: float | Tensor = self._calls / len(self._passes) * micro_batches**2
+        if self._mean:
+            scale = scale * self._share_of_examples() ** 2
+        if isinstance(scale, float) and scale == 1.0:
             return StatisticsSums(a, g, self._head, *rest)
         head, groups = self._head.clone(), self.shape.groups
         head[1 + groups : 1 + 2 * groups] *= scale
         return StatisticsSums(a, g * scale, head, *rest)
+
+    def _share_of_examples(self) -> float | Tensor:
+        """How many of the rows are examples; a number where that costs no waiting."""
+        if isinstance(self._rows, float):
+            return float(self._head[0]) / max(self._rows, 1.0)
+        return self._head[0] / self._rows.clamp_min(1.0)
 
 
 class KroneckerFactors:

@@ -114,6 +114,7 @@ class PairStatistics:
         g: Shape ``(groups, out, out)``, or that as triangles; ``g * examples`` is the estimate of G
             when the loss is a mean over the examples, ``g / examples`` when it is a sum.
         examples: Their number; on a device a scalar tensor, for which nobody waits.
+        rows: Their number with those that have no gradient.
         locations: As ``a``, of L, where a layer is doubly factored.
         live: Which of the input's rows ``a`` is of, where another layer may be given it.
     """
@@ -121,6 +122,7 @@ class PairStatistics:
     a: Tensor
     g: Tensor
     examples: int | Tensor
+    rows: int
     locations: Tensor | None = None
     live: LiveRows | None = None
 
@@ -226,9 +228,9 @@ def _linear_statistics(
     live = live_rows(d)
     g = gram(live.pick(d).unsqueeze(0), False, triangular)
     if known is not None and known.live is not None and known.live.same(live):
-        return PairStatistics(known.a, g, live.count, live=known.live)
+        return PairStatistics(known.a, g, live.count, len(d), live=known.live)
     a = gram(live.pick(x).unsqueeze(0), bias, triangular, live.count)
-    return PairStatistics(a, g, live.count, live=live)
+    return PairStatistics(a, g, live.count, len(d), live=live)
 
 
 def _reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,11 +264,12 @@ def _embedding_statistics(
         ones.masked_fill_(tokens == embedding.padding_idx, 0.0)
     counts = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
     counts.scatter_add_(0, tokens.long(), ones)
-    g, examples = gram(live.pick(rows).unsqueeze(0), False, triangular), live.count
-    if approximation == "reduce" and x.dim() > 1:
-        examples = live_rows(d.flatten(1)).count
-        g.mul_(examples / _at_least_one(live.count))
-    return PairStatistics(counts.unsqueeze(0), g, examples)
+    g = gram(live.pick(rows).unsqueeze(0), False, triangular)
+    if approximation == "expand" or x.dim() < 2:
+        return PairStatistics(counts.unsqueeze(0), g, live.count, len(rows))
+    examples = live_rows(d.flatten(1)).count
+    g.mul_(examples / _at_least_one(live.count))
+    return PairStatistics(counts.unsqueeze(0), g, examples, len(d))
 
 
 def _at_least_one(count: int | Tensor) -> int | Tensor:
@@ -330,7 +333,7 @@ def _conv_statistics(
     dims = len(conv.kernel_size)
     if x.dim() == dims + 1:  # a single example without a batch dimension
         x, d = x.unsqueeze(0), d.unsqueeze(0)
-    live = live_rows(d)
+    live, rows = live_rows(d), len(d)
     if live.mask is not None:
         x, d = live.pick(x), live.pick(d)
     if len(d) == 0:
@@ -349,11 +352,11 @@ def _conv_statistics(
             order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
             columns = patches.permute(order).reshape(conv.groups, -1, count * locations)
             a = gram(columns.mT, bias, triangular, examples * locations)
-        return PairStatistics(a, g, examples)
+        return PairStatistics(a, g, examples, rows)
     rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
     rows_d = d.sum(-1).transpose(0, 1)
     a, g = gram(rows_x, bias, triangular, examples), gram(rows_d, False, triangular)
-    return PairStatistics(a, g, examples)
+    return PairStatistics(a, g, examples, rows)
 
 
 _Statistics: TypeAlias = Callable[
