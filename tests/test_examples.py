@@ -21,6 +21,7 @@ from second_order import KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker import examples
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.examples import live_rows
 from second_order.kronecker.factors import StagedStatistics
 from second_order.kronecker.layers import factor_shape, pair_statistics
 
@@ -326,6 +327,14 @@ def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> N
             assert found.examples == without.examples
             for a, b in zip(found.factors, without.factors, strict=True):
                 torch.testing.assert_close(a, b)
+
+
+def test_rows_that_begin_with_a_zero_are_examples() -> None:
+    d = torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, torch.nan]])
+    found = live_rows(d)
+    assert found.mask is not None
+    assert found.mask.tolist() == [True, False, True, True]
+    assert found.count == 3
 
 
 def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:

@@ -28,6 +28,7 @@ from torch.nn import functional
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
 from second_order.kronecker import patches as windows
+from second_order.kronecker.examples import LiveRows
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -87,7 +88,8 @@ def exact(
     """By layer, what the package has with the model's own labels, when they are enumerated.
 
     A pass for each loss term and label, with √p times that label's gradient. The sampled Fisher
-    takes the mean over passes where the expectation is the sum.
+    takes the mean over passes where the expectation is the sum. The rows of other terms, which have
+    no gradient in a pass, are to be examples of it, too.
     """
     with torch.no_grad():
         outputs = model(x)
@@ -101,8 +103,9 @@ def exact(
         return outputs.reshape(rows.shape)[term] @ vectors[label, term]
 
     optimizer = make(KAISA, model, lr=0.0, fisher="sampled", likelihood=one_term, **options)
-    for _ in todo:
-        model(x).sum().backward()  # the user's own, which the sampled gradients wait for
+    with patch.object(kinds, "live_rows", lambda d: LiveRows(None, len(d))):
+        for _ in todo:
+            model(x).sum().backward()  # the user's own, which the sampled gradients wait for
     optimizer.step()
     averages = {block.name: block.ensure_factors() for block in optimizer._blocks}
     for found in averages.values():

@@ -158,7 +158,8 @@ class StagedStatistics:
             a, g, *rest = (make() for make in blanks)
             return StatisticsSums(a, g, self._head, *rest)
         a, g, *rest = self._sums
-        scale: float | Tensor = self._calls / len(self._passes) * micro_batches**2
+        uses = self._calls / len(self._passes)
+        scale: float | Tensor = uses * micro_batches**2
         if self._mean:
             scale = scale * self._share_of_examples() ** 2
         if isinstance(scale, float) and scale == 1.0:
