@@ -528,7 +528,7 @@ MUTANTS = [
         "kronecker/capture.py",
         "reached = {module: _reaches_parameters(module) for module, *_ in pairs}",
         "reached = {module: True for module, *_ in pairs}",
-        "examples::a_graph_that_serves_an_attack_first_gives_its_pairs_to_the_loss",
+        "examples::gradients_beside_the_loss_are_no_examples",
     ),
     _mutant(
         "gradients thrown away by the model kept as statistics",
