@@ -20,7 +20,7 @@ import second_order
 
 ROOT = Path(second_order.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_LINES = 520
+MOST_LINES = 600
 
 # What a part may import besides itself. The top, "", is `second_order` itself: nobody's to import.
 BELOW: dict[str, set[str]] = {
