@@ -279,3 +279,35 @@ def test_a_mean_loss_is_weighted_by_examples(world: World) -> None:
     expected = float(cross_entropy(model(x), y).detach())
     for losses in ([judged(0, 1)], world.run(judged, 2)):
         assert losses == pytest.approx([expected] * len(losses))
+
+
+def undecomposed(rank: int, world_size: int, where: int | None, estimate: str) -> Any:
+    """Of the rank's own batch; `where` cannot decompose the tridiagonal matrix."""
+    model, (x, y) = MLP.model(), MLP.batch(4 * world_size)
+    mine, labels = x.split(4)[rank], y.split(4)[rank]
+
+    def broken(*_: Any) -> Any:
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    options: dict[str, Any] = {"iterations": 6}
+    if estimate == "pairs":
+        options |= {"largest": 2}
+    with replaced(torch.linalg, {"eigh": broken} if rank == where else {}):
+        found = ESTIMATES[estimate](
+            lambda: cross_entropy(model(mine), labels),
+            model,
+            process_group=dist.group.WORLD,
+            **options,
+        )
+    return found.eigenvalues if isinstance(found, Eigenpairs) else found.nodes
+
+
+@pytest.mark.parametrize("estimate", ["pairs", "density"])
+def test_the_small_matrix_that_one_process_cannot_decompose(world: World, estimate: str) -> None:
+    """Nobody waits: it is the first process's that counts, for better and for worse."""
+    sound = world.run(undecomposed, 3, None, estimate)
+    for result in world.run(undecomposed, 3, 1, estimate, timeout=20):
+        assert torch.equal(result, sound[0])
+    for error in world.run(undecomposed, 3, 0, estimate, expect_errors=True, timeout=20):
+        assert type(error) is CurvatureError
+        assert "could not be decomposed on the first process" in str(error)

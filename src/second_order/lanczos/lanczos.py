@@ -89,6 +89,8 @@ def normal(size: int, seed: int, scale: float) -> Tensor:
 class Ritz:
     """Eigenpairs of B, ascending, and how well they are eigenpairs of H.
 
+    All NaN where B could not be decomposed.
+
     Attributes:
         values: ``(m,)`` θ, float64 on the CPU.
         vectors: ``(m, m)`` U, a column a pair.
@@ -124,7 +126,10 @@ class Tridiagonal:
 def _ritz(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
     inner = off_diagonal[:-1]
     B = torch.diag(diagonal) + torch.diag(inner, 1) + torch.diag(inner, -1)
-    values, vectors = torch.linalg.eigh(B)
+    try:
+        values, vectors = torch.linalg.eigh(B)
+    except Exception:  # the others are about to hear of this process's verdict, or to say theirs
+        values, vectors = torch.full_like(diagonal, torch.nan), torch.full_like(B, torch.nan)
     return Ritz(values, vectors, off_diagonal[-1] * vectors[-1].abs())
 
 

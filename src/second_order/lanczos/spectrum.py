@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import Hessian, LossFn, ProductMode
-from second_order.lanczos.lanczos import Ritz, Space, tridiagonalise
+from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
 from second_order.lanczos.rows import RowSpace
 
 __all__ = [
@@ -35,6 +35,10 @@ __all__ = [
     "spectral_density",
 ]
 
+UNDECOMPOSED = (
+    "the tridiagonal matrix of the recurrence could not be decomposed on the first process; use "
+    "another batch, or a wider dtype"
+)
 ROUNDING = 4.0  # a product and its reorthogonalisation round by so many eps ‖H‖
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
@@ -50,10 +54,12 @@ class Pairs:
         residuals: ``(r,)`` ‖Hv − θv‖ by the recurrence, without rounding; float64 on the CPU.
         largest: How many of them are the largest.
         iterations: Products it took.
-        finite: False if a number was not finite; there are no pairs then.
+        finite: False if a number was not finite, or B could not be decomposed; there are no pairs
+            then.
         norm: The largest |θ| of the whole run, which ‖H‖ is at least.
         basis: ``(m, rows)`` D, transposed.
         combination: ``(m, r)`` the columns of U that are wanted.
+        trouble: Why there are no pairs.
     """
 
     values: Tensor
@@ -64,6 +70,7 @@ class Pairs:
     norm: float
     basis: Tensor
     combination: Tensor
+    trouble: str = ""
 
     def bounds(self) -> Tensor:
         """``(r,)`` ‖Hv − θv‖, at least what rounding in the vectors' dtype leaves of it."""
@@ -127,16 +134,33 @@ def extreme_pairs(
     )
     done = len(run.diagonal)
     if not run.finite or done < wanted:
-        nothing = torch.empty(0, dtype=torch.float64)
-        return Pairs(nothing, nothing, 0, done, False, 0.0, run.basis, start.new_empty((done, 0)))
-    ritz, picked = run.ritz(), chosen(done)
-    # One process's signs, and its choice among degenerate vectors.
-    packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
-    packed = space.first(packed.to(start.device)).cpu()
-    values, residuals, vectors = packed[0], packed[1], packed[2:].t()
+        return _no_pairs(
+            run,
+            start,
+            f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or "
+            f"use a wider dtype",
+        )
+    ritz, picked = _everybodys_ritz(space, run, start.device), chosen(done)
+    if not bool(ritz.vectors.isfinite().all()):
+        return _no_pairs(run, start, UNDECOMPOSED)
+    values, residuals = ritz.values, ritz.residuals
     norm = float(values.abs().max())
-    S = vectors[:, picked].to(start.device, start.dtype)
+    S = ritz.vectors[:, picked].to(start.device, start.dtype)
     return Pairs(values[picked], residuals[picked], largest, done, True, norm, run.basis, S)
+
+
+def _no_pairs(run: Tridiagonal, start: Tensor, why: str) -> Pairs:
+    done, nothing = len(run.diagonal), torch.empty(0, dtype=torch.float64)
+    none = start.new_empty((done, 0))
+    return Pairs(nothing, nothing, 0, done, False, 0.0, run.basis, none, why)
+
+
+def _everybodys_ritz(space: Space, run: Tridiagonal, device: torch.device) -> Ritz:
+    """The first process's: its signs, its choice among degenerate vectors, its failure."""
+    ritz = run.ritz()
+    packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
+    packed = space.first(packed.to(device)).cpu()
+    return Ritz(packed[0], packed[2:].t(), packed[1])
 
 
 @dataclass(frozen=True)
@@ -244,10 +268,7 @@ def eigenpairs(
             alone = world.size == 1
             vectors = rows if alone else torch.stack([space.gathered(v) for v in rows])
     if vectors is None:
-        raise CurvatureError(
-            f"Hessian-vector product {pairs.iterations + 1} is not finite; look at the loss of the "
-            f"batch, or use a wider dtype"
-        )
+        raise CurvatureError(pairs.trouble)
     converged = pairs.residuals <= tol * pairs.values.abs()
     return Eigenpairs(
         pairs.values, vectors, pairs.bounds(), converged, pairs.iterations, pairs.largest
@@ -330,7 +351,9 @@ def spectral_density(
             space.raise_together()
             if not run.finite:
                 raise CurvatureError("a Hessian-vector product is not finite; look at the loss")
-            ritz = run.ritz()
+            ritz = _everybodys_ritz(space, run, params[0].device)
+            if not bool(ritz.vectors.isfinite().all()):
+                raise CurvatureError(UNDECOMPOSED)
             products += len(ritz.values)
             padding = (0, length - len(ritz.values))
             nodes.append(nn.functional.pad(ritz.values, padding))
