@@ -1,4 +1,4 @@
-"""All five systems take the steps that were recorded at commit c00e611, and load its checkpoints."""
+"""All five systems step as they did at commit c00e611, and take up its checkpoints."""
 
 from __future__ import annotations
 
