@@ -340,13 +340,17 @@ def sent_each(rank: int, world_size: int) -> list[list[Counter[str]]]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_sends_what_it_must(world: World, world_size: int) -> None:
-    """Rows: one all-reduce of n, in halves, 2r, and a flag for each of the six parameters."""
+    """Rows: one all-reduce of n, in halves, 2r, and a flag for each of the six parameters.
+
+    And everybody's word to everybody, that all are to take the same step.
+    """
     results = world.run(sent_each, world_size)
 
     def volume(choice: int, step: int) -> float:
         each = [rank[choice][step] for rank in results]
         assert step == 2 or all(set(e) <= {"all_reduce", "all_to_all_single"} for e in each)
-        return sum(e["all_reduce"] / world_size + e["all_to_all_single"] for e in each)
+        words = world_size * (world_size - 1)
+        return sum(e["all_reduce"] / world_size + e["all_to_all_single"] for e in each) - words
 
     once = 2 * (world_size - 1)  # elements that all ranks send in an all-reduce of one
     flags = world_size * (world_size - 1) * 6

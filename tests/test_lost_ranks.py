@@ -35,6 +35,7 @@ WAYS: dict[str, Callable[[World], object]] = {
     "a delivery": lambda world: world.deliver(
         [Delivery(1, (0,), 3)], torch.float32, torch.device("cpu")
     ),
+    "words": lambda world: world.words(7),
     "objects": lambda world: world.everybody("here"),
 }
 

@@ -321,8 +321,8 @@ def groups_of_many(rank: int, world_size: int) -> int:
 
 
 def test_optimizers_share_their_groups(world: World) -> None:
-    """A row and a column, for as many optimizers as there are."""
-    assert world.run(groups_of_many, 4) == [2, 2, 2, 2]
+    """A row, a column and what they compare in, for as many optimizers as there are."""
+    assert world.run(groups_of_many, 4) == [3, 3, 3, 3]
 
 
 def warm_up_from_zero(rank: int, world_size: int, system: int, zeros: bool) -> list[Tensor]:

@@ -30,7 +30,11 @@ class CurvatureError(SecondOrderError):
 
 
 class RankMismatchError(SecondOrderError):
-    """The ranks of a process group built different models or options."""
+    """The ranks of a process group have different models or options, or do different things.
+
+    Raised on every rank before anything has changed: at construction, and at the first step of
+    which one of them knows otherwise than the others, or to which one does not come.
+    """
 
 
 class SecondOrderWarning(UserWarning):

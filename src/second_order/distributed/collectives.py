@@ -6,9 +6,11 @@ collectives does not grow with the number of layers.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from second_order.distributed.lost import explained
 from second_order.errors import RankMismatchError
 
-__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
+__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World", "timeout_of"]
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -158,18 +160,28 @@ class World:
         return self._subgroups[key]
 
     @explained()
-    def on_cpu(self) -> World:
-        """The same ranks, for CPU tensors: words that no device is to wait for."""
-        if self.backend != "nccl":
+    def aside(self) -> World:
+        """The same ranks in a gloo group of their own, made once.
+
+        For words that no device is to wait for, and that nothing else may meet on their way. Every
+        process asks for it, be it alone in its world: see :meth:`subgroup` for why. With torch's
+        fake backend nobody is there to hear.
+        """
+        key = ("aside",)
+        if self.group is None:
             return self
-        key = ("cpu",)
+        if self.backend == "fake":
+            return World.alone()
         if key not in self._subgroups:
-            assert self.group is not None
             world = World.alone(self.rank, self.size)
-            members = dist.get_process_group_ranks(self.group)
-            world.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            members = tuple(dist.get_process_group_ranks(self.group))
+            world.group = _new_group(self.group, members, "gloo")
             self._subgroups[key] = world
         return self._subgroups[key]
+
+    def on_cpu(self) -> World:
+        """The same ranks, for CPU tensors."""
+        return self.aside() if self.backend == "nccl" else self
 
     def _stage(self, flat: Tensor) -> Tensor:
         """The buffer in a form that the backend can send."""
@@ -320,6 +332,21 @@ class World:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    @explained()
+    def words(self, word: int) -> list[int]:
+        """Every rank's word of 64 bits, by rank; as many bytes whatever is to be said.
+
+        Each goes straight to each: along a ring it would take as many times as long as there are
+        ranks.
+        """
+        if self.size == 1:
+            return [word]
+        flat = torch.full((self.size,), word, dtype=torch.int64, device="cpu")
+        ones = [1] * self.size
+        received, work = self._exchange(flat, ones, ones)
+        work.wait()
+        return received.tolist()
+
     def require_equal(self, description: Sequence[str], what: str) -> None:
         """Raise on every rank if the ranks' descriptions differ, naming the first difference.
 
@@ -359,20 +386,40 @@ def _check_group(group: Any) -> None:
 
 # One set of groups serves all optimizers: each of NCCL's costs hundreds of megabytes.
 _groups: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup | None]
+    dist.ProcessGroup, dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None]
 ] = weakref.WeakKeyDictionary()
 
 
-def _new_group(parent: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of some global ranks, with the backend of ``parent``; made on first demand."""
+def _new_group(
+    parent: dist.ProcessGroup, members: tuple[int, ...], backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """The group of some global ranks, made on first demand.
+
+    Args:
+        parent: The group they are of, whose timeout it has.
+        members: The ranks.
+        backend: None for that of ``parent``.
+    """
     made = _groups.setdefault(parent, {})
-    if members not in made:
-        made[members] = dist.new_group(
+    key = (members, backend)
+    if key not in made:
+        made[key] = dist.new_group(
             list(members),
-            backend=dist.get_backend_config(parent),
+            timeout=timeout_of(parent),
+            backend=backend or dist.get_backend_config(parent),
             use_local_synchronization=True,
         )
-    return made[members]
+    return made[key]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of a group may take; None, for the default, if it does not say."""
+    # "cpu:gloo,cuda:nccl"
+    devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
+    # Torch has no other way to ask: a timeout is kept by each device's backend.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return min(group._get_backend(torch.device(d)).options._timeout for d in devices)
+    return None
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from second_order.distributed.collectives import World
+from second_order.distributed.collectives import World, timeout_of
 from second_order.distributed.lost import explained
 
 __all__ = ["Role", "Roles", "assign_roles"]
@@ -51,8 +51,13 @@ class Roles:
         Args:
             world: Of all of them.
             helper_timeout: Seconds after which a helper that waits for others of its kind in a
-                collective raises; None for the backend's default, half an hour with gloo.
+                collective raises, if that is sooner than in ``world``; None for as in ``world``.
         """
+        team = self._team(world, helper_timeout)
+        team.aside()  # by all of them: see World.subgroup for why
+        return team
+
+    def _team(self, world: World, helper_timeout: float | None) -> World:
         helps = world.rank in self.helpers
         mine = self.helpers if helps else self.workers
         if helper_timeout is None or world.group is None:
@@ -60,9 +65,10 @@ class Roles:
         # Both kinds make a group here: see World.subgroup for why.
         made, key = _teams.setdefault(world.group, {}), (mine, helper_timeout)
         if key not in made:
+            limits = [timeout_of(world.group), timedelta(seconds=helper_timeout) if helps else None]
             group = dist.new_group(
                 [dist.get_global_rank(world.group, r) for r in mine],
-                timeout=timedelta(seconds=helper_timeout) if helps else None,
+                timeout=min((limit for limit in limits if limit is not None), default=None),
                 backend=dist.get_backend_config(world.group),
                 use_local_synchronization=True,
             )

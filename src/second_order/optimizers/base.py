@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.distributed.collectives import PendingReduction, World
+from second_order.distributed.collectives import World
+from second_order.optimizers.averaging import PendingAverage, Routed
 from second_order.optimizers.base_state import BASE, CURVATURE, BaseState, with_parts
 from second_order.optimizers.given import (
     check_scaler,
@@ -45,56 +46,12 @@ from second_order.optimizers.options import (
     check_params,
     split_base_keywords,
 )
+from second_order.optimizers.outline import Outline
 
-__all__ = ["ParamsOrModel", "Routed", "SecondOrderOptimizer"]
+__all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
-Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
-Route: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
-
-
-class _PendingAverage:
-    """Gradients on their way to their mean over the processes."""
-
-    def __init__(self, params: list[Tensor], world: World, route: Route) -> None:
-        self._done = not params  # all of them frozen
-        self._params = params
-        if self._done:
-            return
-        self._missing = [p for p in params if p.grad is None]
-        self._gradients = [
-            torch.zeros_like(p, memory_format=torch.contiguous_format) if p.grad is None else p.grad
-            for p in params
-        ]
-        for gradient in self._gradients:
-            if gradient.is_sparse:
-                raise TypeError(
-                    "a sparse gradient cannot be averaged in buckets; use sparse=False in the "
-                    "embedding, or wrap the model in DistributedDataParallel"
-                )
-        # A gradient that is None everywhere stays None, as it would for the base alone.
-        torch._foreach_div_(self._gradients, float(world.size))  # before: a sum of halves overflows
-        device = params[0].device
-        self._present = torch.ones(len(params), device=device)
-        if self._missing:
-            self._present = torch.tensor([float(p.grad is not None) for p in params], device=device)
-        routed = route(params, self._gradients)
-        self._work: PendingReduction = (
-            world.start_sum([*self._gradients, self._present])
-            if routed is None
-            else world.start_sum_to([*routed[0], self._present], [*routed[1], None])
-        )
-
-    def wait(self) -> None:
-        if self._done:
-            return
-        self._done = True
-        self._work.wait()
-        if self._missing:
-            for p, g, n in zip(self._params, self._gradients, self._present.tolist(), strict=True):
-                if p.grad is None and n > 0:
-                    p.grad = g
 
 
 class SecondOrderOptimizer(torch.optim.Optimizer):
@@ -179,7 +136,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"trains alone; call torch.distributed.init_process_group() before making the "
                 f"optimizer"
             )
-        self._constructed = False
+        self._constructed, self._outline = False, Outline()
 
         if strange and self._needs_model:
             self._warn(
@@ -223,7 +180,20 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 tensors = [*self._model.parameters(), *self._model.buffers()]
                 self._world.broadcast_from_first(tensors)
+        if self._world.size > 1:
+            self._world.aside()  # made now, while every rank is here
         self._constructed = True
+
+    def _agree(self, doing: str) -> None:
+        """Raise RankMismatchError on every rank unless all are about to do this; a collective."""
+        self._outline.compare(
+            self._world,
+            f"{doing} of {type(self).__name__}",
+            self._steps,
+            self.param_groups,
+            self._facts(),
+            lambda: {id(p): name for name, p in self._model.named_parameters()},
+        )
 
     # ---------------------------------------------------------------- what subclasses implement
 
@@ -242,6 +212,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 gradients are read, as often as it suits.
         """
         raise NotImplementedError
+
+    def _facts(self) -> list[tuple[str, Any]]:
+        """What else decides which collectives a step has, by name; primitives."""
+        return []
 
     def _replan(self) -> None:
         """Parameters or groups have changed: look at the model again."""
@@ -285,6 +259,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._share_state()
             self._base_step()
             return loss
+        self._agree("take a step")
         average = self._start_averaging()
         self._transform_gradients(average)
         with record_function("second_order.base"), self._set_aside():
@@ -338,7 +313,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if not self._averages:
             return lambda: None
         params = self._averaged_params()
-        return _PendingAverage(params, self._world, self._route_gradients).wait
+        return PendingAverage(params, self._world, self._route_gradients).wait
 
     def _training(self) -> list[Tensor]:
         return [p for g in self.param_groups for p in g["params"] if p.requires_grad]
@@ -394,9 +369,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         params = members_of(groups)
         check_ownership(type(self).__name__, type(self._base).__name__, params, self._model)
         before = self.param_groups
-        self._take_groups(groups)
         members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
-        if next(members) != next(members):
+        others = next(members) != next(members)
+        if others:
+            self._agree("assign other parameters")
+        self._take_groups(groups)
+        if others:
             try:
                 with self._notices:
                     self._replan()
@@ -413,8 +391,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its layers are planned from the next step on."""
+        """Add a group; its layers are planned from the next step on. Every process calls it.
+
+        Raises:
+            RankMismatchError: On every process, if another does something else.
+        """
         if self.__dict__.get("_constructed"):
+            self._agree("add a parameter group")
             param_group = named_like(self.param_groups, param_group, self._model)
         super().add_param_group(param_group)
         if self.__dict__.get("_constructed"):
@@ -455,6 +438,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._check_curvature(saved)
         base_parts = {k: {BASE: v.get(BASE, {})} for k, v in parts.items()}
         super().load_state_dict({**state_dict, "state": base_parts})
+        self._outline.loaded = True
         self._steps = max((int(part.get("steps", 0)) for part in saved.values()), default=0)
         for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
             for key, value in self.defaults.items():

@@ -254,6 +254,7 @@ class DistKFAC(BackgroundRefresh):
         )
         self._world = world
         self._averages = self._averages and world.size > 1
+        self._outline.compared = self._helpers.role == "worker"
         self._helpers.begin_with(self._whole_model(), self.param_groups)
         if not self._helpers.any:
             self._warn(

@@ -27,7 +27,8 @@ from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel, Routed
+from second_order.optimizers.averaging import Routed
+from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kfac import KFACOptimizer
 from second_order.optimizers.kfac_options import KFACOptions
 from second_order.optimizers.options import Interval, Schedule, check_choice, own_keywords

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from second_order.errors import SecondOrderError
-from second_order.optimizers.base import ParamsOrModel, Routed, SecondOrderOptimizer
+from second_order.optimizers.averaging import Routed
+from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.base_state import BASE, CURVATURE
 from second_order.optimizers.flat import Chunk, FlatLayout, Piece, chunks_of
 from second_order.optimizers.notices import warns_at_its_end
@@ -121,6 +122,9 @@ class FlatOptimizer(SecondOrderOptimizer):
 
     # -------------------------------------------------------------------------------- stepping
 
+    def _facts(self) -> list[tuple[str, Any]]:
+        return [("the base's state in parts", self._sharded is not None)]
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
@@ -208,6 +212,7 @@ class FlatOptimizer(SecondOrderOptimizer):
         check_rank("consolidate", to, self._world.size)
         if not self._is_spread():
             return
+        self._agree(f"consolidate(to={to})")
         assert self._layout is not None
         ranks = range(self._world.size) if to is None else [to]
         bases: dict[Tensor, dict[str, Any]] = {}

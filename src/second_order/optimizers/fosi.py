@@ -37,6 +37,7 @@ from second_order.optimizers.options import (
     PEAK_LR,
     check_interval,
     follow_learning_rates,
+    scheduled,
     value_at,
 )
 from second_order.optimizers.rows import parameter_rows
@@ -162,6 +163,11 @@ class FOSIOptimizer(FlatOptimizer):
         return self._options.lanczos_dtype or self._layout.dtype
 
     # -------------------------------------------------------------------------------- stepping
+
+    def _facts(self) -> list[tuple[str, Any]]:
+        pairs = ("eigenpairs", self._subspace is not None), ("of step", self._refreshed_at)
+        values = scheduled(self._options, ("curvature_interval", "newton_scale"), self._steps)
+        return [("closed", self._closed), *super()._facts(), *pairs, *values]
 
     def _nothing_captured(self) -> bool:
         # Gradients of one rank alone may all be zero, and the others would wait for it.

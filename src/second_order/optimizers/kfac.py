@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from second_order.errors import SecondOrderError
-from second_order.kronecker.block import (
-    GradientScale,
-    KroneckerBlock,
-    StatisticsCollector,
-)
+from second_order.kronecker.block import GradientScale, KroneckerBlock, StatisticsCollector
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.clip import kl_change, kl_clip_coefficient
 from second_order.kronecker.finding import (
@@ -434,6 +430,8 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             ValueError: If there is no such rank.
         """
         check_rank("consolidate", to, self._world.size)
+        if any(keepers is not None for keepers in self._keepers.values()):
+            self._agree(f"consolidate(to={to})")
         if not self._closed:
             self._follow_requires_grad()
         self._elsewhere = gather_factors(self._world, self._keepers, to)

@@ -21,10 +21,12 @@ from second_order.optimizers.options import (
     check_number,
     check_patterns,
     check_whole,
+    scheduled,
 )
 
 __all__ = ["KFACOptions", "check_clip", "check_damping", "check_decay"]
 
+SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -65,6 +67,10 @@ class KFACOptions:
         for name in ("relative_damping", "symmetry_aware"):
             check_flag(name, ours[name])
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
+
+    def scheduled(self, step: int) -> list[tuple[str, Any]]:
+        """The values at a step of what is given as callables, by name; for comparison."""
+        return scheduled(self, SCHEDULES, step)
 
     @property
     def solve_dtype(self) -> torch.dtype:

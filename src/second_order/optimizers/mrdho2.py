@@ -215,6 +215,7 @@ class MRDHO2(FOSIOptimizer):
         if self._role == "worker":
             self._epochs.connect(courier, self._world, len(roles.helpers))
         else:
+            self._outline.compared = False
             self._accelerator = Accelerator(
                 courier,
                 self._world,
@@ -272,6 +273,11 @@ class MRDHO2(FOSIOptimizer):
     @staticmethod
     def _chosen(closure: Any, epoch: int) -> Any:
         return closure
+
+    def _facts(self) -> list[tuple[str, Any]]:
+        epochs = self._epochs
+        place = epochs.number, epochs.step, epochs.helped
+        return [*super()._facts(), ("epoch, its steps, accelerators at work", place)]
 
     def _computes_pairs(self) -> bool:
         return not self._divided and super()._computes_pairs()

@@ -31,6 +31,7 @@ __all__ = [
     "check_whole",
     "follow_learning_rates",
     "own_keywords",
+    "scheduled",
     "split_base_keywords",
     "value_at",
 ]
@@ -216,6 +217,23 @@ def check_flag(name: str, value: Any) -> bool:
 def value_at(option: Any, step: int) -> Any:
     """An option's value at a step, be it a constant or a callable of the step."""
     return option(step) if callable(option) else option
+
+
+def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, Any]]:
+    """The values at a step of those options that are callables, by name; for comparison.
+
+    What a callable raises is as good as a value here: it is raised where the value is used.
+    """
+    given = ((name, getattr(options, name)) for name in names)
+    return [(name, _tried(option, step)) for name, option in given if callable(option)]
+
+
+def _tried(option: Callable[[int], Any], step: int) -> Any:
+    try:
+        value = option(step)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return value if isinstance(value, int | float) else str(value)
 
 
 def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:

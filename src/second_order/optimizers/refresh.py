@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class Refresh(Placement):
     _active: list[KroneckerBlock]
     _base: torch.optim.Optimizer
     _capture: Capture
+    _closed: bool
     _options: KFACOptions
     _newcomers_at: int
     _overflown: dict[KroneckerBlock, Tensor]
@@ -61,6 +62,11 @@ class Refresh(Placement):
         def _device(self) -> torch.device: ...
 
         def _share_state(self) -> None: ...
+
+    def _facts(self) -> list[tuple[str, Any]]:
+        """What decides which collectives a step has, by name; primitives."""
+        wanted = ("inverses wanted at once", self._solve_needed), ("anew at", self._newcomers_at)
+        return [("closed", self._closed), *wanted, *self._options.scheduled(self._steps)]
 
     def _refresh_inverses(self, average: Callable[[], None]) -> None:
         """Decompose this rank's share, agree on what failed, and exchange."""

@@ -1,0 +1,94 @@
+"""Before ranks exchange anything that depends on what they know, they compare what they know.
+
+Which collectives a step has follows from facts that every rank has by itself: the layers that
+train, the intervals that are due, how many steps it has taken. A rank that knows otherwise would
+meet the others' messages with some of another size, or none. So each begins with a word of 64 bits
+that stands for all of it, in a group where nothing else is said; ranks whose words differ tell each
+other everything, and raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from second_order.distributed.collectives import World
+from second_order.errors import RankMismatchError, SecondOrderError
+
+__all__ = ["Facts", "require_same"]
+
+Facts: TypeAlias = Sequence[tuple[str, Any]]
+
+SAME = 1e-6  # relative: each rank computes a schedule's cosine by itself
+
+
+def require_same(
+    world: World, doing: str, brief: Sequence[Any], describe: Callable[[], Facts]
+) -> None:
+    """Raise on every rank unless all are about to do the same; a collective of one small message.
+
+    Args:
+        world: The ranks.
+        doing: What this one is about to do.
+        brief: All that is to be equal on all ranks, of primitives whose ``repr`` tells them apart.
+        describe: The same by name, in the order in which differences are to be told; asked for only
+            if words differ. Numbers that differ by rounding alone are equal.
+
+    Raises:
+        RankMismatchError: With the first fact that differs and the ranks it differs on, or what is
+            known of a rank that has not come.
+    """
+    if world.size == 1:
+        return
+    aside = world.aside()
+    try:
+        words = aside.words(word_of((doing, *brief)))
+        if words.count(words[0]) == len(words):
+            return
+        everyone = aside.everybody([("about to", doing), *describe()])
+    except SecondOrderError as error:  # after the group's timeout at the latest
+        raise RankMismatchError(
+            f"rank {world.rank} is about to {doing}, and not all of the {world.size} ranks are, if "
+            f"none has failed; take as many steps on every rank, and call close() after the same "
+            f"one: {error}"
+        ) from error
+    for rank, theirs in enumerate(everyone):
+        found = first_difference(everyone[0], theirs)
+        if found is not None:
+            first, other = found
+            raise RankMismatchError(
+                f"the ranks have parted: rank 0 has [{first}], rank {rank} has [{other}]; freeze, "
+                f"add groups, load checkpoints, close and set options at the same step on every "
+                f"rank"
+            )
+
+
+def word_of(facts: Sequence[Any]) -> int:
+    """64 bits that stand for primitives, in every process alike (``hash`` of a text is not)."""
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def first_difference(a: Facts, b: Facts) -> tuple[str, str] | None:
+    """The first fact of two lists that is not the same in both, as each has it."""
+    for (name, mine), (theirs_name, theirs) in zip(a, b, strict=False):
+        if name != theirs_name or not _same(mine, theirs):
+            return f"{name}: {mine}", f"{theirs_name}: {theirs}"
+    if len(a) == len(b):
+        return None
+    one, other = (x[min(len(a), len(b)) :] for x in (a, b))
+    return _first(one), _first(other)
+
+
+def _first(facts: Facts) -> str:
+    return f"{facts[0][0]}: {facts[0][1]}" if facts else "nothing more"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=SAME) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(type(a) is type(b) and a == b)

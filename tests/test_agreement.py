@@ -1,0 +1,429 @@
+"""A rank that does something else than the others: all of them raise, and go on as they were.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+import warnings
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import SYSTEMS, asking, make, take
+from models import ZOO
+from ranks import agreed, counted, replaced, shard, vector
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
+from second_order.distributed import agreement, collectives
+from second_order.distributed.collectives import timeout_of
+from second_order.distributed.roles import assign_roles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import World
+
+CASE = ZOO["mlp"]
+BATCHES = CASE.batches(6, n=12)
+AT = 2  # the step before which a rank does something else
+
+
+HELPED = {"helper_timeout": 20.0}
+THREADS = {"inverse_threads": 1}
+CHOICES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "KAISA": (2, KAISA, {}),
+    "KAISA, f = 1/2": (2, KAISA, {"grad_worker_fraction": 0.5, "factor_exchange": "reduce"}),
+    "DPKFAC": (2, DPKFAC, {}),
+    "DistKFAC": (2, DistKFAC, {"max_staleness": None, **THREADS}),
+    "DistKFAC, stats": (3, DistKFAC, {"stats_workers": 1, **THREADS, **HELPED}),
+    "DHO2, row": (2, DHO2, {}),
+    "DHO2, column": (2, DHO2, {"layout": "column"}),
+    "MRDHO2": (3, MRDHO2, {"largest": 2, "epoch_steps": 2, **HELPED}),
+}
+
+
+def freeze(model: nn.Module, optimizer: Any) -> None:
+    next(iter(model.parameters())).requires_grad_(False)
+
+
+def add(model: nn.Module, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": list(model[-1].parameters())})
+
+
+def load(model: nn.Module, optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.saved)
+
+
+def consolidate(model: nn.Module, optimizer: Any) -> None:
+    optimizer.consolidate(to=0)
+
+
+def close(model: nn.Module, optimizer: Any) -> None:
+    optimizer.close()
+
+
+def slower(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def decay(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.25
+
+
+DEEDS: dict[str, Callable[[nn.Module, Any], None]] = {
+    f.__name__: f for f in (freeze, add, load, close, slower, decay)
+}
+
+
+# By option: what a callable returns, and what another does from step `AT` on.
+PAIRS = {"newton_scale": (0.5, 0.4)}
+FACTORS = {"inv_update_steps": (1, 2), "damping": (0.5, 0.6)}
+MORE = {"factor_update_steps": (2, 1), "factor_decay": (0.9, 0.8), "kl_clip": (0.1, 0.2)}
+
+
+def schedules(name: str) -> dict[str, tuple[Any, Any]]:
+    if "DHO2" in name:
+        return PAIRS | ({} if name == "MRDHO2" else {"curvature_interval": (2, 1)})
+    return FACTORS | (MORE if name == "KAISA" else {})
+
+
+def stray(last: bool, value: Any, other: Any, step: int) -> Any:
+    return other if last and step >= AT else value
+
+
+def out_of_line(rank: int, world_size: int, name: str, which: list[str]) -> dict[str, str]:
+    """What a worker raises, by what the last of the workers does out of line."""
+    warnings.simplefilter("ignore")
+    _, System, given = CHOICES[name]
+    found = {}
+    for deed in which:
+        torch.manual_seed(0)
+        model = CASE.model()
+        options: dict[str, Any] = {}
+        if deed in schedules(name):
+            last = rank == world_size - 1 - name.endswith(("stats", "MRDHO2"))
+            options[deed] = partial(stray, last, *schedules(name)[deed])
+        params = list(model[:-1].parameters())
+        optimizer = make(System, params, model=model, **{"lr": 0.05, **given, **options})
+        optimizer.curvature_closure = lambda m=model: CASE.loss(m(BATCHES[0][0]), BATCHES[0][1])
+        with contextlib.closing(optimizer):
+            if getattr(optimizer, "role", "worker") != "worker":
+                optimizer.serve(BATCHES, lambda batch, m=model: CASE.loss(m(batch[0]), batch[1]))
+            else:
+                found[deed] = raised(rank, model, optimizer, deed)
+        check = torch.ones(3)
+        dist.all_reduce(check)
+        assert check.tolist() == [world_size] * 3
+    return found
+
+
+def raised(rank: int, model: nn.Module, optimizer: Any, deed: str) -> str:
+    group = getattr(optimizer, "worker_group", None)
+    workers = dist.get_world_size(group)
+    for batch in BATCHES[:AT]:
+        take(model, optimizer, shard(batch, rank, workers), CASE.loss)
+    if deed == "load":
+        optimizer.consolidate(to=None)
+        optimizer.saved = copy.deepcopy(optimizer.state_dict())
+    before = vector(model)
+    strays = deed in DEEDS and rank == workers - 1
+    error = said(model, optimizer, rank, workers, DEEDS[deed] if strays else None)
+    assert torch.equal(vector(model), before), "the step was not taken"
+    return error
+
+
+def said(model: nn.Module, optimizer: Any, rank: int, ranks: int, deed: Any = None) -> str:
+    """What a rank raises that does something, or nothing, and then takes a step."""
+    try:
+        if deed is not None:
+            deed(model, optimizer)
+        take(model, optimizer, shard(BATCHES[AT], rank, ranks), CASE.loss)
+    except RankMismatchError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+TOLD = {
+    "freeze": "0.weight: [7, 5], {}",
+    "add": "about to: {}",
+    "load": "a checkpoint loaded since the last step: {}",
+    "close": "closed: {}",
+    "slower": "group 0, lr: {}",
+    "decay": "group 0, weight_decay: {}",
+}
+HOW = {
+    "freeze": ("trains", "frozen"),
+    "add": ("take a step of", "add a parameter group of"),
+    "slower": ("0.05", "0.025"),
+    "decay": ("0", "0.25"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
+    """No rank takes the step, and the processes' group is as it was."""
+    ranks, values = CHOICES[name][0], schedules(name)
+    results = world.run(out_of_line, ranks, name, [*DEEDS, *values], timeout=60)
+    first, last = [result for result in results if result]
+    assert first == last
+    for deed, text in first.items():
+        here, there = text.split(" rank 1 has [")
+        here_told, there_told = values.get(deed, HOW.get(deed, (False, True)))
+        template = TOLD.get(deed, f"{deed}: {{}}")
+        assert template.format(here_told) in here, deed
+        assert template.format(there_told) in there, deed
+
+
+# What is put right can go on; under DDP; where a rank does not come at all.
+
+
+def put_right(rank: int, world_size: int, System: Any) -> list[Tensor]:
+    """Trajectories without and with a rank that was out of line for a moment, three times."""
+    trajectories = []
+    for strays in False, True:
+        torch.manual_seed(0)
+        model = CASE.model()
+        optimizer = make(System, model)
+        found = []
+        for i, batch in enumerate(BATCHES):
+            optimizer.zero_grad()
+            x, y = shard(batch, rank, world_size)
+            CASE.loss(model(x), y).backward()
+            asked = asking(model, optimizer, (x, y), CASE.loss)
+            weight, group = model[0].weight, optimizer.param_groups[0]
+            if strays and i in (1, 3):
+                if rank == 1:
+                    weight.requires_grad_(False)
+                    group["lr"] *= 2
+                with pytest.raises(RankMismatchError):
+                    optimizer.step(**asked)
+                if rank == 1:
+                    weight.requires_grad_(True)
+                    group["lr"] /= 2
+            optimizer.step(**asked)
+            found.append(vector(model))
+        trajectories.append(torch.stack(found))
+    return trajectories
+
+
+@pytest.mark.parametrize("System", SYSTEMS, ids=lambda System: System.__name__)
+def test_what_is_put_right_goes_on(world: World, System: Any) -> None:
+    results = world.run(put_right, 2, System)
+    plain, strayed = agreed(results)
+    assert torch.equal(plain, strayed)
+
+
+def under_ddp(rank: int, world_size: int) -> list[str]:
+    """Where gradients are averaged in backward, in the group that the optimizer works in."""
+    messages = []
+    for System in SYSTEMS:
+        for deed in close, slower:
+            model = CASE.model()
+            optimizer = make(System, DistributedDataParallel(model))
+            for batch in BATCHES[:AT]:
+                take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
+            messages.append(said(model, optimizer, rank, world_size, deed if rank == 1 else None))
+            dist.barrier()
+    return messages
+
+
+def test_a_rank_out_of_line_under_ddp(world: World) -> None:
+    first, second = world.run(under_ddp, 2)
+    assert first == second
+    assert all("[closed: True]" in text for text in first[::2])
+    assert all("lr: 0.025" in text for text in first[1::2])
+
+
+def missing(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """What the others raise, and after how long, where the last rank closes and leaves."""
+    limit = 1.5
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=limit))
+    found = []
+    for System in KAISA, DHO2:
+        model = CASE.model()
+        optimizer = make(System, model, process_group=group)
+        take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
+        dist.barrier()
+        begun = time.monotonic()
+        if rank == world_size - 1:
+            optimizer.close()
+        else:
+            with pytest.raises(RankMismatchError) as error:
+                take(model, optimizer, shard(BATCHES[1], rank, world_size), CASE.loss)
+            found.append((str(error.value), time.monotonic() - begun))
+        dist.barrier()
+        group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=limit))
+    return found
+
+
+def test_a_rank_that_does_not_come_is_told_of_within_the_timeout(world: World) -> None:
+    *others, last = world.run(missing, 3)
+    assert last == []
+    for rank, found in enumerate(others):
+        for (text, seconds), name in zip(found, ("KAISA", "DHO2"), strict=True):
+            assert f"rank {rank} is about to take a step of {name}, and not all of the 3" in text
+            assert "does not hear from the others any more" in text
+            assert seconds < 1.5 + 5.0  # for the load of the machine
+
+
+def alone(rank: int, world_size: int) -> list[str]:
+    """What ranks raise where one of them consolidates, and the other takes a step."""
+    messages = []
+    for System in DPKFAC, DHO2:
+        model = CASE.model()
+        optimizer = make(System, model)
+        for batch in BATCHES[:3]:
+            take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
+        messages.append(said(model, optimizer, rank, world_size, None if rank else consolidate))
+    return messages
+
+
+def test_a_rank_that_consolidates_alone(world: World) -> None:
+    first, second = world.run(alone, 2)
+    assert first == second
+    for text, name in zip(first, ("DPKFAC", "DHO2"), strict=True):
+        assert f"rank 0 has [about to: consolidate(to=0) of {name}]" in text
+        assert f"rank 1 has [about to: take a step of {name}]" in text
+
+
+def raising(rank: int, world_size: int) -> list[str]:
+    """A callable that raises, on one rank and on all."""
+
+    def interval(step: int, ranks: int) -> int:
+        if step == AT and rank < ranks:
+            raise LookupError("no such step")
+        return 1
+
+    types = []
+    for ranks in 1, 2:
+        model = CASE.model()
+        optimizer = make(KAISA, model, inv_update_steps=partial(interval, ranks=ranks))
+        try:
+            for batch in BATCHES:
+                take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
+        except (RankMismatchError, LookupError) as error:
+            types.append(type(error).__name__)
+    return types
+
+
+def test_a_callable_that_raises_on_one_rank_parts_nobody(world: World) -> None:
+    assert world.run(raising, 2) == [["RankMismatchError", "LookupError"]] * 2
+
+
+# What is compared, and what it costs.
+
+
+def steps_of(rank: int, world_size: int) -> list[Any]:
+    """Learning rates that differ by rounding; and what the comparison sends in a step."""
+    model = CASE.model()
+    optimizer = make(KAISA, model)
+    optimizer.param_groups[0]["lr"] *= 1 + 1e-15 * rank
+    take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
+    sizes = []
+    words = collectives.World.words
+
+    def noted(self: Any, word: int) -> list[int]:
+        with counted() as counts:
+            found = words(self, word)
+        sizes.append((dict(+counts), self.group is dist.group.WORLD))
+        return found
+
+    optimizer = make(KAISA, CASE.model())
+    with replaced(collectives.World, {"words": noted}):
+        take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
+    return sizes
+
+
+def test_rounding_is_no_difference_and_a_step_has_one_word(world: World) -> None:
+    for sizes in world.run(steps_of, 2):
+        assert sizes == [({"all_to_all_single": 1}, False)]
+
+
+def each_word(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    world = collectives.World()
+    return world.aside().words(-(2**63) + rank), world.words(2**63 - 1 - rank)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_words_come_from_each_rank(world: World, world_size: int) -> None:
+    ranks = range(world_size)
+    expected = [-(2**63) + r for r in ranks], [2**63 - 1 - r for r in ranks]
+    assert world.run(each_word, world_size) == [expected] * world_size
+
+
+def same_word(rank: int, world_size: int) -> int:
+    return agreement.word_of(("step", 3, 0.1, [None, True, float("nan")]))
+
+
+def test_a_word_is_the_same_in_every_process(world: World) -> None:
+    """Where the hash of a text is not."""
+    words = world.run(same_word, 2)
+    assert len({*words, same_word(0, 1)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([("x", 1.0)], [("x", 1.0 + 1e-9)], None),
+        ([("x", 1)], [("x", 1.0)], None),
+        ([("x", [float("nan"), 2.0])], [("x", (float("nan"), 2.0))], None),
+        ([("x", 1.0)], [("x", 1.001)], ("x: 1.0", "x: 1.001")),
+        ([("x", "1")], [("x", 1)], ("x: 1", "x: 1")),
+        ([("x", 1), ("y", 2)], [("z", 1), ("y", 3)], ("x: 1", "z: 1")),
+        ([("x", 1)], [("x", 1), ("y", 3)], ("nothing more", "y: 3")),
+        ([("x", [1, 2])], [("x", [1])], ("x: [1, 2]", "x: [1]")),
+    ],
+)
+def test_the_first_difference(a: Any, b: Any, expected: Any) -> None:
+    assert agreement.first_difference(a, b) == expected
+
+
+# Groups made of a group.
+
+
+def limits(rank: int, world_size: int) -> dict[str, Any]:
+    """Seconds that collectives may take in groups made of one with 77."""
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=77))
+    world = collectives.World(group)
+    roles = assign_roles(world_size, 2, "accelerator")
+    with replaced(collectives.World, {"backend": property(lambda self: "nccl")}):
+        on_device = world.on_cpu()
+    worlds = {
+        "itself": world,
+        "of some": world.subgroup([0, 1, 2] if rank < 3 else [3], grouped=True),
+        "aside": world.aside(),
+        "for a device's": on_device,
+        "team": roles.team(world),
+        "patient": roles.team(world, 100.0),
+        "impatient": roles.team(world, 5.0),
+        "impatient, aside": roles.team(world, 5.0).aside(),
+    }
+    seconds = {}
+    for name, each in worlds.items():
+        limit = timeout_of(each.group)
+        seconds[name] = None if limit is None else limit.total_seconds()
+    return seconds
+
+
+def test_groups_have_the_timeout_of_what_they_are_made_of(world: World) -> None:
+    for rank, seconds in enumerate(world.run(limits, 4)):
+        own = {"impatient": 5.0, "impatient, aside": 5.0} if rank >= 2 else {}
+        assert seconds == dict.fromkeys(seconds, 77.0) | own
+
+
+def test_a_group_that_does_not_tell_its_timeout_leaves_the_default() -> None:
+    class Silent:
+        def _get_backend(self, device: Any) -> Any:
+            raise RuntimeError("no backend type associated with device")
+
+    with replaced(dist, {"get_backend_config": lambda group: "cuda:nccl"}):
+        assert timeout_of(Silent()) is None
