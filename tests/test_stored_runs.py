@@ -102,6 +102,39 @@ def test_steps_of_kaisa(page: str, header: tuple[str, ...]) -> None:
             assert told is None or float(told.group(1)) == pytest.approx(seconds, abs=0.051)
 
 
+def test_steps_of_dpkfac() -> None:
+    runs = stored("progress_distributed")["runs"]
+    names = ("KAISA, defaults", "DPKFAC, defaults", "KAISA", "DPKFAC")
+    for label, cells in rows("docs/dpkfac.md", "steps to", "KAISA, defaults").items():
+        model, target = task(label)
+        for cell, name in zip(cells, names, strict=True):
+            assert steps_of(cell) == fewest(by_optimizer(runs[model], name), target)[0], label
+    for label, cells in rows("docs/dpkfac.md", "", "97 %", "loss 0.05", "loss 0.01").items():
+        for cell, target in zip(cells, RATIOS, strict=True):
+            ratios = paired(runs[MODEL[label]], target)
+            assert float(cell) == pytest.approx(geometric_mean(ratios), abs=0.006), (label, target)
+
+
+RATIOS = ("97 % test accuracy", "loss 0.05", "loss 0.01")
+
+
+def paired(runs: Runs, target: str) -> list[float]:
+    found = {
+        (run["optimizer"], run["setting"], run["seed"]): run["steps_to"][target]
+        for run in runs
+        if target in run["steps_to"]
+    }
+    return [
+        steps / found["KAISA", setting, seed]
+        for (name, setting, seed), steps in found.items()
+        if name == "DPKFAC" and ("KAISA", setting, seed) in found
+    ]
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
 FLAT = "lr 0.1, curvature_interval 100"
 
 
@@ -228,7 +261,49 @@ def test_the_clip_and_the_batch() -> None:
             assert cell.strip("*") == shown(steps), (label, batch)
 
 
+def test_numbers_in_sentences() -> None:
+    record = stored("settings")
+    kfac, distkfac = (
+        " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+        for page in ("kfac", "distkfac")
+    )
+    clip = {(r["model"], r["label"]): r["steps"] for r in record["distkfac"]}
+    labels = ("the paper's schedule", "1e-4", "1e-3")
+    mlp = [shown(clip["mlp", f"clip {label}"]["97 %"]) for label in labels]
+    deep = [shown(clip["autoencoder", f"clip {label}"]["loss 20"]) for label in labels]
+    assert f"needs {mlp[0]} steps to 97 % with them, {mlp[1]} with the default" in distkfac
+    assert (
+        f"takes {deep[1]} steps, `kl_clip=1e-3` {deep[2]}, and the paper's schedule {deep[0]}"
+        in (distkfac)
+    )
+    assert f"inverse takes one core {record['large']['inverse']:.0f} seconds" in distkfac
+    first = {
+        model: [r["bound at first"] for r in record["binding"] if r["model"] == model]
+        for model in ("mlp", "conv", "autoencoder")
+    }
+    assert f"first {min(first['conv'])} to {max(first['conv'])} steps on the digits conv" in kfac
+    assert f"{min(first['mlp'])} to {max(first['mlp'])} on the MLP" in kfac
+    assert min(first["autoencoder"]) == 200
+    over = [r["largest over mean"] for r in record["spectrum"]]
+    assert f"{min(over):.0f} to {round(max(over), -1):,.0f} times the mean" in kfac
+    fisher = {r["label"]: r["steps"] for r in record["fisher"]}
+    assert f"to a loss of 26 in {shown(fisher['empirical, warm-up 20']['loss 26'])} steps" in kfac
+    assert set(fisher["empirical, warm-up 0"]["loss 26"]) == {None}
+    (once,) = set(fisher["sampled, warm-up 20"]["loss 26"]) - {None}
+    assert f"for one seed of three, in {once} steps" in kfac
+
+
 FILE = r"`(\w+\.json)`"
+
+
+def test_late_losses_of_distkfac() -> None:
+    table = rows("docs/distkfac.md", "statistics / solves every, `factor_decay`")
+    records = {(r["label"], r["model"]): max(r["highest"]) for r in stored("settings")["late"]}
+    assert len(table) == len(records) / 2
+    for label, cells in table.items():
+        name = label.removesuffix(", the defaults").removesuffix(" (even)")
+        for cell, model in zip(cells, ("mlp", "conv"), strict=True):
+            assert float(cell) == pytest.approx(records[name, model], rel=0.03)
 
 
 def test_every_stored_run_is_named_with_its_command() -> None:
