@@ -336,8 +336,8 @@ MUTANTS = [
     _mutant(
         "sums divided in bfloat16",
         "kronecker/factors.py",
-        "narrow = total.dtype != examples.dtype",
-        "narrow = False",
+        "total.to(examples.dtype) / examples if narrow",
+        "total / examples.to(total.dtype) if narrow",
         "invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples",
     ),
     _mutant(
@@ -719,7 +719,7 @@ MUTANTS = [
         "kronecker/solvers.py",
         "pi = (logarithms - logarithms.mean(0)).exp()",
         "pi = (logarithms - logarithms).exp()",
-        "solvers::pi_splits_the_damping",
+        "solvers::solves_equal_the_dense_solve",
     ),
     _mutant(
         "what has no curvature moves without end",
@@ -786,12 +786,12 @@ MUTANTS = [
         "distkfac::during_the_warm_up_it_is_synchronous",
     ),
     _mutant(
-        "inverses from before a load land",
+        "a copy forgets what was under way",
         "optimizers/background_refresh.py",
-        "self._flights.clear()  # of other factors, or other layers",
-        "pass",
-        "distkfac::loading_in_mid_flight_drops_what_is_under_way",
-        "distkfac::freezing_in_mid_flight_drops_what_is_under_way",
+        'state["_solve_needed"] or bool(self._flights)',
+        'state["_solve_needed"]',
+        "distkfac::a_copy_takes_the_same_course",
+        "distkfac::a_copy_in_mid_flight_goes_on_with_threads_of_its_own",
     ),
     _mutant(
         "layers under way are launched again",

@@ -11,6 +11,7 @@ import io
 import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,13 +19,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from contract import EXACT, take
+from reference import ReferenceKFAC, at
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from second_order import KAISA
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from models import Case
     from reference import Batch
@@ -34,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     "lr": 0.05,
     "damping": 0.1,
     "relative_damping": False,
-    "kl_clip": 1e-3,
+    "kl_clip": 2.5e-3,  # active at some steps of `mlp`: always, it would hide a gradient's scale
     "factor_update_steps": 1,
     "inv_update_steps": 1,
     "refresh_warmup_steps": 0,
@@ -103,6 +105,38 @@ def train_each(
 ) -> list[list[Tensor]]:
     """`train` with each of several choices of options."""
     return [train(rank, world_size, case, batches, options) for options in choices]
+
+
+def by_reference(
+    case: Case, batches: Sequence[Batch], options: dict[str, Any], refresh_at: int | None = None
+) -> list[Tensor]:
+    """The trajectory that `train` on one process is to have, every solve dense.
+
+    `refresh_at`: inverses are solved at that step as well, as after a checkpoint was loaded.
+    """
+    chosen = {**OPTIONS, **options}
+    warmup, lr = chosen["refresh_warmup_steps"], float(chosen["lr"])
+
+    def every(name: str) -> Callable[[int], int]:
+        extra = refresh_at if name == "inv_update_steps" else None
+        return lambda step: 1 if step < warmup or step == extra else at(chosen[name], step)
+
+    same = ("damping", "factor_decay", "kl_clip", "momentum", "relative_damping", "solver")
+    model, patterns = case.model(), chosen.get("skip_layers", ())
+    skipped = [n for n, _ in model.named_modules() if any(fnmatchcase(n, p) for p in patterns)]
+    reference = ReferenceKFAC(
+        model,
+        lr=lr,
+        base=partial(chosen["base"], lr=lr) if "base" in chosen else None,
+        factor_update_steps=every("factor_update_steps"),
+        inv_update_steps=every("inv_update_steps"),
+        approx=chosen.get("kfac_approx", "expand"),
+        loss=case.loss,
+        skip=skipped,
+        weight_decay=chosen.get("weight_decay", 0.0),
+        **{name: chosen[name] for name in same if name in chosen},
+    )
+    return reference.trajectory(batches)
 
 
 def agreed(results: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:

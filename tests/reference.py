@@ -481,6 +481,11 @@ def at(value: T | Callable[[int], T], step: int) -> T:
     return value(step) if callable(value) else value
 
 
+def _mean_eigenvalue(factor: Tensor) -> Tensor:
+    """By group."""
+    return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What one solve saw; in use from step `ready` on."""
@@ -505,6 +510,7 @@ class ReferenceKFAC:
         solver: "eigen" or "inverse".
         staleness: a solve is used from this many steps later on; the first one at once.
         skip: names of layers to leave to `base`.
+        relative_damping: the damping of a layer is so many times its mean curvature.
     """
 
     def __init__(
@@ -525,8 +531,9 @@ class ReferenceKFAC:
         loss: Loss = cross_entropy,
         staleness: int = 0,
         skip: Collection[str] = (),
+        relative_damping: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.relative_damping = model, relative_damping
         self.lr, self.damping, self.factor_decay = lr, damping, factor_decay
         self.factor_update_steps, self.inv_update_steps = factor_update_steps, inv_update_steps
         self.kl_clip, self.staleness = kl_clip, staleness
@@ -555,7 +562,8 @@ class ReferenceKFAC:
         names = list(self.layers) if layers is None else layers
         shards: dict[str, list[Factors]] = {name: [] for name in names}
         for x, y in batches:
-            pairs = captured(self.model, x, partial(_swapped, self.loss, y), *names)
+            outputs = partial(_swapped, self.loss, y)
+            pairs = captured(self.model, x, outputs, *names) if names else {}
             for name, uses in pairs.items():
                 if uses:
                     shards[name].append(layer_factors(self.layers[name], uses, self.approx))
@@ -589,7 +597,10 @@ class ReferenceKFAC:
             weight, bias = parameters_of(module)
             assert weight.grad is not None
             gradient = to_matrix(module, weight.grad, None if bias is None else bias.grad)
-            pairs[name] = (self.solve(A, G, gradient, snapshot.damping), gradient)
+            damping = snapshot.damping
+            if self.relative_damping:
+                damping = damping * float((_mean_eigenvalue(A) * _mean_eigenvalue(G)).mean())
+            pairs[name] = (self.solve(A, G, gradient, damping), gradient)
         nu = clip_factor(
             list(pairs.values()), at(self.lr, self.steps), at(self.kl_clip, self.steps)
         )

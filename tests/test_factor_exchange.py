@@ -25,6 +25,7 @@ from models import ZOO
 from ranks import (
     agreed,
     assert_same_trajectory,
+    by_reference,
     counted,
     follow,
     kaisa,
@@ -138,7 +139,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_every_option_gives_the_trajectory_of_one_process(
     world: World, options: dict[str, Any]
 ) -> None:
-    expected = train(0, 1, MLP, BATCHES, options)
+    expected = by_reference(MLP, BATCHES, options)
     parallel = world.run(train, 3, MLP, BATCHES, {**options, **REDUCE})
     assert_same_trajectory(agreed(parallel), expected)
 

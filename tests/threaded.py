@@ -125,5 +125,11 @@ class Delayed(ReferenceKFAC):
 
 def delayed(staleness: int, **options: Any) -> list[Tensor]:
     """The trajectory of `CASE` on `BATCHES`."""
-    chosen = {"lr": 0.05, "damping": 0.1, "kl_clip": 1e-3, "solver": "inverse", **options}
+    chosen = {
+        "lr": 0.05,
+        "damping": 0.1,
+        "kl_clip": PLAIN["kl_clip"],
+        "solver": "inverse",
+        **options,
+    }
     return Delayed(CASE.model(), staleness=staleness, **chosen).trajectory(BATCHES)
