@@ -1244,8 +1244,7 @@ MUTANTS = [
         "lanczos/spectrum.py",
         "return self.residuals.clamp(min=least)",
         "return self.residuals",
-        "lanczos::float32_parameters_and_the_dtypes_of_results",
-        "lanczos::a_full_run_finds_both_ends",
+        "lanczos::no_residual_is_stated_below_rounding",
     ),
     _mutant(
         "a smallest eigenvalue for a largest",

@@ -23,7 +23,7 @@ from accelerated import noted
 from contract import assert_same_factors
 from models import ZOO
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, vector
-from reference import cross_entropy
+from reference import cross_entropy, dense_solve, empirical_fisher
 from threaded import (
     BATCHES,
     CASE,
@@ -117,6 +117,31 @@ def test_exact_blocks_go_as_on_one_process(world: World) -> None:
     options = {"max_staleness": 0}
     expected = train(0, 1, "norms", options)
     assert_same_trajectory(agreed(world.run(train, 3, "norms", options)), expected)
+
+
+def steps_of_norms(rank: int, world_size: int, batch: Batch) -> dict[str, Tensor]:
+    """What the base is given for gains and biases, at the first step."""
+    case = ZOO["norms"]
+    model = case.model()
+    with distkfac(model, max_staleness=0, kl_clip=None, solver="eigen") as optimizer:
+        go(model, optimizer, case, [shard(batch, rank, world_size)])
+    return {name: parameters_to_gradient(model.get_submodule(name)) for name in ("1", "5")}
+
+
+def parameters_to_gradient(module: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def test_exact_blocks_of_many_processes_are_dense_solves_of_the_whole_batch(world: World) -> None:
+    case = ZOO["norms"]
+    model, batch = case.model(), case.batch(12)
+    case.loss(model(batch[0]), batch[1]).backward()
+    for found in world.run(steps_of_norms, 3, batch):
+        for name, step in found.items():
+            F = empirical_fisher(model, *batch, cross_entropy, name)
+            gradient = parameters_to_gradient(model.get_submodule(name))
+            expected = dense_solve(F, gradient, OPTIONS["damping"])
+            torch.testing.assert_close(step, expected, rtol=1e-8, atol=1e-10)
 
 
 def scheduled(
