@@ -1228,7 +1228,7 @@ MUTANTS = [
     _mutant(
         "each process has signs of its own",
         "lanczos/spectrum.py",
-        "packed = space.first(packed.to(start.device)).cpu()",
+        "packed = space.first(packed.to(device)).cpu()",
         "pass",
         "lanczos_ranks::one_process_decides",
     ),

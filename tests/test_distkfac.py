@@ -643,7 +643,10 @@ def test_gains_and_biases_have_exact_blocks_unless_told_otherwise() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stats_workers": -1}, r"stats_workers=-1 .*0"),
-    ({"helper_timeout": 0.0}, r"helper_timeout=0.0 is outside \[0.1, 1e\+06\]; 60.0 is the default"),
+    (
+        {"helper_timeout": 0.0},
+        r"helper_timeout=0.0 is outside \[0.1, 1e\+06\]; 60.0 is the default",
+    ),
     ({"inverse_threads": 0}, "inverse_threads=0 is below 1: .*; use 1 or more"),
     ({"inverse_device": "gpu"}, "inverse_device='gpu' is not one of 'cpu', 'cuda'"),
     ({"inverse_device": "cuda"}, "the parameters are on cpu; move the model.*'cpu'"),
