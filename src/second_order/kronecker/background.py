@@ -115,7 +115,7 @@ class WorkerPool:
         """Have a piece of work done.
 
         Raises:
-            RuntimeError: After :meth:`close`.
+            RuntimeError: After :meth:`close`, or if no thread can be started.
         """
         if self._closed:
             raise RuntimeError("the pool of threads is closed")
@@ -144,18 +144,18 @@ class WorkerPool:
         if self._threads:
             return
         # They know the queue, not the pool, so that the pool can go.
-        self._threads = [
-            threading.Thread(
-                target=_work,
-                args=(self._tickets, torch.get_num_threads()),
-                name=f"second_order inverses {i}",
-                daemon=True,
-            )
-            for i in range(self._size)
-        ]
-        for thread in self._threads:
-            thread.start()
-        tell = partial(_dismiss, self._tickets, self._size)
+        self._threads = _started(
+            [
+                threading.Thread(
+                    target=_work,
+                    args=(self._tickets, torch.get_num_threads()),
+                    name=f"second_order inverses {i}",
+                    daemon=True,
+                )
+                for i in range(self._size)
+            ]
+        )
+        tell = partial(_dismiss, self._tickets, len(self._threads))
         self._farewell = Farewell(tell, self._threads, FAREWELL_SECONDS)
         weakref.finalize(self, self._farewell.begin).atexit = False
 
@@ -168,6 +168,23 @@ class WorkerPool:
         self._closed = True
         if self._pid == os.getpid() and self._farewell is not None:
             self._farewell.finish()
+
+
+def _started(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
+    """Those that could be started: fewer do as well.
+
+    Raises:
+        RuntimeError: If none could.
+    """
+    running: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            running.append(thread)
+    except RuntimeError:  # the system has no more of them
+        if not running:
+            raise
+    return running
 
 
 def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> None:
@@ -183,8 +200,9 @@ def _use_one_core(others: int) -> None:
     torch.get_num_threads()
     # The setting is this thread's, and the default of new ones, which a new one puts back.
     restorer = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
-    restorer.start()
-    restorer.join()
+    with suppress(RuntimeError):  # there may be no more threads
+        restorer.start()
+        restorer.join()
 
 
 def _dismiss(tickets: queue.SimpleQueue[Ticket[object] | None], threads: int) -> None:
