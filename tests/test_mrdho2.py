@@ -21,6 +21,7 @@ from accelerated import (
     EPOCH,
     STEPS,
     base_alone,
+    gradient,
     loss_of,
     mrdho2,
     noted,
@@ -264,6 +265,24 @@ def test_the_additive_update_takes_the_last_gradients(world: World) -> None:
     """Ten of them, which these epochs are too short for."""
     found = trajectory_of(world.run(added, 2))
     assert_same_trajectory(found, reference("additive", added=3)[0], rtol=1e-7)
+
+
+def without_backward(rank: int, world_size: int) -> list[EpochReport]:
+    model = CASE.model()
+    with mrdho2(model, epoch_steps=2) as optimizer:
+        if optimizer.role == "accelerator":
+            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        else:
+            gradient(model, optimizer, BATCHES[0])
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+        return list(optimizer.epochs)
+
+
+def test_a_step_without_gradients_counts(world: World) -> None:
+    (report,), _ = world.run(without_backward, 2)
+    assert report.applied
 
 
 def test_weights_are_not_rounded_to_the_vectors_dtype(world: World) -> None:

@@ -115,7 +115,8 @@ class Epochs:
             pieces = self.total.split([p.numel() for p in params])
             self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
         here = [(t, p.grad) for t, p in zip(self._parts, params, strict=True) if p.grad is not None]
-        torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
+        if here:  # a step may have been without backward
+            torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
 
     def _begin(self, subject: Subject) -> None:
         """Off with c; an epoch taken up from a checkpoint has c and p already."""
