@@ -53,7 +53,7 @@ def _(run: Run) -> None:
         run.on("serving", lambda: killed(run))
 
 
-@fault("is stopped for good", HELPERS, suits=helped, moments=("whole",), expect="told")
+@fault("is stopped for good", HELPERS, suits=helped, moments=("whole",))
 def _(run: Run) -> None:
     helper(run, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
@@ -94,7 +94,14 @@ def _(run: Run) -> None:
         run.batches = []
 
 
-@fault("never serves", HELPERS, suits=helped, moments=("whole",), expect="any")
+@fault(
+    "never serves",
+    HELPERS,
+    suits=helped,
+    moments=("whole",),
+    expect="any",
+    errors=("SystemExit",),
+)
 def _(run: Run) -> None:
     if run.helps:
         run.on("made", lambda: sys.exit(0))
