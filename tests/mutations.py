@@ -577,7 +577,7 @@ MUTANTS = [
         "kronecker/examples.py",
         "dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]",
         "dead = suspects",
-        "examples::rows_that_begin_with_a_zero_are_examples",
+        "examples::rows_that_begin_with_zeros_are_examples",
     ),
     _mutant(
         "one factor for inputs of unlike examples",

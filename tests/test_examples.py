@@ -329,8 +329,10 @@ def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> N
                 torch.testing.assert_close(a, b)
 
 
-def test_rows_that_begin_with_a_zero_are_examples() -> None:
-    d = torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, torch.nan]])
+@pytest.mark.parametrize("shape", [(50,), (50, 3), (2, 5, 5)])
+def test_rows_that_begin_with_zeros_are_examples(shape: tuple[int, ...]) -> None:
+    d = torch.zeros(4, *shape)
+    d.flatten(1)[0, -1], d.flatten(1)[2, 0], d.flatten(1)[3, -2] = 1.0, -1.0, torch.nan
     found = live_rows(d)
     assert found.mask is not None
     assert found.mask.tolist() == [True, False, True, True]
