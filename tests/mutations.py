@@ -860,14 +860,14 @@ MUTANTS = [
     ),
     _mutant(
         "gradients summed, not averaged",
-        "optimizers/base.py",
+        "optimizers/averaging.py",
         "torch._foreach_div_(self._gradients, float(world.size))",
         "pass",
         "kaisa::micro_batches_on_many_processes_are_one_batch",
     ),
     _mutant(
         "a gradient that is None everywhere becomes zeros",
-        "optimizers/base.py",
+        "optimizers/averaging.py",
         "if p.grad is None and n > 0:",
         "if p.grad is None:",
         "kaisa::a_gradient_that_is_none_everywhere_stays_none",
