@@ -112,7 +112,8 @@ class DistKFAC(BackgroundRefresh):
             callable. None: 0.95 to the power of the steps since the last update, so that factors
             remember as many steps whatever the interval: few updates, where these are rare.
         kl_clip: κ, the bound on lr² Σ P·∇ of one step; number, callable or None. The paper's
-            schedule is :class:`DecayingClip`.
+            schedule is :class:`DecayingClip`. The best bound grows with the batch, see
+            :class:`KAISA`.
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
             applies (A ⊗ G + γ I)⁻¹ exactly.
         factor_update_steps: Without stats workers, statistics are taken every so many steps; number

@@ -65,7 +65,7 @@ class DPKFAC(KFACOptimizer):
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature.
         factor_decay: Weight of the past in the running averages, in [0, 1); number or callable.
         kl_clip: κ, the bound on the change that one step makes to the model's predictions; number,
-            callable or None.
+            callable or None. The best bound grows with the batch, see :class:`KAISA`.
         solver: "eigen" or "inverse".
         factor_update_steps: Statistics are taken every so many steps; number or callable.
         inv_update_steps: Inverses are refreshed every so many steps; number or callable.

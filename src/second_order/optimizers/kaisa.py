@@ -72,9 +72,10 @@ class KAISA(KFACOptimizer):
         kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's
             predictions (Pauloski et al. 2022, 5.1); number, callable or None for no bound. A number
             is the bound at the learning rate's peak and shrinks with lr² when a schedule lowers it;
-            a callable is taken as it is.
+            a callable is taken as it is. The best bound grows with the batch: 1e-4 at 64 examples
+            and 1e-3 at 512 on the digits MLP.
         solver: "eigen" applies (A ⊗ G + γ I)⁻¹ exactly; "inverse" damps A and G apart and takes
-            their Cholesky inverses: cheaper, and about as good.
+            their Cholesky inverses: cheaper, and about as good on the digits.
         factor_update_steps: Statistics are taken every so many steps; number or callable.
         inv_update_steps: Inverses are refreshed every so many steps; number or callable.
         refresh_warmup_steps: During the first steps, so many, both are refreshed at every step:
