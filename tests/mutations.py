@@ -1007,21 +1007,21 @@ MUTANTS = [
     ),
     _mutant(
         "the base moves inside the subspace",
-        "optimizers/fosi.py",
-        "-self._newton_scale(group) * step - s * c",
-        "-self._newton_scale(group) * step",
+        "optimizers/subspace.py",
+        "-scale * step - self.rest_scale * c",
+        "-scale * step",
         "dho2::the_base_moves_nothing_inside_the_subspace",
     ),
     _mutant(
         "a Newton step that does not follow the schedule",
-        "optimizers/fosi.py",
+        "optimizers/fosi_options.py",
         "return scale * (lr / peak) if peak > 0.0 else 0.0",
         "return scale",
         "dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule",
     ),
     _mutant(
         "uphill is downhill",
-        "optimizers/fosi.py",
+        "optimizers/fosi_options.py",
         'scale = -float(scale) if group.get("maximize") else float(scale)',
         "scale = float(scale)",
         "dho2_state::uphill_on_the_negative_loss_is_downhill",
@@ -1029,8 +1029,8 @@ MUTANTS = [
     _mutant(
         "a start without new directions",
         "optimizers/fosi.py",
-        "return old.add_(fresh, alpha=FRESH)",
-        "return old",
+        "old.add_(fresh, alpha=FRESH)",
+        "pass",
         "curvature_corners::a_warm_start_sees_curvature_outside_the_old_span",
     ),
     _mutant(

@@ -141,7 +141,7 @@ def extreme_pairs(
             f"use a wider dtype",
         )
     ritz, picked = _everybodys_ritz(space, run, start.device), chosen(done)
-    if not bool(ritz.vectors.isfinite().all()):
+    if not bool(torch.cat([ritz.values, ritz.vectors.flatten()]).isfinite().all()):
         return _no_pairs(run, start, UNDECOMPOSED)
     values, residuals = ritz.values, ritz.residuals
     norm = float(values.abs().max())

@@ -169,7 +169,7 @@ class Epochs:
         found = [message for message in messages if message is not None]
         here = len(found) == len(messages)
         sound = here and all(
-            note["finite"] and all(bool(t.isfinite().all()) for t in tensors[:2])
+            note["finite"] and all(bool(t.isfinite().all()) for t in tensors)
             for tensors, note in found
         )
         agreed = self._agreed(here, subject)
@@ -193,7 +193,7 @@ class Epochs:
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         before = subject.flat()
         adds = self._final_update == "additive"
-        after = before + correction(
+        change, sound_step = correction(
             None if adds else before - self.start,
             self.total / min(ADDED_STEPS, self._steps) if adds else self.total,
             ColumnBasis(rows, subject.chunks, self._team, len(values)),
@@ -201,6 +201,10 @@ class Epochs:
             subject.chunks,
             scales,
         )
+        if not bool(sound_step):  # the same on all workers, as its sums are
+            self._warn(f"the final update of epoch {self.number} is not finite: it is left out")
+            return EpochReport(self.number, waited, False, UNSOUND, products=products)
+        after = before + change
         if self._final_update != "guarded":
             subject.write(after)
             return EpochReport(self.number, waited, True, products=products)
@@ -303,7 +307,7 @@ def correction(
     rates: Tensor,
     chunks: Sequence[Chunk],
     scales: Sequence[float | Tensor],
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], [D] equation 17, or without its last term.
 
     Args:
@@ -313,6 +317,9 @@ def correction(
         rates: ``(r,)`` |û|⁻¹.
         chunks: Of all n.
         scales: α of each group.
+
+    Returns:
+        That, and ``()`` whether it is finite; zeros if not.
     """
 
     def coefficients(x: Tensor) -> Tensor:
@@ -322,5 +329,5 @@ def correction(
     undone = torch.zeros_like(newton) if moved is None else coefficients(moved.to(gradient))
     steps = [-(scale * newton + undone) for scale in scales]
     result = torch.zeros_like(gradient)
-    basis.add([result[chunk.columns] for chunk in chunks], [steps[chunk.group] for chunk in chunks])
-    return result
+    parts = [result[chunk.columns] for chunk in chunks]
+    return result, basis.add(parts, steps, [chunk.group for chunk in chunks])

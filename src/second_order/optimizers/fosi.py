@@ -19,13 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import LossFn, check_closure
 from second_order.lanczos.rows import RowSpace
 from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.flat_optimizer import FlatOptimizer
-from second_order.optimizers.fosi_options import FOSIOptions, check_newton_scale
+from second_order.optimizers.fosi_options import (
+    FOSIOptions,
+    check_one_vector,
+    newton_scale_at,
+    refuse_no_closure,
+)
 from second_order.optimizers.fosi_state import (
     check_saved,
     eigenpair_parts,
@@ -34,13 +38,12 @@ from second_order.optimizers.fosi_state import (
 )
 from second_order.optimizers.keepers import is_checkpointing, is_sharded_checkpoint
 from second_order.optimizers.options import (
-    PEAK_LR,
     check_interval,
     follow_learning_rates,
     scheduled,
     value_at,
 )
-from second_order.optimizers.rows import parameter_rows
+from second_order.optimizers.rows import eigenpair_notes, parameter_rows
 from second_order.optimizers.subspace import (
     Basis,
     ColumnBasis,
@@ -58,6 +61,8 @@ __all__ = ["FOSIOptimizer"]
 
 # The guard of s, at a refresh: how it grows or shrinks, and what rise of the loss is chance.
 GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
+
+BLOWN_UP = 10.0  # times the loss at the first refresh
 
 FRESH = 0.1  # the random share of the vector that a refresh starts from
 
@@ -89,6 +94,7 @@ class FOSIOptimizer(FlatOptimizer):
         self._products = self._total_products = self._refreshes = self._failures = 0
         self._refreshed_at = -1
         self._batch_loss = math.inf
+        self._first_loss: float | None = None  # at a refresh
         self._bound = 1.0  # on s, by the guard
         self._share: Tensor | None = None
         super().__init__(
@@ -125,18 +131,7 @@ class FOSIOptimizer(FlatOptimizer):
     # ------------------------------------------------------------------------------- the vector
 
     def _check_params(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        devices = {p.device for p in params}
-        if len(devices) > 1:
-            raise ValueError(
-                f"the parameters are on {sorted(map(str, devices))}: eigenvectors span all of "
-                f"them; put them on one device"
-            )
-        strange = [p.dtype for p in params if not p.is_floating_point()]
-        if strange:
-            raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
-        if len({bool(group.get("maximize")) for group in self.param_groups}) > 1:
-            raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+        check_one_vector(self.param_groups)
 
     def _replan(self) -> None:
         self._check_params()
@@ -218,15 +213,15 @@ class FOSIOptimizer(FlatOptimizer):
     def _split(self, subspace: Subspace) -> None:
         """``p.grad`` <- g₂, and mom takes in V̂ᵀg."""
         gradients = [chunk.gradients(self._dtype) for chunk in self._chunks]
-        c = subspace.basis.coefficients(gradients)
+        c = subspace.basis.coefficients(gradients, witness=subspace.momentum * subspace.rates)
         if self._refreshed_at == self._steps:
             self._share = share_inside(
                 c, gradients, self._world, rows=self._options.layout == "row"
             )
-        subspace.basis.add(gradients, [-c] * len(gradients))
+        sound = subspace.basis.add(gradients, [-c])
         for chunk, gradient in zip(self._chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
-        self._newton = subspace.accumulate(c, *self._momentum_rule())
+        self._newton = subspace.accumulate(c, *self._momentum_rule(), sound)
         values = [chunk.values(self._dtype) for chunk in self._chunks]
         if not self._before:
             self._before = [torch.empty_like(value) for value in values]
@@ -257,29 +252,31 @@ class FOSIOptimizer(FlatOptimizer):
         moved = self._before
         for value, before in zip(values, moved, strict=True):
             torch.sub(value, before, out=before)
-        c = subspace.basis.coefficients(moved)
-        s = subspace.rest_scale
-        if s != 1.0 and values:
-            torch._foreach_add_(values, moved, alpha=s - 1.0)
-        step = newton * subspace.rates
-        steps = [-self._newton_scale(group) * step - s * c for group in self.param_groups]
-        subspace.basis.add(values, [steps[chunk.group] for chunk in self._chunks])
+        scales = [self._newton_scale(group) for group in self.param_groups]
+        sound = subspace.correct(values, moved, newton, scales, [c.group for c in self._chunks])
         for chunk, value in zip(self._chunks, values, strict=True):
             chunk.put_values(value)
+        unsound = ~sound if subspace.unsound is None else subspace.unsound | ~sound
+        subspace.unsound = unsound
+        if unsound.device.type == "cpu":  # a device is asked at the next refresh
+            self._drop_unsound(subspace)
+
+    def _drop_unsound(self, subspace: Subspace) -> None:
+        """Go on as the base alone if a Newton step has not been finite; the same everywhere."""
+        if subspace.unsound is None or not bool(subspace.unsound):
+            return
+        self._subspace = None
+        if self.state:
+            self._share_state()
+        self._warn(
+            f"a Newton step at step {self._steps} or before is not finite, by the gradient, the "
+            f"eigenvectors or their momentum: it is left out, and {type(self._base).__name__} goes "
+            f"on alone until the next refresh"
+        )
 
     def _newton_scale(self, group: dict[str, Any]) -> float | Tensor:
-        """α at this step, downhill or uphill."""
-        scale = value_at(self._options.newton_scale, self._steps)
-        check_newton_scale(scale)
-        scale = -float(scale) if group.get("maximize") else float(scale)
-        if callable(self._options.newton_scale):
-            return scale
-        # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
-        lr, peak = group["lr"], group[PEAK_LR]
-        if isinstance(lr, Tensor) or isinstance(peak, Tensor):
-            ratio: Tensor = lr / peak
-            return scale * torch.nan_to_num(ratio, 0.0)
-        return scale * (lr / peak) if peak > 0.0 else 0.0
+        """α of a group at this step, downhill or uphill."""
+        return newton_scale_at(self._options.newton_scale, self._steps, group)
 
     # --------------------------------------------------------------------------------- curvature
 
@@ -306,6 +303,8 @@ class FOSIOptimizer(FlatOptimizer):
         options, layout = self._options, self._layout
         if not layout.params:
             return
+        if self._subspace is not None:
+            self._drop_unsound(self._subspace)
         loss_fn = self._given if self._given is not None else self.curvature_closure
         measured = Measured(
             self._no_closure if loss_fn is None else loss_fn,
@@ -336,10 +335,10 @@ class FOSIOptimizer(FlatOptimizer):
         if pairs.finite and math.isfinite(loss):
             self._guard(loss)
             with self._plain:
-                self._adopt_pairs(pairs)
-            return
+                if self._adopt_pairs(pairs):
+                    return
         self._failures += 1
-        kept = "no eigenpairs yet" if self._subspace is None else "the last eigenpairs are kept"
+        kept = "no eigenpairs" if self._subspace is None else "the last eigenpairs are kept"
         self._warn(
             f"the curvature at step {self._steps} is not finite: {kept} (failure "
             f"{self._failures} of {self._refreshes} refreshes)"
@@ -351,7 +350,9 @@ class FOSIOptimizer(FlatOptimizer):
         if self._subspace is None or not self._options.warm_start:
             return fresh
         old = self._subspace.basis.rows_of_sum(space.rows) / math.sqrt(len(self._subspace.values))
-        return old.add_(fresh, alpha=FRESH)
+        old.add_(fresh, alpha=FRESH)
+        # From vectors that are not finite no others would ever come.
+        return old if math.isfinite(float(space.total(old.sum().double()))) else fresh
 
     def _guard(self, loss: float) -> None:
         """Let s grow while the loss of the curvature batch does not rise."""
@@ -359,16 +360,18 @@ class FOSIOptimizer(FlatOptimizer):
             risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
             self._bound = max(1.0, self._bound * (SHRINK if risen else GROWTH))
         self._batch_loss = loss
+        self._first_loss = loss if self._first_loss is None else self._first_loss
+        if loss > BLOWN_UP * abs(self._first_loss) and self._first_time("blown up"):
+            self._warn(
+                f"the loss of the curvature batch has grown from {self._first_loss:.3g} at the "
+                f"first refresh to {loss:.3g} at step {self._steps}: lower newton_scale or lr"
+            )
 
     def _no_closure(self) -> Any:
-        raise CurvatureError(
-            f"the curvature is due at step {self._steps}, and there is no curvature closure: give "
-            f"{type(self).__name__}(..., curvature_closure=f), assign optimizer.curvature_closure "
-            f"= f, or call step(curvature_closure=f), with f a function that evaluates the loss on "
-            f"the curvature batch and returns it without calling backward()"
-        )
+        refuse_no_closure(type(self).__name__, self._steps)
 
-    def _adopt_pairs(self, pairs: Pairs) -> None:
+    def _adopt_pairs(self, pairs: Pairs) -> bool:
+        """Put them to use if their vectors are finite everywhere; whether they are."""
         old = self._subspace
         vector = None
         if old is not None and self._momentum_rule()[0] > 0.0:
@@ -377,12 +380,16 @@ class FOSIOptimizer(FlatOptimizer):
         self._subspace = None
         if self.state:
             self._share_state()  # which lets go of the old vectors before there are new ones
-        basis = self._basis_of_rows(pairs.vectors())
+        rows = pairs.vectors()
+        if not self._world.all_agree(bool(rows.sum().isfinite()), rows.device):
+            return False
+        basis = self._basis_of_rows(rows)
         self._subspace = self._subspace_of(basis, pairs.values, pairs.bounds(), pairs.largest)
         if vector is not None:
             self._subspace.carry(vector, self._chunks)
         if self.state:
             self._share_state()
+        return True
 
     def _basis_of_rows(self, rows: Tensor) -> Basis:
         assert self._layout is not None
@@ -504,15 +511,7 @@ class FOSIOptimizer(FlatOptimizer):
             f"layout {self._options.layout}, {self._world.size} process"
             f"{'es' if self._world.size > 1 else ''}, step {self._steps}"
         )
-        report = self.curvature
-        notes = ["no eigenpairs yet: the base steps alone"]
-        if len(report.eigenvalues):
-            values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
-            notes = [f"eigenvalues at step {report.step}: {values}"]
-        notes.append(
-            f"refreshes: {report.refreshes}, not finite: {report.failures}; Hessian-vector "
-            f"products: {report.total_products}"
-        )
+        notes = eigenpair_notes(self.curvature)
         names = {id(p): name for name, p in self._model.named_parameters()}
         vectors = None if subspace is None else subspace.basis.vectors
         return Summary(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
+from torch import Tensor
 
+from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import ProductMode
 from second_order.optimizers.options import (
+    PEAK_LR,
     Interval,
     Schedule,
     check_choice,
@@ -18,9 +21,17 @@ from second_order.optimizers.options import (
     check_number,
     check_seed,
     check_whole,
+    value_at,
 )
 
-__all__ = ["FOSIOptions", "Layout", "check_newton_scale"]
+__all__ = [
+    "FOSIOptions",
+    "Layout",
+    "check_newton_scale",
+    "check_one_vector",
+    "newton_scale_at",
+    "refuse_no_closure",
+]
 
 Layout: TypeAlias = Literal["row", "column"]
 
@@ -125,3 +136,45 @@ def check_newton_scale(value: Any) -> None:
     """Raise unless α is a finite number of at least 0."""
     remedy = "0.1 is the default, 1.0 a full step"
     check_number("newton_scale", value, low=0.0, open_high=True, remedy=remedy)
+
+
+def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> float | Tensor:
+    """α of a group of parameters at a step, negative where it goes uphill."""
+    scale = value_at(option, step)
+    check_newton_scale(scale)
+    scale = -float(scale) if group.get("maximize") else float(scale)
+    if callable(option):
+        return scale
+    # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
+    lr, peak = group["lr"], group[PEAK_LR]
+    if isinstance(lr, Tensor) or isinstance(peak, Tensor):
+        ratio: Tensor = lr / peak
+        return scale * torch.nan_to_num(ratio, 0.0)
+    return scale * (lr / peak) if peak > 0.0 else 0.0
+
+
+def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless the groups' parameters can be one vector with a Hessian."""
+    groups = list(groups)
+    params = [p for group in groups for p in group["params"]]
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters are on {sorted(map(str, devices))}: eigenvectors span all of them; "
+            f"put them on one device"
+        )
+    strange = [p.dtype for p in params if not p.is_floating_point()]
+    if strange:
+        raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
+    if len({bool(group.get("maximize")) for group in groups}) > 1:
+        raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+
+
+def refuse_no_closure(name: str, step: int) -> NoReturn:
+    """Raise CurvatureError: there is nothing to ask for the curvature."""
+    raise CurvatureError(
+        f"the curvature is due at step {step}, and there is no curvature closure: give "
+        f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or call "
+        f"step(curvature_closure=f), with f a function that evaluates the loss on the curvature "
+        f"batch and returns it without calling backward()"
+    )

@@ -11,9 +11,9 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.finding import LeftToBase
 from second_order.kronecker.layers import FactorShape
 from second_order.optimizers.flat import Piece
-from second_order.report import LayerRow
+from second_order.report import CurvatureReport, LayerRow
 
-__all__ = ["layer_rows", "parameter_rows"]
+__all__ = ["eigenpair_notes", "layer_rows", "parameter_rows"]
 
 
 SILENT = "no statistics have arrived: its forward is not called, or does not reach the loss"
@@ -93,3 +93,16 @@ def parameter_rows(
             )
         )
     return rows
+
+
+def eigenpair_notes(report: CurvatureReport) -> list[str]:
+    """The eigenvalues, and what they took."""
+    found = "no eigenpairs yet: the base steps alone"
+    if len(report.eigenvalues):
+        values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
+        found = f"eigenvalues at step {report.step}: {values}"
+    return [
+        found,
+        f"refreshes: {report.refreshes}, not finite: {report.failures}; Hessian-vector products: "
+        f"{report.total_products}",
+    ]

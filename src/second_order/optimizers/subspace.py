@@ -6,6 +6,9 @@ A basis keeps V̂ in one of two layouts, behind the same three verbs:
 
     row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
+
+What is not finite on one process is so in these sums, and with them on all: nothing is added then,
+on none of them.
 """
 
 from __future__ import annotations
@@ -42,11 +45,23 @@ class Basis(Protocol):
     mine: slice
     """Which of the r vectors the coefficients here are of."""
 
-    def coefficients(self, x: Sequence[Tensor]) -> Tensor:
-        """V̂ᵀx, of the vectors that are ``mine``."""
+    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+        """V̂ᵀx, of the vectors that are ``mine``.
 
-    def add(self, x: Sequence[Tensor], c: Sequence[Tensor]) -> None:
-        """Add V̂c to x in place; c for each chunk."""
+        Args:
+            x: The vector.
+            witness: Where it is not finite on a process, neither are the coefficients there, nor
+                what :meth:`add` makes of them anywhere.
+        """
+
+    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+        """Add V̂c to x in place, where it is finite; ``()``, whether it is, the same everywhere.
+
+        Args:
+            x: The vector.
+            c: Coefficients, of the vectors that are ``mine``, one set of them or several.
+            of: Which of them each chunk takes, if there are several.
+        """
 
     def rows_of_sum(self, rows: slice) -> Tensor:
         """Some rows of the sum of all the vectors, to start a recurrence from."""
@@ -57,11 +72,17 @@ class _Chunked:
         self.vectors = vectors
         self._parts = [vectors[:, chunk.columns] for chunk in chunks]
 
-    def _dots(self, x: Sequence[Tensor]) -> Tensor:
+    def _dots(self, x: Sequence[Tensor], witness: Tensor | None) -> Tensor:
         total: Tensor | None = None
         for part, each in zip(self._parts, x, strict=True):
             total = part @ each if total is None else total.addmv_(part, each)
-        return self.vectors.new_zeros(len(self.vectors)) if total is None else total
+        total = self.vectors.new_zeros(len(self.vectors)) if total is None else total
+        return total if witness is None else total.add_(0.0 * witness.sum())
+
+    def _sums(self, c: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+        """V̂c, of the vectors that are here."""
+        which = of or [0] * len(self._parts)
+        return [part.t() @ c[i] for part, i in zip(self._parts, which, strict=True)]
 
 
 class RowBasis(_Chunked):
@@ -78,16 +99,22 @@ class RowBasis(_Chunked):
         self.mine = slice(0, len(vectors))
         self._world = world
 
-    def coefficients(self, x: Sequence[Tensor]) -> Tensor:
+    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
         """V̂ᵀx, ``(r,)``."""
-        c = self._dots(x)
+        c = self._dots(x, witness)
         self._world.start_sum([c]).wait()
         return c
 
-    def add(self, x: Sequence[Tensor], c: Sequence[Tensor]) -> None:
-        """Add V̂c to x in place."""
-        for part, each, coefficients in zip(self._parts, x, c, strict=True):
-            each.addmv_(part.t(), coefficients)
+    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+        """Add V̂c to x in place, where c is finite: V̂ is, wherever V̂ᵀx has been."""
+        sound = torch.isfinite(torch.stack(list(c)).sum())
+        if sound.device.type != "cpu":  # where an answer would be waited for
+            _add_where(sound, x, self._sums(c, of))
+        elif bool(sound):
+            which = of or [0] * len(self._parts)
+            for part, each, i in zip(self._parts, x, which, strict=True):
+                each.addmv_(part.t(), c[i])
+        return sound
 
     def rows_of_sum(self, rows: slice) -> Tensor:
         """The sum of the vectors; ``rows`` are those that are here."""
@@ -141,21 +168,34 @@ class ColumnBasis(_Chunked):
         mine = vectors[cuts[world.rank] : cuts[world.rank + 1]]
         return cls(mine.clone(), chunks, world, len(vectors))
 
-    def coefficients(self, x: Sequence[Tensor]) -> Tensor:
-        """V̂^{(p)ᵀ}x, ``(r_p,)``."""
-        return self._dots(x)
+    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+        """V̂^{(p)ᵀ}x, ``(r_p,)``; what is not finite among them shows in :meth:`add`."""
+        return self._dots(x, witness)
 
-    def add(self, x: Sequence[Tensor], c: Sequence[Tensor]) -> None:
-        """Add V̂c to x in place."""
-        sums = [part.t() @ own for part, own in zip(self._parts, c, strict=True)]
+    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+        """Add V̂c to x in place, where it is finite."""
+        sums = self._sums(c, of)
         self._world.start_sum(sums).wait()
-        torch._foreach_add_(list(x), sums)
+        sound = torch.isfinite(torch.stack([each.sum() for each in sums]).sum())
+        _add_where(sound, x, sums)
+        return sound
 
     def rows_of_sum(self, rows: slice) -> Tensor:
         """Some rows of the sum of all vectors."""
         total = self.vectors.sum(0)
         self._world.start_sum([total]).wait()
         return total[rows]
+
+
+def _add_where(sound: Tensor, x: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    """Add to x in place, if ``sound``."""
+    if sound.device.type != "cpu":
+        zero = sums[0].new_zeros(()) if sums else None
+        sums = [torch.where(sound, each, zero) for each in sums if zero is not None]
+    elif not bool(sound):
+        return
+    if sums:  # a process may have no rows
+        torch._foreach_add_(list(x), list(sums))
 
 
 def newton_rates(values: Tensor, floor: float) -> Tensor:
@@ -247,6 +287,7 @@ class Subspace:
         momentum: Coefficients of the vectors that are ``basis.mine``.
         carried: This process's part of a vector, or None for zero.
         decayed: What is left of ``carried``.
+        unsound: ``()``, whether a step has not been finite; the same on all processes.
     """
 
     basis: Basis
@@ -258,25 +299,66 @@ class Subspace:
     momentum: Tensor
     carried: Tensor | None = None
     decayed: float = 1.0
+    unsound: Tensor | None = None
 
-    def accumulate(self, c: Tensor, decay: float, gain: float, nesterov: bool) -> Tensor:
-        """The momentum takes in V̂ᵀg; returns what the Newton step is made of."""
-        self.momentum.mul_(decay).add_(c, alpha=gain)
+    def accumulate(
+        self, c: Tensor, decay: float, gain: float, nesterov: bool, sound: Tensor
+    ) -> Tensor:
+        """The momentum takes in V̂ᵀg; returns what the Newton step is made of.
+
+        Where V̂ᵀg is not ``sound`` the momentum stays, and what is returned is not finite.
+        """
+        taken = self.momentum.mul(decay).add_(c, alpha=gain)
+        newton = taken * decay + gain * c if nesterov else taken
+        self.momentum.copy_(torch.where(sound, taken, self.momentum))
         self.decayed *= decay
-        return self.momentum * decay + gain * c if nesterov else self.momentum.clone()
+        return torch.where(sound, newton, torch.nan)
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
         """The momentum in full, this process's part."""
         size = sum(sum(chunk.sizes) for chunk in chunks)
         vector = self.momentum.new_zeros(size)
-        self.basis.add([vector[c.columns] for c in chunks], [self.momentum] * len(chunks))
+        self.basis.add([vector[c.columns] for c in chunks], [self.momentum])
         if self.carried is not None:
             vector.add_(self.carried, alpha=self.decayed)
         return vector
 
     def carry(self, vector: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Take over a momentum in full: its part in V̂, and what is left."""
+        """Take over a momentum in full, its part in V̂ and what is left, if it is finite."""
         parts = [vector[chunk.columns] for chunk in chunks]
-        self.momentum = self.basis.coefficients(parts)
-        self.basis.add(parts, [-self.momentum] * len(chunks))
-        self.carried, self.decayed = vector, 1.0
+        c = self.basis.coefficients(parts)
+        sound = self.basis.add(parts, [-c])
+        self.momentum = torch.where(sound, c, 0.0)
+        self.carried, self.decayed = vector.masked_fill_(~sound, 0.0), 1.0
+
+    def correct(
+        self,
+        values: Sequence[Tensor],
+        moved: Sequence[Tensor],
+        newton: Tensor,
+        scales: Sequence[float | Tensor],
+        of: Sequence[int],
+    ) -> Tensor:
+        """Take the base's step out of the subspace, stretch it, and add the Newton step.
+
+        Nothing changes, on any process, where a step is not finite on one.
+
+        Args:
+            values: The parameters after the base's step; changed in place.
+            moved: What that was; used up.
+            newton: As :meth:`accumulate` has returned it.
+            scales: α of each group of parameters.
+            of: The group of each chunk.
+
+        Returns:
+            ``()``, whether the step was finite, the same on all processes.
+        """
+        step = newton * self.rates
+        c = self.basis.coefficients(moved, witness=step)
+        stretch = self.rest_scale - 1.0
+        steps = [-scale * step - self.rest_scale * c for scale in scales]
+        sound = self.basis.add(values, steps, of)
+        if stretch and moved:
+            torch._foreach_mul_(list(moved), stretch)
+            _add_where(sound, values, moved)
+        return sound

@@ -1,0 +1,173 @@
+"""What is not finite on one process reaches the parameters of none, and all of them say so.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pairs import ADAM, BATCHES, LAYOUTS, go, network, shards, spread
+from ranks import agreed, replaced
+from torch import Tensor, nn
+
+from second_order import DHO2, SecondOrderWarning
+from second_order.lanczos.spectrum import Pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pool import World
+
+NAN = float("nan")
+STEPS, REFRESH, BETWEEN = 11, 6, 4  # refreshes are at steps 2, 6 and 10
+EIGH, VECTORS = torch.linalg.eigh, Pairs.vectors
+LEFT_OUT = "is not finite, by the gradient, the eigenvectors or their momentum: it is left out"
+NOT_FINITE = "the curvature at step 6 is not finite"
+FAULTS: dict[str, tuple[int, str]] = {  # the step before which it happens, and what is said
+    "vectors": (BETWEEN, LEFT_OUT),
+    "inf": (BETWEEN, LEFT_OUT),
+    "momentum": (BETWEEN, LEFT_OUT),
+    "rates": (BETWEEN, LEFT_OUT),
+    "vectors at a refresh": (REFRESH, ""),
+    "momentum at a refresh": (REFRESH, ""),
+    "new vectors": (REFRESH, NOT_FINITE),
+    "eigh": (REFRESH, NOT_FINITE),
+}
+
+
+@contextmanager
+def fault(optimizer: Any, name: str) -> Iterator[None]:
+    """During one step, on this rank."""
+    subspace = optimizer._subspace
+    if name.startswith(("vectors", "inf")):
+        subspace.basis.vectors[0, 0] = math.inf if name == "inf" else NAN
+    elif name.startswith("momentum"):
+        subspace.momentum[0] = NAN
+    elif name == "rates":
+        subspace.rates[0] = NAN
+    elif name == "new vectors":
+        with replaced(Pairs, {"vectors": lambda pairs: VECTORS(pairs) * NAN}):
+            yield
+        return
+    elif name == "eigh":
+        spoilt = lambda matrix: tuple(part * NAN for part in EIGH(matrix))  # noqa: E731
+        with replaced(torch.linalg, {"eigh": spoilt}):
+            yield
+        return
+    yield
+
+
+Result = tuple[list[Tensor], list[str], list[bool]]
+
+
+def spoilt(
+    rank: int, world_size: int, name: str, on: int, options: dict[str, Any], faulty: bool = True
+) -> Result:
+    """The trajectory, what was said, and whether there were eigenpairs after each step."""
+    model, found, having = network(), [], []
+    optimizer = spread(model, rank, world_size, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, batch in enumerate(shards(BATCHES[:STEPS], rank, world_size)):
+            if faulty and rank == on and step == FAULTS[name][0]:
+                with fault(optimizer, name):
+                    found += go(model, optimizer, [batch])
+            else:
+                found += go(model, optimizer, [batch])
+            having.append(len(optimizer.curvature.eigenvalues) > 0)
+    said = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    return found, said, having
+
+
+def judge(results: list[Result], name: str, sound: list[Tensor]) -> None:
+    found = agreed([each for each, _, _ in results])
+    at, message = FAULTS[name]
+    assert all(bool(each.isfinite().all()) for each in found)
+    assert all(torch.equal(a, b) for a, b in zip(found[:at], sound[:at], strict=True))
+    for _, said, having in results:
+        assert having == results[0][2]
+        assert having[-1], "no eigenpairs any more"
+        if message:
+            assert len(said) == 1
+            assert message in said[0]
+        if message == LEFT_OUT:
+            assert having[at : REFRESH + 1] == [False, False, True]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_nothing_that_is_not_finite_on_one_rank_reaches_the_parameters(
+    world: World, name: str, layout: str
+) -> None:
+    options = {"layout": layout, "momentum": 0.9}
+    (sound, _, _), *_ = world.run(spoilt, 2, name, 0, options, False)
+    on = [0] if name == "eigh" else [0, 1]  # the first rank's pairs are everybody's
+    for rank in on:
+        judge(world.run(spoilt, 2, name, rank, options), name, sound)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("base", [{"momentum": 0.9}, {"base": ADAM, "lr": 0.02}], ids=str)
+def test_nor_on_one_process(name: str, base: dict[str, Any]) -> None:
+    sound, _, _ = spoilt(0, 1, name, 0, base, faulty=False)
+    judge([spoilt(0, 1, name, 0, base)], name, sound)
+
+
+def test_a_step_that_is_left_out_is_the_bases() -> None:
+    """On the whole gradient, and not stretched."""
+    plain = network()
+    optimizer = spread(plain, 0, 1, momentum=0.0, lr=0.1)
+    go(plain, optimizer, BATCHES[:BETWEEN])
+    base = network()
+    base.load_state_dict(plain.state_dict())
+    with pytest.warns(SecondOrderWarning, match="left out"), fault(optimizer, "momentum"):
+        go(plain, optimizer, [BATCHES[BETWEEN]])
+    go(base, torch.optim.SGD(base.parameters(), lr=0.1), [BATCHES[BETWEEN]])
+    for p, q in zip(plain.parameters(), base.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_an_accident_on_another_rank_than_the_first_costs_nothing(world: World) -> None:
+    options = {"layout": "row", "momentum": 0.9}
+    (sound, _, _), *_ = world.run(spoilt, 2, "eigh", 0, options, False)
+    results = world.run(spoilt, 2, "eigh", 1, options)
+    for found, said, _ in results:
+        assert said == []
+        assert all(map(torch.equal, found, sound))
+
+
+# Runs that blow up.
+
+
+def test_a_loss_that_has_grown_tenfold_is_told_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+
+    def loss() -> Tensor:
+        return nn.functional.mse_loss(model(x), y)
+
+    optimizer = DHO2(
+        model,
+        lr=1.2,  # for the base alone too long
+        largest=1,
+        warmup_steps=0,
+        curvature_interval=3,
+        curvature_closure=loss,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    (message,) = [str(w.message) for w in caught]
+    assert float(loss().detach()) > 100.0
+    assert "the loss of the curvature batch has grown from" in message
+    assert "lower newton_scale or lr" in message
