@@ -63,7 +63,7 @@ class Scene:
         System, _, options = SYSTEMS[told["system"]]
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        self.optimizer: Any = System(self.model, lr=0.1, **options, **told.get("options", {}))
+        self.optimizer: Any = System(self.model, lr=0.1, **(options | told.get("options", {})))
         x, y = torch.randn(8, 6), torch.randint(3, (8,))
         self.batch = x, y
 
@@ -92,9 +92,9 @@ class Scene:
             self.optimizer.serve([self.batch], self.loss)
 
     def stopping(self) -> Iterator[Any]:
-        """Batches; with the third the process is stopped from outside."""
-        yield self.batch
-        yield self.batch
+        """Batches; before one of them the process is stopped, as if from outside."""
+        for _ in range(self.told["before"]):
+            yield self.batch
         say("stopped")
         os.kill(os.getpid(), signal.SIGSTOP)
         while True:

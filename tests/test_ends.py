@@ -131,3 +131,17 @@ def test_solves_that_take_for_ever(stage: Stage) -> None:
     waited_for = {"options": {"max_staleness": 0}, "waits": True, "closes": True}
     played.append(scene("DistKFAC", "interrupt", hang="compute", **waited_for))
     assert stage.play(*played) == [[status] * 2 for status in (*scenes.values(), INTERRUPTED)]
+
+
+def test_helpers_that_have_been_stopped(stage: Stage) -> None:
+    """Both stats workers, which takes seconds for the two of them; the first accelerator.
+
+    The other one waits for it for `helper_timeout`.
+    """
+    patient = {"epoch_steps": 1000, "helper_timeout": 8.0}
+    scenes = [
+        scene("stats", "close", stops=[2, 3], before=2),
+        scene("stats", "no close", stops=[2, 3], before=2),
+        scene("MRDHO2", "close", stops=[2], before=0, options=patient),
+    ]
+    assert stage.play(*scenes) == [[0, 0, None, None], [0, 0, None, None], [0, 0, None, 0]]

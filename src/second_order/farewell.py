@@ -30,7 +30,7 @@ class Farewell:
         threads: Those that are then to end.
         patience: Seconds to wait for them, since they were told, or since the last sign of life.
         sign: When there was one, by ``time.monotonic``.
-        most: Seconds to wait at most, whatever the signs; ``patience`` if there are none.
+        most: Seconds to wait in all, whatever the signs; ``patience`` if there are none.
     """
 
     def __init__(
@@ -59,21 +59,25 @@ class Farewell:
             self._begun = time.monotonic()
             self._tell()
 
-    def finish(self) -> bool:
-        """Tell them, and wait until they have ended; whether they have."""
+    def finish(self, most: float | None = None) -> bool:
+        """Tell them, and wait until they have ended; whether they have.
+
+        Args:
+            most: Seconds to wait in all, since they were told, in the place of the usual.
+        """
         self.begin()
         while not self.over:
-            left = self._until() - time.monotonic()
+            left = self._until(self._most if most is None else most) - time.monotonic()
             if left <= 0.0:
                 return False
             for thread in self._threads:
                 thread.join(max(min(left, SLICE_SECONDS), 0.0))
         return True
 
-    def _until(self) -> float:
+    def _until(self, most: float) -> float:
         assert self._begun is not None
         sign = self._begun if self._sign is None else max(self._begun, self._sign())
-        return min(sign + self._patience, self._begun + self._most)
+        return min(sign + self._patience, self._begun + most)
 
 
 _to_come: set[Farewell] = set()

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.distributed.collectives import World
 from second_order.errors import SecondOrderError
+from second_order.farewell import Farewell
 
 __all__ = ["Courier", "Message", "Patience", "await_connections", "await_goodbyes", "open_store"]
 
@@ -35,6 +37,8 @@ PART_BYTES = 4 * 2**20  # of a message: the store refuses values of more than 8 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
+FAREWELL_SECONDS = 5.0  # without an answer of the store, after which a goodbye is given up
+LAST_WORDS_SECONDS = 15.0  # that what is still to be sent may hold up the interpreter's end
 LAST_LOOK_SECONDS = 0.5  # at most, for what a peer that is lost may have left
 BOOT_ID, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
@@ -158,7 +162,14 @@ class Courier:
             target=_run, args=(address, self._shared), name="second_order courier", daemon=True
         )
         self._thread.start()
-        self._farewell = weakref.finalize(self, _say_goodbye, self._shared, self._thread, 1.0)
+        self._farewell = Farewell(
+            partial(_say_goodbye, self._shared),
+            [self._thread],
+            FAREWELL_SECONDS,
+            sign=partial(getattr, self._shared, "moved"),
+            most=min(timeout, LAST_WORDS_SECONDS),
+        )
+        weakref.finalize(self, self._farewell.begin).atexit = False
 
     def await_connection(self) -> None:
         """Wait until the store has been reached, or could not be within the timeout."""
@@ -264,18 +275,23 @@ class Courier:
         """Whether the peer has said goodbye."""
         return self._shared.numbers.get(CLOSED) is not None
 
+    def leave(self) -> None:
+        """Say goodbye, and wait for nothing; :meth:`close` is still to come."""
+        if self._pid == os.getpid():  # in a child of fork there is no such thread
+            self._farewell.begin()
+
     def close(self, patience: float) -> None:
         """Say goodbye, and end the thread; what has been posted goes first.
 
         What has been fetched and not asked for is let go.
 
         Args:
-            patience: Seconds to wait for that; a thread that hangs in a dead connection is left.
+            patience: Seconds to wait for that, since :meth:`leave` if it has been called. A thread
+                that hangs in a dead connection, or for 5 s in one that does not answer, is left.
         """
         if self._pid != os.getpid():  # in a child of fork there is no such thread
             return
-        self._farewell.detach()
-        _say_goodbye(self._shared, self._thread, patience)
+        self._farewell.finish(patience)
         with self._shared.lock:
             self._shared.expected.clear()
             self._shared.received.clear()
@@ -301,6 +317,7 @@ class _Shared:
         self.hurried = False  # somebody waits
         self.failure = ""
         self.begun = self.ended = 0  # passes of the thread
+        self.moved = 0.0  # when the store has answered last
         self._beat, self.silence = -1, Patience(timeout)  # since the peer's last heartbeat
 
     def hurry(self, hurried: bool) -> None:
@@ -314,11 +331,10 @@ class _Shared:
             self.silence.begin()
 
 
-def _say_goodbye(shared: _Shared, thread: threading.Thread, patience: float) -> None:
+def _say_goodbye(shared: _Shared) -> None:
     shared.said[CLOSED] = 1
     shared.stop.set()
     shared.wake.set()
-    thread.join(patience)
 
 
 def _run(address: tuple[str, int], shared: _Shared) -> None:
@@ -370,6 +386,7 @@ class _Line:
     def beat(self) -> None:
         """Tell that one lives, and listen for the peer, if it is time to."""
         now, shared = time.monotonic(), self._shared
+        shared.moved = now
         if now < self._next:
             return
         self._beat, self._next = self._beat + 1, now + shared.timeout / BEATS_A_TIMEOUT

@@ -391,7 +391,7 @@ class MRDHO2(FOSIOptimizer):
     def close(self) -> None:
         """Say goodbye: accelerators return from serve(), workers go on as the base alone.
 
-        It takes ``helper_timeout`` seconds at most, where an accelerator has been stopped.
+        It takes 5 seconds at most, or ``helper_timeout``, where an accelerator has been stopped.
         """
         self._epochs.close()
         if self._accelerator is not None:

@@ -209,6 +209,8 @@ class Helpers:
         if left:
             names = ", ".join(helper.name for helper in left)
             for helper in left:
+                helper.courier.leave()
+            for helper in left:
                 helper.courier.close(0.1)
             self.active = [helper for helper in self.active if helper not in left]
             rest = (
@@ -280,7 +282,9 @@ class Helpers:
     # --------------------------------------------------------------------------------- the rest
 
     def close(self, patience: float) -> None:
-        """Say goodbye to those that are there."""
+        """Say goodbye to those that are there, and wait for all of them together."""
+        for helper in self.active:
+            helper.courier.leave()
         for helper in self.active:
             helper.courier.close(patience)
             if self.store is not None and helper.courier.closed_there:  # others still listen
