@@ -65,7 +65,7 @@ def test_the_last_ranks_help_and_somebody_trains(world_size: int, helpers: int) 
 
 def test_fewer_helpers_than_none_are_refused() -> None:
     for world_size in 1, 3:
-        with pytest.raises(ValueError, match=r"^-1 ranks of role 'accelerator' with"):
+        with pytest.raises(ValueError, match=r"^accelerators=-1 with"):
             assign_roles(world_size, -1, "accelerator")
 
 
