@@ -361,7 +361,7 @@ def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:
 def test_masks_of_a_device_give_what_picked_rows_give(
     approx: Any, triangular: bool, seed: int, dead: set[int]
 ) -> None:
-    """Where a question would wait, rows are masked instead; what is masked need not be finite."""
+    """Where a question would wait, rows are masked instead."""
     for module, x, d in pairs_of_all_kinds(seed):
         d[list(dead)] = 0
         options = {"approximation": approx, "dtype": F64, "triangular": triangular}
@@ -369,13 +369,25 @@ def test_masks_of_a_device_give_what_picked_rows_give(
         picked = pair_statistics(module, x, d, bias=bias, **options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(examples, "_answers_at_once", lambda device: False)
-            if x.is_floating_point() and isinstance(module, nn.Linear):
-                x[list(dead)] = torch.nan
             masked = pair_statistics(module, x, d, bias=bias, **options)
         assert isinstance(masked.examples, Tensor)
         assert float(masked.examples) == picked.examples
         for a, b in zip(masked.factors, picked.factors, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_where_it_has_no_gradient_either(
+    bad: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the gradient of the weight, 0 times infinity."""
+    monkeypatch.setattr(examples, "_answers_at_once", lambda device: at_once)
+    for module, x, d in pairs_of_all_kinds(0):
+        if x.is_floating_point():
+            d[1], x[1] = 0, bad
+            pair = pair_statistics(module, x, d, bias=True, approximation="expand", dtype=F64)
+            assert not bool(pair.a.isfinite().all())
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])

@@ -80,6 +80,22 @@ def test_transforms_are_named_as_what_hides_gradients(System: Any, step: Any) ->
     assert "torch.compile" not in message
 
 
+def by_autograd_grad(model: nn.Module) -> None:
+    params = list(model.parameters())
+    for p, gradient in zip(
+        params, torch.autograd.grad(cross_entropy(model(X), Y), params), strict=True
+    ):
+        p.grad = gradient
+
+
+@each_kronecker
+def test_gradients_that_are_put_into_grad_by_hand_are_named(System: Any) -> None:
+    (message,) = warned(System, net(), by_autograd_grad)
+    assert "no layer gave statistics" in message
+    assert "torch.autograd.grad" in message
+    assert "torch.compile" not in message
+
+
 class Half(nn.Module):
     """One layer inside of vmap, and one outside."""
 
@@ -272,7 +288,7 @@ NARROW = {"factor_dtype": torch.float32, "inv_dtype": torch.float32, "lr": 0.0}
 SPREAD: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (0, {"factor_exchange": "reduce", "grad_worker_fraction": 0.5}),
-    (1, {"passes": 2}),  # whose factors see one rank's passes alone
+    (1, {"passes": 2, "accumulation_steps": 1}),  # whose factors see one rank's passes alone
     (2, {}),
 ]
 

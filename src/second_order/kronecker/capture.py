@@ -32,6 +32,14 @@ __all__ = ["Capture", "PairConsumer"]
 
 Sampler = Callable[[Any, int], Tensor]
 NO_BACKWARD = -1
+TRANSFORMED = (
+    "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
+    "of them, and backward() on its loss"
+)
+NOT_ACCUMULATED = (
+    "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
+    "nothing; call backward() on the loss"
+)
 
 
 class PairConsumer(Protocol):
@@ -139,6 +147,8 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
             return
         again, call.used = call.used, True
         alive._emit(call.module, x, gradient, pass_id, call.source, again)
+    else:
+        alive.missed[call.module] = NOT_ACCUMULATED
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
 
@@ -214,8 +224,7 @@ class Capture:
             gradients in it are nobody else's.
         enabled: Pairs are captured only while this is True.
         root_calls: How often the root returned an output that labels were drawn from.
-        transformed: Layers that were called inside a transform of ``torch.func``, which shows hooks
-            no gradients.
+        missed: Why a pair of a layer did not count, the last time.
     """
 
     sampling: ClassVar[bool] = False
@@ -229,7 +238,7 @@ class Capture:
         self.enabled = True
         self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
-        self.transformed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._consumer = consumer
         self._sampler = sampler
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -269,7 +278,7 @@ class Capture:
     def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
         if torch._C._are_functorch_transforms_active():
             if self.enabled and module in self._observed:
-                self.transformed.add(module)
+                self.missed[module] = TRANSFORMED
             return
         if not (
             self.enabled

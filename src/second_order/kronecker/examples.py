@@ -30,13 +30,15 @@ class LiveRows:
     count: int | Tensor
 
     def pick(self, rows: Tensor) -> Tensor:
-        """The examples among ``(rows, ...)``; on a device all rows, the others being zero."""
+        """The examples among ``(rows, ...)``; on a device all rows, the others being zero.
+
+        A row that is none and not finite becomes NaN, as it does in the weight's gradient.
+        """
         if self.mask is None:
             return rows
-        if _answers_at_once(rows.device):
+        if _answers_at_once(rows.device) and bool(rows[~self.mask].isfinite().all()):
             return rows[self.mask]
-        # Not a product: what is not counted need not be finite.
-        return torch.where(self.mask.view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)
+        return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
     def same(self, other: LiveRows) -> bool:
         """Whether both are known to be the same rows, without waiting for a device."""

@@ -240,7 +240,7 @@ def _reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         return x.mean(1), d.sum(1)
     mask = live.mask.view(-1, length, 1)
     counts = mask.sum(1).clamp_min(1)
-    return torch.where(mask, x, 0.0).sum(1) / counts, d.sum(1)
+    return (x * mask).sum(1) / counts, d.sum(1)
 
 
 def _embedding_statistics(

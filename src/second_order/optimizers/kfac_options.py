@@ -101,7 +101,8 @@ class KFACOptions:
                 f"none; use solver='eigen', or leave eigen_refresh at 'full'"
             )
         if self.accumulation_steps != "auto":
-            check_count("accumulation_steps", self.accumulation_steps, "micro-batches to a step")
+            meaning = "micro-batches to a step, or 'auto'"
+            check_count("accumulation_steps", self.accumulation_steps, meaning)
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         for name in ("factor_dtype", "inv_dtype"):
             if getattr(self, name) not in FACTOR_DTYPES:

@@ -26,9 +26,9 @@ from second_order.optimizers.placement import Placement
 __all__ = ["Refresh"]
 
 PART_BYTES = 64 * 2**20  # of full matrices that are refreshed together on one process
-TRANSFORMED = (
-    "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
-    "of them, and backward() on its loss"
+UNREACHED = (
+    "the forward does not call these modules, or their outputs do not reach the loss; see to it "
+    "that they do"
 )
 FAILED, UNSEEN, LOST = 1.0, 2.0**10, 2.0**20  # summed over the ranks, and told apart in the sum
 
@@ -281,29 +281,28 @@ class Refresh(Placement):
 
     def _warn_of_absence(self, silent: Sequence[KroneckerBlock]) -> None:
         new = [b for b in silent if self._first_time(f"no:{b.name}")]
-        hidden = [b.name for b in new if self._is_transformed(b)]
-        if hidden:
+        names: dict[str, list[str]] = {}
+        for block in new:
+            names.setdefault(self._why_silent(block) or UNREACHED, []).append(repr(block.name))
+        for reason, absent in names.items():
             self._warn(
-                f"no statistics arrived for {', '.join(map(repr, hidden))}: {TRANSFORMED}; the "
-                f"base optimizer trains them until then"
-            )
-        absent = [b.name for b in new if b.name not in hidden]
-        if absent:
-            self._warn(
-                f"no statistics arrived for {', '.join(map(repr, absent))}: the forward does not "
-                f"call these modules, or their outputs do not reach the loss; the base optimizer "
-                f"trains them until it does"
+                f"no statistics arrived for {', '.join(absent)}: {reason}; the base optimizer "
+                f"trains them until then"
             )
 
-    def _is_transformed(self, block: KroneckerBlock) -> bool:
-        return any(module in self._capture.transformed for module in block.modules)
+    def _why_silent(self, block: KroneckerBlock) -> str:
+        """Why no pair of a layer has come, if that is known."""
+        reasons = (self._capture.missed.get(module, "") for module in block.modules)
+        return next(filter(None, reasons), "")
 
     def _warn_of_silence(self) -> None:
         if not self._first_time("no statistics"):
             return
-        cause = "make the optimizer before torch.compile's first run: hooks added later never fire"
-        if any(map(self._is_transformed, self._active)):
-            cause = TRANSFORMED
+        known = filter(None, map(self._why_silent, self._active))
+        cause = next(
+            known,
+            "make the optimizer before torch.compile's first run: hooks added later never fire",
+        )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
         self._warn(
