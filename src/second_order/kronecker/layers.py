@@ -335,7 +335,8 @@ def _conv_statistics(
         x, d = x.unsqueeze(0), d.unsqueeze(0)
     live, rows = live_rows(d), len(d)
     if live.mask is not None:
-        x, d = live.pick(x), live.pick(d)
+        x = live.pick(x)
+        d = live.pick(d) if len(x) < rows else d  # which is zero where x is not left out
     if len(d) == 0:
         x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
     count, examples = len(d), live.count
