@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerated import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
 from pairs import ADAM, BATCHES, LAYOUTS, go, network, shards, spread
 from ranks import agreed, replaced
 from torch import Tensor, nn
@@ -140,6 +141,37 @@ def test_an_accident_on_another_rank_than_the_first_costs_nothing(world: World) 
     for found, said, _ in results:
         assert said == []
         assert all(map(torch.equal, found, sound))
+
+
+# MRDHO2.
+
+
+def spoilt_epoch(rank: int, world_size: int, final_update: str) -> Any:
+    """One worker's sum of gradients is not finite in the second of three epochs."""
+    model = CASE.model()
+
+    def before(step: int) -> None:
+        if rank == 1 and step == EPOCH + 2:
+            optimizer._epochs.total[0] = NAN
+
+    with noted() as warned, mrdho2(model, final_update=final_update) as optimizer:
+        if optimizer.role == "accelerator":
+            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+            return None
+        trajectory = worker(model, optimizer, rank, world_size - 1, before=before)
+        return trajectory, [report.applied for report in optimizer.epochs], warned
+
+
+@pytest.mark.parametrize("final_update", ["paper", "additive"])
+def test_a_final_update_that_is_not_finite_on_one_worker_is_made_by_none(
+    world: World, final_update: str
+) -> None:
+    results = world.run(spoilt_epoch, 3, final_update)[:2]
+    assert all(bool(each.isfinite().all()) for each in agreed([r[0] for r in results]))
+    for _, applied, warned in results:
+        assert applied == [True, False, True]
+        (message,) = warned
+        assert message == "the final update of epoch 1 is not finite: it is left out"
 
 
 # Runs that blow up.
