@@ -9,6 +9,7 @@ from second_order.errors import (
     SecondOrderWarning,
 )
 from second_order.optimizers.base import SecondOrderOptimizer
+from second_order.optimizers.checkpoint import export_base_state
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.distkfac_options import DecayingClip
@@ -36,5 +37,6 @@ __all__ = [
     "SecondOrderOptimizer",
     "SecondOrderWarning",
     "Summary",
+    "export_base_state",
     "lanczos",
 ]

@@ -11,7 +11,7 @@ then. A layer without an inverse is waited for, and so are all during ``refresh_
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from second_order.optimizers.kfac import KFACOptimizer
 from second_order.optimizers.kfac_options import check_damping
 from second_order.optimizers.options import follow_learning_rates, value_at
 from second_order.optimizers.refresh import FAILED, LOST, UNSEEN
+from second_order.optimizers.saved import SavedPart
 
 __all__ = ["BackgroundOptions", "BackgroundRefresh"]
 
@@ -345,7 +346,7 @@ class BackgroundRefresh(KFACOptimizer):
                 for block in [b for b in steps if b not in known or not b.solved]:
                     del steps[block]
 
-    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         super()._adopt_curvature(saved)
         self._flights.clear()
         self._landed_at, self._taken_at = {}, {}

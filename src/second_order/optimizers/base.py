@@ -12,7 +12,7 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the subclas
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,7 +22,8 @@ from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
 from second_order.optimizers.averaging import PendingAverage, Routed
-from second_order.optimizers.base_state import BASE, CURVATURE, BaseState, with_parts
+from second_order.optimizers.base_state import CURVATURE, BaseState
+from second_order.optimizers.checkpoint import header, read_checkpoint
 from second_order.optimizers.given import (
     check_scaler,
     look_through,
@@ -47,6 +48,7 @@ from second_order.optimizers.options import (
     split_base_keywords,
 )
 from second_order.optimizers.outline import Outline
+from second_order.optimizers.saved import SavedPart
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -228,10 +230,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """The ``"curvature"`` part of each parameter that has one; tensors are shared."""
         return {}
 
-    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over the ``"curvature"`` parts of a checkpoint, in the dtypes they were saved in."""
 
-    def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _check_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
 
     # ------------------------------------------------------------------------------- stepping
@@ -345,7 +347,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         parts = self._curvature_state()
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p][CURVATURE] = {**parts.get(p, {}), "steps": self._steps}
+                self.state[p][CURVATURE] = {**parts.get(p, {}), **header(self._steps, self._base)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them what else the last backward left."""
@@ -426,20 +428,22 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         base's part, and curvature starts anew.
 
         Raises:
-            ValueError: If the groups or a layer's factors do not fit; nothing has changed then.
+            ValueError: Naming the entry, if something does not fit, is not finite, out of bounds
+                or unknown, or another base's; nothing has changed then.
         """
-        parts = {k: with_parts(v) for k, v in state_dict["state"].items()}
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        # Loading casts floating state to the parameter's dtype, so curvature goes around it.
-        saved = {
-            p: parts[i].get(CURVATURE, {}) for i, p in zip(ids, params, strict=False) if i in parts
-        }
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        found = read_checkpoint(state_dict, self._base, self.param_groups, names)
+        saved = found.curvature
         self._check_curvature(saved)
-        base_parts = {k: {BASE: v.get(BASE, {})} for k, v in parts.items()}
-        super().load_state_dict({**state_dict, "state": base_parts})
+        # Loading casts floating state to the parameter's dtype, so curvature goes around it.
+        super().load_state_dict({**state_dict, "state": found.base})
         self._outline.loaded = True
-        self._steps = max((int(part.get("steps", 0)) for part in saved.values()), default=0)
+        self._steps = found.steps
+        if found.absent:
+            self._warn(
+                f"the checkpoint has nothing of {', '.join(found.absent[:20])}: their state begins "
+                f"anew"
+            )
         for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["BASE", "CURVATURE", "BaseState", "with_parts"]
+__all__ = ["BASE", "CURVATURE", "BaseState"]
 
 State: TypeAlias = defaultdict[Tensor, dict[str, Any]]
 
@@ -39,10 +39,3 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
 
     def __contains__(self, p: object) -> bool:
         return p in self._state and BASE in self._state[p]  # type: ignore[index]
-
-
-def with_parts(entry: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's entry of a checkpoint in its two parts; that of the base alone is one."""
-    if set(entry) <= {BASE, CURVATURE}:
-        return entry
-    return {BASE: dict(entry)}

@@ -11,7 +11,7 @@ every step:                 the owner preconditions its layers' mean gradients; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -33,6 +33,7 @@ from second_order.optimizers.kfac import KFACOptimizer
 from second_order.optimizers.kfac_options import KFACOptions
 from second_order.optimizers.options import Interval, Schedule, check_choice, own_keywords
 from second_order.optimizers.placement import layer_dims
+from second_order.optimizers.saved import SavedPart
 
 __all__ = ["DPKFAC"]
 
@@ -238,7 +239,7 @@ class DPKFAC(KFACOptimizer):
         # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
         return self._owners.get(block, self._world.rank) == self._world.rank
 
-    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         super()._adopt_curvature(saved)
         # A process may have got its own layers' factors alone, but moves and collects with others.
         for block in self._keepers:

@@ -9,7 +9,7 @@ Checkpoints hold whole tensors in either case, and load on any number of process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from second_order.optimizers.base_state import BASE, CURVATURE
 from second_order.optimizers.flat import Chunk, FlatLayout, Piece, chunks_of
 from second_order.optimizers.notices import warns_at_its_end
 from second_order.optimizers.options import PEAK_LR, check_rank
+from second_order.optimizers.saved import SavedPart
 from second_order.optimizers.shards import ShardedBase, gather_state, works_by_element
 
 __all__ = ["FlatOptimizer"]
@@ -257,7 +258,7 @@ class FlatOptimizer(SecondOrderOptimizer):
                 state["state"][index] = {BASE: parts[BASE], CURVATURE: curvature}
         return state
 
-    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         self._whole = self._sharded = None
         self._signature = None
         self._follow_layout()

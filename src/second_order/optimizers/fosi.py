@@ -12,7 +12,7 @@ base has moved the parameters by.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,12 @@ from second_order.optimizers.fosi_options import (
     refuse_no_closure,
 )
 from second_order.optimizers.fosi_state import (
-    check_saved,
+    OTHERS_TRAINED,
+    check_saved_pairs,
+    counts_of,
     eigenpair_parts,
     gather_eigenpairs,
+    has_pairs,
     load_eigenpairs,
 )
 from second_order.optimizers.keepers import is_checkpointing, is_sharded_checkpoint
@@ -44,6 +47,7 @@ from second_order.optimizers.options import (
     value_at,
 )
 from second_order.optimizers.rows import eigenpair_notes, parameter_rows
+from second_order.optimizers.saved import SavedPart
 from second_order.optimizers.subspace import (
     Basis,
     ColumnBasis,
@@ -459,20 +463,22 @@ class FOSIOptimizer(FlatOptimizer):
         parts = eigenpair_parts(self._subspace, self._layout, self._dtype, room)
         return {p: {**counts, **parts.get(p, {})} for p in self._layout.params}
 
-    def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
-        check_saved(saved)
+    def _check_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        check_saved_pairs(saved)
 
-    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         self._subspace = self._share = None
         super()._adopt_curvature(saved)
         assert self._layout is not None
-        self._refreshed_at, self._batch_loss, self._bound = -1, math.inf, 1.0
-        for part in saved.values():
-            self._refreshed_at = part.get("refreshed_at", -1)
-            self._batch_loss = part.get("batch_loss", math.inf)
-            self._bound = part.get("rest_scale_bound", 1.0)
-        loaded = load_eigenpairs(saved, self._layout.params, self._dtype)
-        if loaded is None or not self._computes_pairs():
+        counts = counts_of(saved)
+        self._refreshed_at = counts.get("refreshed_at", -1)
+        self._batch_loss = counts.get("batch_loss", math.inf)
+        self._bound = counts.get("rest_scale_bound", 1.0)
+        wanted = self._computes_pairs()
+        loaded = load_eigenpairs(saved, self._layout.params, self._dtype) if wanted else None
+        if loaded is None:
+            if wanted and has_pairs(saved):
+                self._warn(OTHERS_TRAINED)
             return
         mine = slice(0, self._layout.size)
         if self._split_rows:

@@ -5,6 +5,7 @@ They are state, not something to compute again: the batch they were computed fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,21 +16,37 @@ from torch import Tensor
 
 from second_order.distributed.collectives import World
 from second_order.lanczos.rows import row_bounds
+from second_order.optimizers.checkpoint import ELSEWHERE, HEADER
 from second_order.optimizers.flat import FlatLayout
+from second_order.optimizers.saved import SavedPart, is_real
 from second_order.optimizers.shards import gather_rows
 from second_order.optimizers.subspace import ColumnBasis, Subspace
 
 __all__ = [
+    "OTHERS_TRAINED",
+    "START",
+    "SUM",
     "Loaded",
-    "check_saved",
+    "check_saved_pairs",
+    "counts_of",
     "eigenpair_parts",
     "gather_eigenpairs",
+    "has_pairs",
     "load_eigenpairs",
     "load_vector",
     "vector_parts",
 ]
 
 VECTORS, CARRIED = "eigenvectors", "carried_momentum"
+SUM, START = "gradient_sum", "epoch_start"
+COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", "epoch", "epoch_step", "epoch_sums")
+HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
+KNOWN = (*HEADER, *COUNTS, *HEADS, VECTORS, CARRIED, SUM, START)
+OTHERS_TRAINED = (
+    "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "
+    "the base goes on alone until the next refresh"
+)
+UNIT = 0.1  # by which squared lengths may differ from 1; rounding makes far less
 
 
 @dataclass
@@ -159,22 +176,91 @@ def load_vector(
     return torch.cat(flat)
 
 
-def check_saved(saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Raise ValueError unless eigenvectors fit the parameters and are equally many."""
-    counts = set()
+def counts_of(saved: Mapping[Tensor, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The counts of a checkpoint: parameters that did not train have none."""
+    return next((part for part in saved.values() if "refreshed_at" in part), {})
+
+
+def has_pairs(saved: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    """Whether there are eigenpairs, and not only room for them."""
+    return any(part.get("largest", -1) >= 0 for part in saved.values())
+
+
+def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
+    """Raise ValueError unless counts and eigenpairs are sound, and fit the parameters."""
+    counts = counts_of(saved)
+    parts = {p: part for p, part in saved.items() if "refreshed_at" in part}
     for p, part in saved.items():
-        vectors = part.get(VECTORS)
-        if vectors is None:
+        part.check_known(KNOWN, ELSEWHERE)
+        if p not in parts:
+            for key in part:
+                if key not in HEADER:
+                    raise part.wrong(key, "comes without 'refreshed_at'")
             continue
-        if vectors.shape[1:] != p.shape:
-            raise ValueError(
-                f"the checkpoint has eigenvectors of shape {tuple(vectors.shape[1:])} for a "
-                f"parameter of shape {tuple(p.shape)}; load it into the model that it was saved "
-                f"with"
+        steps = part["steps"]
+        part.whole("refreshed_at", -1, steps)
+        part.require(["batch_loss", "rest_scale_bound"])
+        if not is_real(part["batch_loss"]) or part["batch_loss"] != math.inf:  # there has been none
+            part.number("batch_loss")
+        part.number("rest_scale_bound", 1.0)
+        if "epoch" in part:
+            part.whole("epoch", 0)
+            part.require(["epoch_step"])
+            part.whole("epoch_step", 0, steps)
+        if "epoch_sums" in part:
+            part.number("epoch_sums", 0.0, 1.0)
+        for key in COUNTS:
+            if part.get(key) != counts.get(key):
+                raise part.wrong(key, f"is {part.get(key)}, and {counts.get(key)} elsewhere")
+    for name in (CARRIED, START, SUM):
+        _check_vector(parts, name)
+    _check_pairs(parts)
+
+
+def _check_vector(parts: Mapping[Tensor, SavedPart], name: str) -> None:
+    """Raise unless all have their part of a vector, or none."""
+    if any(name in part for part in parts.values()):
+        for p, part in parts.items():
+            part.require([name])
+            part.tensor(name, tuple(p.shape))
+
+
+def _check_pairs(parts: Mapping[Tensor, SavedPart]) -> None:
+    """Raise unless there are no eigenpairs, or whole ones, of unit length."""
+    heads = [part for part in parts.values() if any(key in part for key in HEADS)]
+    if not heads and not any(VECTORS in part or CARRIED in part for part in parts.values()):
+        return
+    squares = counts = None
+    for p, part in parts.items():
+        part.require([VECTORS])
+        vectors = part.tensor(VECTORS)
+        if vectors.dim() < 1 or vectors.shape[1:] != p.shape:
+            raise part.wrong(
+                VECTORS,
+                f"has eigenvectors of shape {tuple(vectors.shape[1:])} for a parameter of shape "
+                f"{tuple(p.shape)}: load it into the model that it was saved with",
             )
-        counts.add(len(vectors))
-    if len(counts) > 1:
-        raise ValueError(f"the checkpoint has {sorted(counts)} eigenvectors for one model")
+        if counts is not None and len(vectors) != counts:
+            both = sorted({counts, len(vectors)})
+            raise part.wrong(VECTORS, f"makes {both} eigenvectors for one model")
+        counts = len(vectors)
+        length = torch.linalg.vector_norm(vectors.reshape(counts, -1), dim=1, dtype=torch.float64)
+        squares = length.square().cpu() + (0.0 if squares is None else squares)
+    if not heads:
+        raise next(iter(parts.values())).wrong("eigenvalues", "is missing")
+    head = heads[0]
+    if len(heads) > 1:
+        raise heads[1].wrong(next(k for k in HEADS if k in heads[1]), "is there for a second time")
+    head.require(HEADS)
+    assert counts is not None
+    assert squares is not None
+    for key in ("eigenvalues", "residuals", "subspace_momentum"):
+        head.tensor(key, (counts,))
+    head.not_below("residuals", 0.0, head["residuals"])
+    head.number("carried_decay", 0.0, 1.0)
+    if head.whole("largest", -1, counts) >= 0 and bool(((squares - 1.0).abs() > UNIT).any()):
+        lengths = ", ".join(f"{length:.3g}" for length in squares.sqrt().tolist())
+        raise head.wrong(VECTORS, f"has eigenvectors of lengths [{lengths}], where 1 is needed")
 
 
 def load_eigenpairs(

@@ -9,7 +9,7 @@ Which rank does which part, and how results travel, is for the subclass to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from second_order.optimizers.keepers import (
     move_factors,
 )
 from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_decay
+from second_order.optimizers.kfac_state import check_saved_factors
 from second_order.optimizers.notices import warns_at_its_end
 from second_order.optimizers.options import (
     PEAK_LR,
@@ -49,6 +50,7 @@ from second_order.optimizers.options import (
 )
 from second_order.optimizers.refresh import Refresh
 from second_order.optimizers.rows import layer_rows
+from second_order.optimizers.saved import SavedPart
 from second_order.report import Summary
 
 __all__ = ["KFACOptimizer"]
@@ -473,15 +475,13 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
             if block in active or block.factors is not None
         }
 
-    def _check_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
-        for block in self._blocks:
-            if block.trainable:  # a frozen layer's bias is not in its A yet
-                block.check_factors(saved.get(block.weight, {}))
+    def _check_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        check_saved_factors(saved, self._blocks)
 
-    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         self._elsewhere = None
         for block in self._blocks:
-            part = saved.get(block.weight, {})
+            part: Mapping[str, Any] = saved.get(block.weight, {})
             block.staged.clear()
             block.forget()
             block.failures = 0

@@ -14,7 +14,7 @@ mean of the last gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.epochs import UNSOUND, Epochs, FinalUpdate
 from second_order.optimizers.fosi import FOSIOptimizer
 from second_order.optimizers.fosi_options import FOSIOptions
-from second_order.optimizers.fosi_state import load_vector, vector_parts
+from second_order.optimizers.fosi_state import START, SUM, counts_of, load_vector, vector_parts
 from second_order.optimizers.keepers import is_sharded_checkpoint
 from second_order.optimizers.options import (
     Schedule,
@@ -47,12 +47,12 @@ from second_order.optimizers.options import (
     check_whole,
     own_keywords,
 )
+from second_order.optimizers.saved import SavedPart
 from second_order.report import CurvatureReport, EpochReport
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 
 FAREWELL_SECONDS = 5.0  # that the store outlives its host's own goodbye at most
-SUM, START = "gradient_sum", "epoch_start"
 
 
 class MRDHO2(FOSIOptimizer):
@@ -429,15 +429,13 @@ class MRDHO2(FOSIOptimizer):
         vectors = vector_parts({START: start, SUM: total}, self._layout.params)
         return {p: {**parts.get(p, {}), **vectors[p]} for p in self._layout.params}
 
-    def _adopt_curvature(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
         super()._adopt_curvature(saved)
         assert self._layout is not None
-        number = step = known = 0
-        for part in saved.values():
-            number, step = part.get("epoch", 0), part.get("epoch_step", 0)
-            known = part.get("epoch_sums", 1.0)  # otherwise zeros keep their places
-        self._epochs.resume(number, step)
-        if step and known and self._epochs.helped:
+        counts = counts_of(saved)
+        step = counts.get("epoch_step", 0)
+        self._epochs.resume(counts.get("epoch", 0), step)
+        if step and counts.get("epoch_sums", 1.0) and self._epochs.helped:
             params = self._layout.params
             self._epochs.start = load_vector(saved, START, params, self._layout.dtype)
             self._epochs.total = load_vector(saved, SUM, params, self._dtype)

@@ -1,0 +1,115 @@
+"""Entries of a checkpoint, looked at before anything is taken over; an error names the entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LARGEST", "SavedPart", "is_real", "is_whole", "kind_of"]
+
+
+LARGEST = 2**63 - 1
+"""That a tensor can hold."""
+
+
+class SavedPart(dict[str, Any]):
+    """What a checkpoint has of a parameter, in one of its parts.
+
+    Args:
+        key: The parameter's key in the checkpoint.
+        part: "base" or "curvature".
+        name: The parameter's name, for errors.
+        entries: What there is.
+    """
+
+    def __init__(self, key: Any, part: str, name: str, entries: dict[str, Any]) -> None:
+        super().__init__(entries)
+        self._where, self._name = f"state[{key!r}][{part!r}]", name
+
+    def wrong(self, key: str, what: str) -> ValueError:
+        """The error that says what is wrong with an entry."""
+        return ValueError(
+            f"the checkpoint's {self._where}[{key!r}], of parameter {self._name!r}, {what}; "
+            f"nothing has been loaded"
+        )
+
+    def check_known(self, known: Iterable[str], remedy: str) -> None:
+        """Raise ValueError if there is an entry of another name."""
+        for key in self:
+            if key not in known:
+                raise self.wrong(key, f"is not known here: {remedy}")
+
+    def require(self, keys: Iterable[str]) -> None:
+        """Raise ValueError if one of these is not there."""
+        for key in keys:
+            if key not in self:
+                raise self.wrong(key, "is missing")
+
+    def whole(self, key: str, low: int, high: int = LARGEST) -> int:
+        """A whole number between bounds."""
+        value = self[key]
+        if not is_whole(value):
+            raise self.wrong(key, f"is {kind_of(value)}, not a whole number")
+        if not low <= value <= high:
+            raise self.wrong(key, f"is {value}, outside [{low}, {high}]")
+        return int(value)
+
+    def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
+        """A number between bounds, or a tensor of one; infinite only where a bound is asked to be.
+
+        Args:
+            key: Of the entry.
+            low: The least.
+            high: The most; ``math.inf`` is no number itself.
+        """
+        value = self[key]
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            value = value.item()
+        if not is_real(value):
+            raise self.wrong(key, f"is {kind_of(value)}, not a number")
+        if not math.isfinite(value):
+            raise self.wrong(key, f"is {value}, which is not finite")
+        if not low <= value <= high:
+            raise self.wrong(key, f"is {value:g}, outside [{low:g}, {high:g}]")
+        return float(value)
+
+    def tensor(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A finite tensor of real or complex numbers, of a shape if one is given."""
+        value = self[key]
+        if not isinstance(value, Tensor):
+            raise self.wrong(key, f"is {kind_of(value)}, not a tensor")
+        if shape is not None and tuple(value.shape) != shape:
+            raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
+        if not (value.is_floating_point() or value.is_complex()):
+            raise self.wrong(key, f"is of {value.dtype}, and not of a floating type")
+        if not bool(torch.isfinite(value).all()):
+            raise self.wrong(key, "is not finite")
+        return value
+
+    def not_below(self, key: str, low: float, values: Tensor) -> None:
+        """Raise ValueError if any of the values of an entry is below a bound."""
+        if not values.is_complex() and bool((values < low).any()):
+            raise self.wrong(key, f"has {float(values.min()):g}, which is below {low:g}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a number, be it infinite."""
+    return is_whole(value) or isinstance(value, float)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for errors."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return (
+        repr(value) if isinstance(value, (int, float, str)) else f"of type {type(value).__name__}"
+    )
