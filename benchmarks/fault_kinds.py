@@ -323,8 +323,11 @@ ROUTINES = ("eigh", "cholesky_ex")
 
 
 def solving(run: Run, spoil: Callable[[Any], Any], everywhere: bool = False) -> None:
-    """Put `spoil(native)(matrix)` in the place of what decomposes, at the fault's step."""
-    if run.culprit or everywhere:
+    """Put `spoil(native)(matrix)` in the place of what decomposes, at the fault's step.
+
+    In DHO2 on the first rank, whose small matrix counts for all.
+    """
+    if everywhere or (run.rank == 0 if run.system.kind is DHO2 else run.culprit):
         for name in ROUTINES:
             native = getattr(torch.linalg, name)
             run.replace(torch.linalg, name, spoil(native), 3 if threaded(run.system) else 1)
