@@ -56,7 +56,7 @@ def live_rows(d: Tensor) -> LiveRows:
     look = d[:, :LOOKED_AT]
     while look.dim() > 2:
         look = look.select(-1, look.shape[-1] // 2)
-    suspects = (look == 0).view(len(d), -1).all(1).nonzero().squeeze(1)
+    suspects = (look == 0).all(1).nonzero().squeeze(1)
     if len(suspects) == 0:
         return LiveRows(None, len(d))
     dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]
