@@ -220,6 +220,7 @@ for _what, _sizes in (("as many", lambda s: (s.size, s.size)), ("other", _others
         suits=lambda s: not repeats(s),
         moments=("refresh",),
         expect="goes on",
+        alters=True,
         sizes=_sizes,
         signals=(signal.SIGKILL,),
     )(_resumed)
