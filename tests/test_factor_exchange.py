@@ -962,7 +962,13 @@ def train_counting(
     return trajectory, counts
 
 
-WARM = {"eigen_refresh": "warm", "relative_damping": True, "damping": 1.0, "lr": 0.3}
+WARM: dict[str, Any] = {
+    "eigen_refresh": "warm",
+    "relative_damping": True,
+    "damping": 1.0,
+    "lr": 0.3,
+    "kl_clip": 1e-3,
+}
 
 
 @pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])

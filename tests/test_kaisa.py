@@ -713,7 +713,7 @@ DIFFERENCES = {
     "exchange": r"rank 0 has .*all_reduce.*rank 1 has .* reduce",
     "refresh": r"'eigen_refresh': 'full'.*'eigen_refresh': 'warm'",
     "interval": r"'inv_update_steps': 1.*'inv_update_steps': 2",
-    "clip": r"'kl_clip': 0\.001.*'kl_clip': None",
+    "clip": r"'kl_clip': 0\.0025.*'kl_clip': None",
     "base": r"rank 0 has \[.*(SGD|momentum).*rank 1 has \[.*(Adam|betas)",
     "averaging": r"rank 1 has",
     "skip": r"'skip_layers': \(\).*'skip_layers': \('2',\)",
