@@ -97,6 +97,7 @@ def spoilt(value: Any) -> Iterator[tuple[str, Any]]:
         yield "shape", torch.zeros(2, 9, 1, 3)
         yield "negative", -value.abs() - 1
         yield "whole", torch.zeros_like(value, dtype=torch.int64)
+        yield "complex", value + 1j
         yield "number", 3.0
     elif isinstance(value, bool):
         yield "number", 2.5

@@ -229,7 +229,7 @@ def check_base_part(
         if key in NUMBERS:
             part.number(key, NUMBERS[key])
             continue
-        value = part.tensor(key, None if key in OWN_SHAPE else tuple(p.shape))
+        value = part.tensor(key, None if key in OWN_SHAPE else tuple(p.shape), complex_too=True)
         if value.is_complex() != p.is_complex():
             raise part.wrong(key, f"is of {value.dtype}, and the parameter of {p.dtype}")
         if key in SQUARES | OWN_SHAPE:

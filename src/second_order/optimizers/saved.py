@@ -77,14 +77,16 @@ class SavedPart(dict[str, Any]):
             raise self.wrong(key, f"is {value:g}, outside [{low:g}, {high:g}]")
         return float(value)
 
-    def tensor(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A finite tensor of real or complex numbers, of a shape if one is given."""
+    def tensor(
+        self, key: str, shape: tuple[int, ...] | None = None, complex_too: bool = False
+    ) -> Tensor:
+        """A finite tensor of real numbers, or of complex ones too; of a shape if one is given."""
         value = self[key]
         if not isinstance(value, Tensor):
             raise self.wrong(key, f"is {kind_of(value)}, not a tensor")
         if shape is not None and tuple(value.shape) != shape:
             raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
-        if not (value.is_floating_point() or value.is_complex()):
+        if not (value.is_floating_point() or (complex_too and value.is_complex())):
             raise self.wrong(key, f"is of {value.dtype}, and not of a floating type")
         if not bool(torch.isfinite(value).all()):
             raise self.wrong(key, "is not finite")
