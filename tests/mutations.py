@@ -875,7 +875,7 @@ MUTANTS = [
     _mutant(
         "the step count is not loaded",
         "optimizers/base.py",
-        'self._steps = max((int(part.get("steps", 0)) for part in saved.values()), default=0)',
+        "self._steps = found.steps",
         "self._steps = 0",
         "contract_state::checkpoint_gives_the_number_of_the_step",
         "contract_state::a_checkpoint_continues_the_same_trajectory",
@@ -1036,7 +1036,7 @@ MUTANTS = [
     _mutant(
         "the bound of s is not loaded",
         "optimizers/fosi.py",
-        'self._bound = part.get("rest_scale_bound", 1.0)',
+        'self._bound = counts.get("rest_scale_bound", 1.0)',
         "pass",
         "dho2_state::a_checkpoint_goes_on_bit_for_bit",
     ),

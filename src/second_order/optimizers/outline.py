@@ -14,6 +14,7 @@ from second_order.distributed.collectives import World
 __all__ = ["Outline"]
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
+MEMBERS = ("params", "param_names")  # compared by their sizes
 
 
 class Outline:
@@ -69,7 +70,7 @@ class Outline:
 
 def _outline(group: dict[str, Any]) -> list[Any]:
     """Whatever of a group is a number or a few, and of each parameter its size if it trains."""
-    found: list[Any] = [_number(v) for k, v in group.items() if k != "params"]
+    found: list[Any] = [_number(v) for k, v in group.items() if k not in MEMBERS]
     params = group["params"]
     found.append(len(params))
     found += [p.numel() if p.requires_grad else -1 for p in params]
@@ -99,6 +100,6 @@ def _named(groups: Groups, names: dict[int, str]) -> list[tuple[str, Any]]:
         found += [
             (f"group {i}, {key}", number)
             for key, value in group.items()
-            if key != "params" and (number := _number(value)) is not None
+            if key not in MEMBERS and (number := _number(value)) is not None
         ]
     return found
