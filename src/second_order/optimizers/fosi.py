@@ -336,13 +336,14 @@ class FOSIOptimizer(FlatOptimizer):
         self._refreshes += 1
         self._products = pairs.iterations
         self._total_products += pairs.iterations
+        kept = "no eigenpairs yet" if self._subspace is None else "the last eigenpairs are let go"
         if pairs.finite and math.isfinite(loss):
             self._guard(loss)
             with self._plain:
                 if self._adopt_pairs(pairs):
                     return
         self._failures += 1
-        kept = "no eigenpairs" if self._subspace is None else "the last eigenpairs are kept"
+        kept = kept if self._subspace is None else "the last eigenpairs are kept"
         self._warn(
             f"the curvature at step {self._steps} is not finite: {kept} (failure "
             f"{self._failures} of {self._refreshes} refreshes)"
