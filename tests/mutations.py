@@ -258,7 +258,7 @@ MUTANTS = [
         "optimizers/kfac.py",
         "            if not block.staged.empty:\n                block.staged.clear()",
         "            if not block.staged.empty:\n                pass",
-        "contract_steps::zero_grad_drops_the_statistics_of_completed_passes_only",
+        "contract_steps::a_step_after_zero_grad_alone_takes_nothing_in",
     ),
     _mutant(
         "statistics from before a load",
@@ -641,7 +641,7 @@ MUTANTS = [
         "kronecker/doubly_factored.py",
         "psi = torch.where(finite[:, None], psi, torch.nan)",
         "pass",
-        "doubly_factored::inputs_that_are_not_finite_are_dropped",
+        "doubly_factored::an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient",
     ),
     _mutant(
         "the largest factor that is allowed is refused",

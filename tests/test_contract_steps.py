@@ -175,6 +175,16 @@ def test_zero_grad_between_forward_and_backward_keeps_the_pair(
 
 
 @each_kronecker
+def test_a_step_after_zero_grad_alone_takes_nothing_in(System: Any) -> None:
+    model, (x, y) = MLP.model(), BATCHES[0]
+    optimizer = make(System, model)
+    cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(not pair[0].any() for pair in factors(optimizer).values())
+
+
+@each_kronecker
 def test_zero_grad_drops_the_statistics_of_completed_passes_only(System: Any) -> None:
     """As it drops their gradients."""
     model = MLP.model()

@@ -245,6 +245,14 @@ def test_inputs_that_are_not_finite_are_dropped(bad: float) -> None:
         assert torch.equal(a, b)
 
 
+def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> None:
+    """As where its output is masked: what eigh gets instead of it must not count as an example."""
+    _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
+    x, d = torch.randn(4, 6, dtype=F64), torch.randn(4, block.shape.out_dim, dtype=F64)
+    x[1, 1] = math.nan
+    assert not block.statistics(block.modules[0], x, d, "expand", F64).a.isfinite().all()
+
+
 # 15. eigen = dense solve with A ⊗ L ⊗ G + γI. inverse = dense solve with the damped factors.
 
 
