@@ -142,10 +142,11 @@ class World:
     def subgroup(self, ranks: Sequence[int], *, grouped: bool = False) -> World:
         """The world of some of these ranks, made once; every member must ask in the same order.
 
+        Where groups of the user's may have been made meanwhile, after :meth:`level`.
+
         Args:
             ranks: Of this world.
-            grouped: Make a process group even for one rank. Torch names a group by how many its
-                members have made: where all ranks make one each, the next one's names agree.
+            grouped: Make a process group even for one rank.
         """
         key: tuple[int, ...] = tuple(ranks)
         if len(key) == self.size:
@@ -155,17 +156,16 @@ class World:
             if len(key) > 1 or grouped:
                 assert self.group is not None
                 members = tuple(dist.get_global_rank(self.group, r) for r in key)
-                world.group = _new_group(self.group, members)
+                world.group = self._group_of(members)
             self._subgroups[key] = world
         return self._subgroups[key]
 
     @explained()
     def aside(self) -> World:
-        """The same ranks in a gloo group of their own, made once.
+        """The same ranks in a gloo group of their own, made once; as with :meth:`subgroup`.
 
-        For words that no device is to wait for, and that nothing else may meet on their way. Every
-        process asks for it, be it alone in its world: see :meth:`subgroup` for why. With torch's
-        fake backend nobody is there to hear.
+        For words that no device is to wait for, and that nothing else may meet on their way. With
+        torch's fake backend nobody is there to hear.
         """
         key = ("aside",)
         if self.group is None:
@@ -175,9 +175,40 @@ class World:
         if key not in self._subgroups:
             world = World.alone(self.rank, self.size)
             members = tuple(dist.get_process_group_ranks(self.group))
-            world.group = _new_group(self.group, members, "gloo")
+            world.group = self._group_of(members, "gloo")
             self._subgroups[key] = world
         return self._subgroups[key]
+
+    def _group_of(
+        self, members: tuple[int, ...], backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """The group of some global ranks, with this one's timeout; made on first demand.
+
+        Args:
+            members: The ranks.
+            backend: None for this one's.
+        """
+        assert self.group is not None
+        made, key = _groups.setdefault(self.group, {}), (members, backend)
+        if key not in made:
+            made[key] = dist.new_group(
+                list(members),
+                timeout=timeout_of(self.group),
+                backend=backend or dist.get_backend_config(self.group),
+                use_local_synchronization=True,
+            )
+        return made[key]
+
+    def level(self) -> None:
+        """Let all ranks be in equally many groups; a collective before some of them make one.
+
+        Torch names a group that its members make alone by how many each is in. Ranks that are in
+        unlike numbers, as where some are in a group of the user's, would look for each other under
+        other names until the timeout.
+        """
+        here = len(dist.distributed_c10d._world.pg_names)
+        for _ in range(max(self.everybody(here)) - here):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def on_cpu(self) -> World:
         """The same ranks, for CPU tensors."""
@@ -388,28 +419,6 @@ def _check_group(group: Any) -> None:
 _groups: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None]
 ] = weakref.WeakKeyDictionary()
-
-
-def _new_group(
-    parent: dist.ProcessGroup, members: tuple[int, ...], backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """The group of some global ranks, made on first demand.
-
-    Args:
-        parent: The group they are of, whose timeout it has.
-        members: The ranks.
-        backend: None for that of ``parent``.
-    """
-    made = _groups.setdefault(parent, {})
-    key = (members, backend)
-    if key not in made:
-        made[key] = dist.new_group(
-            list(members),
-            timeout=timeout_of(parent),
-            backend=backend or dist.get_backend_config(parent),
-            use_local_synchronization=True,
-        )
-    return made[key]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

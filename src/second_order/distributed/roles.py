@@ -53,8 +53,9 @@ class Roles:
             helper_timeout: Seconds after which a helper that waits for others of its kind in a
                 collective raises, if that is sooner than in ``world``; None for as in ``world``.
         """
+        world.level()
         team = self._team(world, helper_timeout)
-        team.aside()  # by all of them: see World.subgroup for why
+        team.aside()  # made now, while every rank is here
         return team
 
     def _team(self, world: World, helper_timeout: float | None) -> World:
@@ -62,7 +63,6 @@ class Roles:
         mine = self.helpers if helps else self.workers
         if helper_timeout is None or world.group is None:
             return world.subgroup(mine, grouped=True)
-        # Both kinds make a group here: see World.subgroup for why.
         made, key = _teams.setdefault(world.group, {}), (mine, helper_timeout)
         if key not in made:
             limits = [timeout_of(world.group), timedelta(seconds=helper_timeout) if helps else None]

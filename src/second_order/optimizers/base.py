@@ -183,6 +183,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 tensors = [*self._model.parameters(), *self._model.buffers()]
                 self._world.broadcast_from_first(tensors)
         if self._world.size > 1:
+            self._world.level()
             self._world.aside()  # made now, while every rank is here
         self._constructed = True
 
