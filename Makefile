@@ -65,8 +65,9 @@ bench: venv ## step time, memory and bytes sent of every optimizer, against SGD:
 scaling: venv ## what 64 processes would send and keep, beside the paper's formulas: a minute
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
-faults: venv ## a thousand faults in small trainings, and what becomes of each: many minutes
-	$(BIN)/python benchmarks/faults.py --jobs 3 --json benchmarks/results/faults.json $(ARGS)
+faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes
+	$(BIN)/python benchmarks/faults.py --jobs 3 --json benchmarks/results/faults.json \
+		--page docs/faults.md $(ARGS)
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
 

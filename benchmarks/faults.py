@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ import fault_helpers  # noqa: F401 - adds to the faults
 import fault_ranks  # noqa: F401 - adds to the faults
 from fault_kinds import FAULTS, Fault
 from fault_scenes import SYSTEMS, Run, System, is_close, perform
+
+Found: TypeAlias = dict[str, Any]  # a `Result`, as JSON has it
 
 VERDICTS = ("clean", "hung", "parted", "lost", "unclear")
 DEADLINE = 30.0  # seconds for a phase; the longest wait of ours in it is the group's timeout
@@ -369,14 +371,14 @@ class Row:
     verdicts: Counter[str] = field(default_factory=Counter)
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[Found]) -> str:
     """Two tables in Markdown: by kind of fault, and by system."""
     return "\n\n".join(
         [_table(results, "group", "faults"), _table(results, "system", "optimizer and processes")]
     )
 
 
-def _table(results: Sequence[dict[str, Any]], key: str, title: str) -> str:
+def _table(results: Sequence[Found], key: str, title: str) -> str:
     rows: dict[str, Row] = {}
     for result in results:
         for name in (result[key], "together"):
@@ -398,7 +400,7 @@ def _table(results: Sequence[dict[str, Any]], key: str, title: str) -> str:
     return "\n".join(lines)
 
 
-def write_table(page: Path, results: Sequence[dict[str, Any]]) -> None:
+def write_table(page: Path, results: Sequence[Found]) -> None:
     """Put the tables between the marks of a page."""
     text = page.read_text()
     before, rest = text.split(BEGIN)
@@ -451,6 +453,14 @@ def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
     return results
 
 
+def updated(old: Sequence[Found], new: Sequence[Found]) -> list[Found]:
+    """New results and those of other cases, in the order of systems."""
+    keys = ("system", "group", "fault", "moment")
+    by_case = {tuple(r[k] for k in keys): r for r in (*old, *new)}
+    order = {system.name: i for i, system in enumerate(SYSTEMS)}
+    return sorted(by_case.values(), key=lambda r: order[r["system"]])
+
+
 def _tell(result: Result) -> None:
     mark = "" if result.verdict == "clean" else f": {result.detail}"
     name = f"{result.system} / {result.group} / {result.fault} / {result.moment}"
@@ -465,6 +475,7 @@ def main() -> int:
     parser.add_argument("--every", action="store_true", help="all systems at all moments")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--update", action="store_true", help="keep there what is of other cases")
     parser.add_argument("--page", type=Path, help="the page to put the table into")
     parser.add_argument("--keep", action="store_true", help="keep the files of what is not clean")
     parser.add_argument("--list", action="store_true", help="list the cases")
@@ -479,16 +490,14 @@ def main() -> int:
     results = [r for r in perform_all(chosen, arguments.jobs) if r.fault != PLAIN.name or r.detail]
     counts = Counter(result.verdict for result in results)
     print(f"{len(results)} cases, {time.monotonic() - begun:.0f} s:", dict(counts))
-    record = {
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "seconds": round(time.monotonic() - begun),
-        "results": [asdict(result) for result in results],
-    }
+    found = [asdict(result) for result in results]
     if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        if arguments.update and arguments.json.exists():
+            found = updated(json.loads(arguments.json.read_text())["results"], found)
+        about = {"machine": platform.machine(), "torch": torch.__version__}
+        arguments.json.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
     if arguments.page:
-        write_table(arguments.page, record["results"])  # type: ignore[arg-type]
+        write_table(arguments.page, found)
     return int(any(result.verdict != "clean" for result in results))
 
 

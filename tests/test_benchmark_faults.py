@@ -87,3 +87,21 @@ def test_a_case_is_performed(tmp_path: Path) -> None:
     subprocess.run(command, env=environment, capture_output=True, timeout=100, check=True)
     (result,) = json.loads(written.read_text())["results"]
     assert (result["verdict"], result["ended"]) == ("clean", "is told")
+
+
+def test_results_are_brought_up_to_date() -> None:
+    def result(system: str, fault: str, verdict: str) -> dict[str, str]:
+        return {"system": system, "group": "g", "fault": fault, "moment": "m", "verdict": verdict}
+
+    old = [result("DHO2 1", "a", "lost"), result("DHO2 1", "b", "hung")]
+    new = [result("DHO2 1", "b", "clean"), result("KAISA 1", "a", "clean")]
+    found = faults.updated(old, new)
+    assert found == [new[1], old[0], new[0]]
+
+
+def test_the_page_has_the_stored_results() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
+    page = (ROOT / "docs" / "faults.md").read_text()
+    assert faults.table(stored) in page
+    assert len(stored) >= 200
+    assert not {"hung", "parted", "lost"} & {result["verdict"] for result in stored}
