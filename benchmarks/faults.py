@@ -384,7 +384,8 @@ def _table(results: Sequence[Found], key: str, title: str) -> str:
         for name in (result[key], "together"):
             row = rows.setdefault(name, Row())
             row.faults.add(result["fault"])
-            row.ends[result["ended"]] += 1
+            if result["verdict"] == "clean":
+                row.ends[result["ended"]] += 1
             row.verdicts[result["verdict"]] += 1
     rows["together"] = rows.pop("together")
     ends = ("goes on", "is told", "ends by an error")
