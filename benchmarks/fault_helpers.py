@@ -177,6 +177,7 @@ def visited(run: Run, visit: Callable[[int], None]) -> None:
         pid = os.fork()
         if pid:
             return
+        signal.alarm(5)  # a store may keep a stranger waiting
         try:
             for port in listening_then:
                 visit(port)
