@@ -173,22 +173,14 @@ def listening() -> list[int]:
 def visited(run: Run, visit: Callable[[int], None]) -> None:
     """A stranger visits the helper's ports while it serves, and those of workers between steps."""
 
-    def call() -> None:
-        pid = os.fork()
-        if pid:
-            return
-        signal.alarm(5)  # a store may keep a stranger waiting
-        try:
-            for port in listening_then:
-                visit(port)
-        finally:
-            os._exit(0)
-
-    listening_then: list[int] = []
-
     def look() -> None:
-        listening_then.extend(listening())
-        call()
+        for port in listening():  # gloo's are among them, which answer nobody
+            if os.fork() == 0:
+                signal.alarm(4)
+                try:
+                    visit(port)
+                finally:
+                    os._exit(0)
 
     if run.helps:
         run.on("serving", look)
