@@ -327,9 +327,16 @@ MUTANTS = [
         "invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors",
     ),
     _mutant(
+        "uses without an example are uses",
+        "kronecker/factors.py",
+        "present | ~present.any()",
+        "present | True",
+        "examples::a_use_without_an_example_is_no_use",
+    ),
+    _mutant(
         "uses of a module averaged",
         "kronecker/factors.py",
-        "uses = self._calls / len(self._passes)",
+        "uses = sum(n for n, _ in counted) / len(counted)",
         "uses = 1.0",
         "invariants_factors::9_not_as_so_many_passes",
     ),
@@ -451,6 +458,13 @@ MUTANTS = [
         "return 0.5 * (output - labels).square().sum()",
         "return (output - labels).square().sum()",
         "invariants_factors::14_labels_are_drawn_from_the_models_distribution",
+    ),
+    _mutant(
+        "forwards that checkpoints repeat are new ones",
+        "kronecker/capture.py",
+        "node.metadata.setdefault(_FIRST_REPEATED, outer) != outer",
+        "False",
+        "examples::two_losses_of_one_forward_are_no_micro_batches",
     ),
     _mutant(
         "padding tokens count",

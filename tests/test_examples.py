@@ -12,7 +12,7 @@ import torch
 from contract import assert_same_factors, each_kronecker, factors, make, take
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CLASSES, ZOO
+from models import CLASSES, ZOO, Checkpointed
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -229,14 +229,21 @@ def test_sums_and_drawn_labels_are_divided_by_nothing(options: dict[str, Any]) -
 
 
 @pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
-def test_two_losses_of_one_forward_are_no_micro_batches() -> None:
-    model, (x, y) = MLP.model(), MLP.batch()
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) -> None:
+    """Nor where a checkpoint repeats the forward for each."""
+    torch.manual_seed(0)
+    model, (x, y) = Checkpointed(reentrant).double(), MLP.batch()
+    plain = copy.deepcopy(model)
+    plain.reentrant = None
     optimizer = make(KAISA, model)
     loss = cross_entropy(model(x), y)
     loss.backward(retain_graph=True)
     loss.backward()
     optimizer.step()
-    assert_same_factors(factors(optimizer), expected())
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    wanted = {n: ref.empirical_factors(plain, x, y, cross_entropy, n) for n in names}
+    assert_same_factors(factors(optimizer), wanted)
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -411,6 +418,52 @@ def test_exact_and_doubly_factored_blocks_count_the_same_rows(approx: Any) -> No
         assert found.examples == without.examples
         for a, b in zip(found.factors, without.factors, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that is stepped beyond the end of every sequence; a pass without any is cut off."""
+    monkeypatch.setattr(examples, "_answers_at_once", lambda device: at_once)
+    torch.manual_seed(0)
+    cell = nn.Linear(3, 2).double()
+    steps = [(torch.randn(4, 3, dtype=F64), torch.randn(4, 2, dtype=F64)) for _ in range(2)]
+    beyond = (torch.randn(4, 3, dtype=F64), torch.zeros(4, 2, dtype=F64))
+
+    def sums(*passes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        staged = StagedStatistics(factor_shape(cell, True), torch.device("cpu"), F64, False)
+        for index, calls in enumerate(passes):
+            for x, d in calls:
+                pair = pair_statistics(cell, x, d, bias=True, approximation="expand", dtype=F64)
+                staged.add(pair, 1.0, index, mean=True)
+        found = staged.sums()
+        assert float(found.head[0]) == 8
+        return torch.cat([found.a.flatten(), found.g.flatten(), found.head])
+
+    torch.testing.assert_close(sums([*steps, beyond, beyond]), sums(steps))
+    halves = sums([*steps, beyond], [beyond, beyond])
+    torch.testing.assert_close(halves, sums(steps, [beyond, beyond]))
+
+
+@pytest.mark.parametrize("critic", [nn.LeakyReLU, nn.ReLU])
+def test_the_derivative_of_a_gradient_penalty_counts_in_no_layer_that_it_has_no_value_for(
+    critic: type[nn.Module],
+) -> None:
+    """Of a critic with kinks the penalty's gradient with respect to the layers' outputs is zero."""
+    found = []
+    for penalised in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), critic(), nn.Linear(8, 1)).double()
+        optimizer = make(KAISA, model)
+        fake, real = torch.randn(6, 5, dtype=F64), torch.randn(6, 5, dtype=F64)
+        loss = model(fake).mean() - model(real).mean()
+        if penalised:
+            leaf = (fake + real).div(2).requires_grad_()
+            (slope,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
+            loss = loss + 10 * (slope.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
 
 
 class Dead(nn.Module):

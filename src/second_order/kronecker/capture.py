@@ -38,7 +38,7 @@ TRANSFORMED = (
 )
 NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
-    "nothing; call backward() on the loss"
+    "nothing, and backward() sends none through their outputs"
 )
 
 
@@ -87,6 +87,7 @@ _eager = cast(Callable[[_Hook], _Hook], torch.compiler.disable)
 # Who watches a module. One hook of a kind on it serves them all, and goes when the last has gone.
 _captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
 _captures = weakref.WeakKeyDictionary()
+_FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 
 
 @_eager
@@ -151,6 +152,18 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
         alive.missed[call.module] = NOT_ACCUMULATED
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
+
+
+def _is_repeated_again(outer: int) -> bool:
+    """Whether a forward that runs in a backward pass has been repeated in an earlier one, too.
+
+    A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
+    same.
+    """
+    if outer == NO_BACKWARD:
+        return False
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and bool(node.metadata.setdefault(_FIRST_REPEATED, outer) != outer)
 
 
 def _reaches_parameters(module: nn.Module) -> bool:
@@ -293,7 +306,7 @@ class Capture:
         source, x = self._source_of(x), _as_used(x)
         if self._sampler is None:
             outer = torch._C._current_graph_task_id()
-            call = _Call(module, [_save(x)], source, outer)
+            call = _Call(module, [_save(x)], source, outer, _is_repeated_again(outer))
             output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
         elif self._inside_root:
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.

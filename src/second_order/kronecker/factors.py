@@ -7,7 +7,7 @@ Everything is decided on the device, so that no update waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,10 +74,9 @@ class StagedStatistics:
         self._sums: list[Tensor] = []
         head = 1 + len(self.shape.letters) * self.shape.groups
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
-        self._calls = 0
-        self._rows: float | Tensor = 0.0
+        # By pass, each call's rows and examples.
+        self._passes: dict[int, list[tuple[float | Tensor, Tensor]]] = {}
         self._mean = False
-        self._passes: set[int] = set()
         self._first_passes: set[int] = set()
 
     @property
@@ -134,13 +133,12 @@ class StagedStatistics:
             found = [factor.masked_fill(~finite, 0.0) for factor in found]
             self.dropped += ~finite
         self._head += head.to(self.dtype)
-        self._rows, self._mean = self._rows + rows, mean
+        self._mean = mean
         if self._sums:
             torch._foreach_add_(self._sums, found)
         else:
             self._sums = found
-        self._calls += 1
-        self._passes.add(pass_id)
+        self._passes.setdefault(pass_id, []).append((rows, head[0]))
         if not again:
             self._first_passes.add(pass_id)
 
@@ -148,7 +146,8 @@ class StagedStatistics:
         """What is to be added over ranks, and then divided by the number of examples.
 
         A module used U times in a pass gives A averaged over its uses and G summed over them
-        (the lumped statistics of Ba et al. 2017, appendix C).
+        (the lumped statistics of Ba et al. 2017, appendix C). A use without an example is none,
+        unless the whole pass has none.
 
         Args:
             micro_batches: The number that each pass's loss was divided by.
@@ -158,21 +157,41 @@ class StagedStatistics:
             a, g, *rest = (make() for make in blanks)
             return StatisticsSums(a, g, self._head, *rest)
         a, g, *rest = self._sums
-        uses = self._calls / len(self._passes)
+        counted = [_uses_and_rows(calls) for calls in self._passes.values()]
+        uses = sum(n for n, _ in counted) / len(counted)
         scale: float | Tensor = uses * micro_batches**2
         if self._mean:
-            scale = scale * self._share_of_examples() ** 2
+            scale = scale * self._share_of_examples(sum(rows for _, rows in counted)) ** 2
         if isinstance(scale, float) and scale == 1.0:
             return StatisticsSums(a, g, self._head, *rest)
         head, groups = self._head.clone(), self.shape.groups
         head[1 + groups : 1 + 2 * groups] *= scale
         return StatisticsSums(a, g * scale, head, *rest)
 
-    def _share_of_examples(self) -> float | Tensor:
+    def _share_of_examples(self, rows: float | Tensor) -> float | Tensor:
         """How many of the rows are examples; a number where that costs no waiting."""
-        if isinstance(self._rows, float):
-            return float(self._head[0]) / max(self._rows, 1.0)
-        return self._head[0] / self._rows.clamp_min(1.0)
+        if isinstance(rows, Tensor):
+            return self._head[0] / rows.clamp_min(1.0)
+        return float(self._head[0]) / max(rows, 1.0)
+
+
+def _uses_and_rows(
+    calls: Sequence[tuple[float | Tensor, Tensor]],
+) -> tuple[float | Tensor, float | Tensor]:
+    """How often a pass used a module and on how many rows; numbers where that costs no waiting.
+
+    A call without an example (one beyond the end of every sequence, or one whose output's gradient
+    a derivative of ReLU has zeroed) counts only where all calls are like it.
+    """
+    if len(calls) == 1:
+        return 1.0, calls[0][0]
+    present = torch.stack([examples for _, examples in calls]) > 0
+    counts = present | ~present.any()
+    if counts.device.type == "cpu":  # nobody waits for an answer
+        kept = [rows for (rows, _), count in zip(calls, counts.tolist(), strict=True) if count]
+        return float(len(kept)), sum(kept)
+    rows = torch.stack([torch.as_tensor(r, device=counts.device) for r, _ in calls])
+    return counts.sum(), (rows * counts).sum()
 
 
 class KroneckerFactors:
