@@ -547,8 +547,15 @@ MUTANTS = [
     _mutant(
         "gradients thrown away by the model kept as statistics",
         "kronecker/block.py",
-        "block.without_gradient:",
+        "block.starts_anew():",
         "False:",
+        "examples::a_discriminator_counts_its_own_passes",
+    ),
+    _mutant(
+        "gradients set to zero by the model kept as statistics",
+        "kronecker/block.py",
+        "return not any(bool(p.grad.any())",
+        "return not any(True",
         "examples::a_discriminator_counts_its_own_passes",
     ),
     _mutant(

@@ -166,17 +166,35 @@ def test_a_network_of_a_differential_equation_trains() -> None:
 
 
 @each_kronecker
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("zeroed_by", ["optimizer", "model"])
-def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str) -> None:
+def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str, to_none: bool) -> None:
     """What the generator's loss leaves in it goes with its gradients."""
     model, (x, y) = MLP.model(), MLP.batch()
     optimizer = make(System, model)
     noise = nn.Linear(5, 5, dtype=F64)
     cross_entropy(model(noise(x)), y).backward()  # the generator's step
-    (optimizer if zeroed_by == "optimizer" else model).zero_grad()
+    (optimizer if zeroed_by == "optimizer" else model).zero_grad(set_to_none=to_none)
     cross_entropy(model(x), y).backward()
     optimizer.step()
     assert_same_factors(factors(optimizer), expected())
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_merely_accumulate_are_not_looked_at(
+    to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device would be waited for."""
+    model, looked = MLP.model(), []
+    optimizer = make(KAISA, model)
+    plain = Tensor.any
+    monkeypatch.setattr(Tensor, "any", lambda t, *a, **k: (looked.append(t), plain(t, *a, **k))[1])
+    for batch in MLP.batches(2):
+        accumulate(model, batch, 3, 3)
+        optimizer.step()
+        model.zero_grad(set_to_none=to_none)
+    assert not [t for t in looked if t.dim() == 2]
 
 
 # Accumulation that nobody was told of.

@@ -81,6 +81,7 @@ class KroneckerBlock:
         self.asked = False
         self.heard = False
         self.failures = 0
+        self._expected_version = 0  # of the weight's gradient, when the next pass comes
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
@@ -130,6 +131,21 @@ class KroneckerBlock:
     def without_gradient(self) -> bool:
         """Whether no parameter has one."""
         return all(p.grad is None for p in self.params)
+
+    def starts_anew(self) -> bool:
+        """Whether gradients of staged statistics have been thrown away: set to None, or to zero.
+
+        To be asked once at the beginning of each pass. An accumulation adds 1 to a gradient's
+        version, so that only gradients that something else has changed are looked at: a device is
+        not waited for in a loop that merely accumulates.
+        """
+        gradient, expected = self.weight.grad, self._expected_version
+        self._expected_version = 0 if gradient is None else gradient._version + 1
+        if self.staged.empty:
+            return False
+        if gradient is None or gradient._version == expected:
+            return self.without_gradient
+        return not any(bool(p.grad.any()) for p in self.params if p.grad is not None)
 
     @property
     def trains_bias(self) -> bool:
@@ -399,8 +415,8 @@ class StatisticsCollector:
             if block.trainable:
                 block.follow_requires_grad()
                 staged = block.staged
-                if not (staged.empty or staged.knows(pass_id)) and block.without_gradient:
-                    staged.clear()  # of gradients that have been thrown away since
+                if not staged.knows(pass_id) and block.starts_anew():
+                    staged.clear()
                 with record_function("second_order.capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
                     staged.add(
