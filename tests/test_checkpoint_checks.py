@@ -255,6 +255,79 @@ def test_errors_name_entry_parameter_and_bound(
         optimizer.load_state_dict(saved)
 
 
+def strange(value: Tensor) -> Iterator[tuple[str, Any]]:
+    """Tensors of the right shape that cannot be read or written one number at a time."""
+    yield "meta", value.to("meta")
+    yield "sparse", value.to_sparse()
+    yield "nested", torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])
+    yield "eight bits", value.to(torch.float8_e4m3fn)
+    with torch.inference_mode():
+        yield "inference", value.clone()
+    if value.numel() > 1:
+        yield "expanded", value.flatten()[:1].expand(value.numel()).view(value.shape)
+    yield "huge", 10**400
+    yield "more than text can hold", 10**5000
+
+
+@each_of_five
+@pytest.mark.parametrize("base", ["SGD", "AdamW"])
+def test_tensors_that_no_optimizer_keeps_are_refused_by_their_entry(System: Any, base: str) -> None:
+    model, optimizer = trained(System, base)
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
+    for path in paths(saved):
+        value = at_path(saved, path)
+        if path[0:1] != ("state",) or not isinstance(value, (Tensor, float)):
+            continue
+        for what, wrong in strange(torch.as_tensor(value)):
+            state = containers(saved)
+            at_path(state, path[:-1])[path[-1]] = wrong
+            with pytest.raises(ValueError, match=rf"\['{path[-1]}'\], of parameter"):
+                optimizer.load_state_dict(state)
+            assert alike(snapshot(model, optimizer), before), (path, what)
+
+
+@each_kronecker
+def test_a_number_is_no_vector_of_one(System: Any) -> None:
+    """It would fail halfway."""
+    model, optimizer = trained(System)
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
+    saved["state"][4]["curvature"]["average_weight"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"'average_weight'\].* shape \(1,\), not a number"):
+        optimizer.load_state_dict(saved)
+    assert alike(snapshot(model, optimizer), before)
+
+
+def groups_of(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    groups = [{"params": named[i : i + 2]} for i in range(0, len(named), 2)]
+    return groups[::-1] if turned else groups
+
+
+@each_of_five
+def test_groups_in_another_order_are_refused_or_put_in_order_by_a_hook(System: Any) -> None:
+    """By their names, as torch asks; before the names meant nothing, and shapes may agree."""
+    model, twin = MLP.model(), MLP.model()
+    sgd = BASES["SGD"][1]
+    theirs = make(System, groups_of(model, turned=True), model=model, **sgd)
+    ours = make(System, groups_of(twin, turned=False), model=twin, **sgd)
+    train(model, theirs)
+    saved = copy.deepcopy(theirs.state_dict())
+    with pytest.raises(ValueError, match=r"'4.weight' in 'param_names' where .* has '0.weight'"):
+        ours.load_state_dict(saved)
+    assert not ours.state
+
+    def turn(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": state["param_groups"][::-1]}
+
+    ours.register_load_state_dict_pre_hook(turn)
+    ours.load_state_dict(saved)
+    twin.load_state_dict(model.state_dict())
+    if System not in EIGENPAIRS:  # whose vectors follow the groups' order
+        assert_same_curvature(curvature_of(ours), curvature_of(theirs))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert alike(theirs.state[p]["base"], ours.state[q]["base"])
+
+
 @pytest.mark.parametrize("System", EIGENPAIRS)
 def test_eigenvectors_of_another_length_are_refused(System: Any) -> None:
     """They would make steps as much longer."""

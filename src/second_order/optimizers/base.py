@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from second_order.distributed.collectives import World
 from second_order.optimizers.averaging import PendingAverage, Routed
 from second_order.optimizers.base_state import CURVATURE, BaseState
-from second_order.optimizers.checkpoint import header, read_checkpoint
+from second_order.optimizers.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
 from second_order.optimizers.given import (
     check_scaler,
     look_through,
@@ -194,7 +194,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             f"{doing} of {type(self).__name__}",
             self._steps,
             self.param_groups,
-            self._facts(),
+            self._facts,
             lambda: {id(p): name for name, p in self._model.named_parameters()},
         )
 
@@ -432,12 +432,23 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ValueError: Naming the entry, if something does not fit, is not finite, out of bounds
                 or unknown, or another base's; nothing has changed then.
         """
+        check_is_state(state_dict)
         names = {id(p): name for name, p in self._model.named_parameters()}
-        found = read_checkpoint(state_dict, self._base, self.param_groups, names)
+        found = Checkpoint({}, {}, 0, [])
+
+        def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            nonlocal found
+            found = read_checkpoint(state, self._base, self.param_groups, names)
+            self._check_curvature(found.curvature)
+            # Loading casts floating state to the parameter's dtype, so curvature goes around it.
+            return {**state, "state": found.base}
+
+        last = self.register_load_state_dict_pre_hook(read)  # after what users' hooks make of it
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            last.remove()
         saved = found.curvature
-        self._check_curvature(saved)
-        # Loading casts floating state to the parameter's dtype, so curvature goes around it.
-        super().load_state_dict({**state_dict, "state": found.base})
         self._outline.loaded = True
         self._steps = found.steps
         if found.absent:

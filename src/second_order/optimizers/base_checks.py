@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from second_order.optimizers.options import PEAK_LR
-from second_order.optimizers.saved import LARGEST, SavedPart, is_real, is_whole, kind_of
+from second_order.optimizers.saved import (
+    SavedPart,
+    is_real,
+    kind_of,
+    out_of_bounds,
+    unusual,
+)
 
 __all__ = ["check_base_part", "check_base_settings", "check_settings"]
 
@@ -165,25 +171,26 @@ def check_settings(where: str, saved: Mapping[str, Any], ours: Mapping[str, Any]
 
 def _problem(value: Any, ours: Any, low: float, high: float) -> str:
     """What is wrong with a hyperparameter, beside ours; "" if nothing is."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.item()
+    if isinstance(value, Tensor):
+        problem = unusual(value)
+        if problem:
+            return problem
+        if value.numel() == 1 and not value.is_complex():
+            value = value.item()
     if isinstance(ours, Tensor) and ours.numel() == 1:
         ours = ours.item()
     if ours is None or isinstance(ours, bool):
         if value is None or isinstance(value, bool):
             return ""
-        if ours is None and (isinstance(value, str) or (is_real(value) and math.isfinite(value))):
+        if ours is None and isinstance(value, str):
             return ""
+        if ours is None and is_real(value):
+            return out_of_bounds(value, low, high)
         return f"is {kind_of(value)}, where {ours!r} or the like is expected"
     if is_real(ours):
         if not is_real(value):
             return f"is {kind_of(value)}, not a number"
-        if not math.isfinite(value):
-            return f"is {value}, which is not finite"
-        high = min(high, LARGEST) if is_whole(value) else high
-        if not low <= value <= high:
-            return f"is {value:g}, outside [{low:g}, {high:g}]"
-        return ""
+        return out_of_bounds(value, low, high)
     if isinstance(ours, (tuple, list)):
         if not isinstance(value, (tuple, list)) or len(value) != len(ours):
             return f"is {kind_of(value)}, not {len(ours)} values"
@@ -217,7 +224,9 @@ def check_base_part(
         return
     if not _is_torchs(kind):
         for key, value in part.items():
-            if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point():
+            if not isinstance(value, Tensor) or (unusual(value) and not value.is_meta):
+                continue
+            if value.is_meta or (value.shape == p.shape and value.is_floating_point()):
                 part.tensor(key)
         return
     kept = KEPT[kind.__name__]

@@ -24,6 +24,7 @@ from second_order.optimizers.base_checks import (
     check_settings,
 )
 from second_order.optimizers.base_state import BASE, CURVATURE
+from second_order.optimizers.groups import NAMES
 from second_order.optimizers.options import PEAK_LR
 from second_order.optimizers.saved import SavedPart, is_whole, kind_of
 
@@ -32,6 +33,7 @@ __all__ = [
     "HEADER",
     "VERSION",
     "Checkpoint",
+    "check_is_state",
     "export_base_state",
     "header",
     "read_checkpoint",
@@ -133,7 +135,7 @@ def read_checkpoint(
 
 def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The keys of the parameters, in order; ValueError unless all is where it belongs."""
-    _check_is_state(state_dict)
+    check_is_state(state_dict)
     saved, state = state_dict["param_groups"], state_dict["state"]
     if not isinstance(state, Mapping):
         raise ValueError(f"the checkpoint's 'state' is {kind_of(state)}, not a dictionary")
@@ -157,7 +159,7 @@ def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[A
             )
         if not all(is_whole(key) or isinstance(key, str) for key in members):
             raise ValueError(f"{where}['params'] is not a list of numbers")
-        called = theirs.get("param_names")
+        called = theirs.get(NAMES)
         if called is not None and (
             not isinstance(called, (list, tuple))
             or len(called) != len(members)
@@ -165,6 +167,7 @@ def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[A
         ):
             raise ValueError(f"{where}['param_names'] does not name its {len(members)} parameters")
         keys += members
+    _check_order(saved, groups)
     if len(set(keys)) < len(keys):
         raise ValueError("the checkpoint's param_groups have a parameter twice")
     for key, entry in state.items():
@@ -177,7 +180,21 @@ def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[A
     return keys
 
 
-def _check_is_state(value: Any) -> None:
+def _check_order(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if the same names are in another order: one's state would be another's."""
+    theirs, ours = ([n for g in each for n in g.get(NAMES) or []] for each in (saved, groups))
+    if theirs == ours or sorted(theirs) != sorted(ours):  # other names may be of a wrapper
+        return
+    name, mine = next(pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1])
+    raise ValueError(
+        f"the checkpoint's param_groups have {name!r} in 'param_names' where the optimizer has "
+        f"{mine!r}: make the groups in the order that they were saved in, or put the checkpoint "
+        f"into yours by register_load_state_dict_pre_hook; nothing has been loaded"
+    )
+
+
+def check_is_state(value: Any) -> None:
+    """Raise ValueError unless a value has what every optimizer's state has."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= set(value):
         raise ValueError(
             "this is no state of an optimizer: 'state' and 'param_groups' are missing; pass what "
@@ -262,7 +279,7 @@ def export_base_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If it is no such state.
     """
-    _check_is_state(state_dict)
+    check_is_state(state_dict)
     state = {key: _parts(key, entry).get(BASE) for key, entry in state_dict["state"].items()}
     groups = [{k: v for k, v in g.items() if k != PEAK_LR} for g in state_dict["param_groups"]]
     return {"state": {key: part for key, part in state.items() if part}, "param_groups": groups}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from second_order.optimizers.given import materialised
 
 __all__ = [
+    "NAMES",
     "check_assigned",
     "check_ownership",
     "members_of",

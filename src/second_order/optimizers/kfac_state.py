@@ -15,6 +15,7 @@ __all__ = ["check_saved_factors"]
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS = "average_weight", "mean_eigenvalues"
+MOST = 2.0**53  # updates that float64 can count
 
 
 def check_saved_factors(
@@ -36,7 +37,7 @@ def check_saved_factors(
         if there or MEANS in part:
             part.require([WEIGHT])
         if WEIGHT in part:
-            part.number(WEIGHT, 0.0)
+            part.number(WEIGHT, 0.0, MOST)
         for key in (*there, *([MEANS] if MEANS in part else [])):
             part.tensor(key)
         block = of.get(p)

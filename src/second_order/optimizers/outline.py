@@ -36,7 +36,7 @@ class Outline:
         doing: str,
         steps: int,
         groups: Groups,
-        facts: Facts,
+        facts: Callable[[], Facts],
         name_of: Callable[[], dict[int, str]],
     ) -> None:
         """Raise on every rank unless all are about to do the same; a collective.
@@ -46,7 +46,8 @@ class Outline:
             doing: What this one is about to do.
             steps: How many it has taken.
             groups: The parameter groups.
-            facts: What else is to be equal, by name.
+            facts: Gives what else is to be equal, by name; not asked on one process, so that
+                options' callables are called no more often than they are used.
             name_of: The parameters' names by their ids; asked for only if there is a difference.
 
         Raises:
@@ -54,15 +55,16 @@ class Outline:
         """
         if world.size == 1 or not self.compared:
             return
+        others = facts()
         found = [x for group in groups for x in _outline(group)]
         if found != self._groups:  # rarely, but for the learning rate
             self._groups, self._word = found, word_of(found)
         ours = ("a checkpoint loaded since the last step", self.loaded), ("step", steps)
 
         def describe() -> Facts:
-            return [*ours, *_named(groups, name_of()), *facts]
+            return [*ours, *_named(groups, name_of()), *others]
 
-        brief = [steps, self.loaded, self._word, *(value for _, value in facts)]
+        brief = [steps, self.loaded, self._word, *(value for _, value in others)]
         with record_function("second_order.compare"):
             require_same(world, doing, brief, describe)
         self.loaded = False

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "SavedPart", "is_real", "is_whole", "kind_of"]
+__all__ = ["SavedPart", "is_real", "is_whole", "kind_of", "out_of_bounds", "unusual"]
 
 
 LARGEST = 2**63 - 1
 """That a tensor can hold."""
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SHOWN = 60  # characters of a text in an error
 
 
 class SavedPart(dict[str, Any]):
@@ -55,7 +58,7 @@ class SavedPart(dict[str, Any]):
         if not is_whole(value):
             raise self.wrong(key, f"is {kind_of(value)}, not a whole number")
         if not low <= value <= high:
-            raise self.wrong(key, f"is {value}, outside [{low}, {high}]")
+            raise self.wrong(key, f"is {kind_of(value)}, outside [{low}, {high}]")
         return int(value)
 
     def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
@@ -67,14 +70,15 @@ class SavedPart(dict[str, Any]):
             high: The most; ``math.inf`` is no number itself.
         """
         value = self[key]
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            value = value.item()
+        if isinstance(value, Tensor):
+            self._check_usual(key, value)
+            if value.dim() == 0:
+                value = value.item()
         if not is_real(value):
             raise self.wrong(key, f"is {kind_of(value)}, not a number")
-        if not math.isfinite(value):
-            raise self.wrong(key, f"is {value}, which is not finite")
-        if not low <= value <= high:
-            raise self.wrong(key, f"is {value:g}, outside [{low:g}, {high:g}]")
+        problem = out_of_bounds(value, low, high)
+        if problem:
+            raise self.wrong(key, problem)
         return float(value)
 
     def tensor(
@@ -84,6 +88,7 @@ class SavedPart(dict[str, Any]):
         value = self[key]
         if not isinstance(value, Tensor):
             raise self.wrong(key, f"is {kind_of(value)}, not a tensor")
+        self._check_usual(key, value)
         if shape is not None and tuple(value.shape) != shape:
             raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
         if not (value.is_floating_point() or (complex_too and value.is_complex())):
@@ -91,6 +96,11 @@ class SavedPart(dict[str, Any]):
         if not bool(torch.isfinite(value).all()):
             raise self.wrong(key, "is not finite")
         return value
+
+    def _check_usual(self, key: str, value: Tensor) -> None:
+        problem = unusual(value)
+        if problem:
+            raise self.wrong(key, problem)
 
     def not_below(self, key: str, low: float, values: Tensor) -> None:
         """Raise ValueError if any of the values of an entry is below a bound."""
@@ -108,10 +118,40 @@ def is_real(value: Any) -> bool:
     return is_whole(value) or isinstance(value, float)
 
 
+def out_of_bounds(value: float, low: float, high: float) -> str:
+    """What is wrong with a number that is to be finite and between bounds; "" if nothing is."""
+    if is_whole(value) and abs(value) > LARGEST:  # no float, perhaps, and no text
+        return f"is {kind_of(value)}"
+    if not math.isfinite(value):
+        return f"is {value}, which is not finite"
+    return "" if low <= value <= high else f"is {value:g}, outside [{low:g}, {high:g}]"
+
+
+def unusual(value: Tensor) -> str:
+    """Why the numbers of a tensor cannot be read or written one by one; "" if they can."""
+    if value.is_nested or value.layout != torch.strided:
+        return "is a sparse or nested tensor, not a dense one"
+    if type(value).__name__ == "DTensor":
+        return "is a DTensor; collect it by full_tensor()"
+    if value.is_floating_point() and value.dtype not in FLOATING:
+        return f"is of {value.dtype}, in which nothing can be added"
+    if value.is_meta:
+        return "is on the meta device, and has no numbers"
+    if value.is_inference():
+        return "cannot be written to: load the file outside of torch.inference_mode()"
+    if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
+        return "is expanded, with one number in several places; save a clone() of it"
+    return ""
+
+
 def kind_of(value: Any) -> str:
     """What a value is, for errors."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
+    if is_whole(value) and abs(value) > LARGEST:
+        return "a whole number of more than 64 bits"
+    if isinstance(value, str) and len(value) > SHOWN:
+        return f"{value[:SHOWN]!r}..."
     return (
         repr(value) if isinstance(value, (int, float, str)) else f"of type {type(value).__name__}"
     )
