@@ -24,16 +24,12 @@ from second_order.distributed.collectives import World
 from second_order.optimizers.averaging import PendingAverage, Routed
 from second_order.optimizers.base_state import CURVATURE, BaseState
 from second_order.optimizers.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
-from second_order.optimizers.given import (
-    check_scaler,
-    look_through,
-    loose,
-    materialised,
-    refuse_unknown_scaler,
-)
+from second_order.optimizers.given import check_scaler, look_through, refuse_unknown_scaler
 from second_order.optimizers.groups import (
     check_assigned,
     check_ownership,
+    loose,
+    materialised,
     members_of,
     named_like,
     shallow,

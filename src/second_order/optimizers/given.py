@@ -1,39 +1,15 @@
-"""What users hand to an optimizer, looked through: the model, parameters, a GradScaler."""
+"""What users hand to an optimizer, looked through: the model, a GradScaler."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "check_scaler",
-    "look_through",
-    "loose",
-    "materialised",
-    "refuse_unknown_scaler",
-]
-
-
-def loose(groups: Iterable[Any]) -> nn.Module:
-    """A module that has parameters given without one, and does nothing."""
-    module = nn.Module()
-    parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
-    tensors = [p[1] if isinstance(p, tuple) else p for part in parts for p in part]
-    module._parameters.update({str(i): p for i, p in enumerate(tensors)})
-    return module
-
-
-def materialised(group: Any) -> Any:
-    """A group that can be walked through twice, be its parameters a generator or one tensor."""
-    if not isinstance(group, dict):
-        return group
-    params = group["params"]
-    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+__all__ = ["check_scaler", "look_through", "refuse_unknown_scaler"]
 
 
 def look_through(model: nn.Module) -> tuple[nn.Module, bool]:

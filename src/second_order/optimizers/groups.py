@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from second_order.optimizers.given import materialised
-
 __all__ = [
     "NAMES",
     "check_assigned",
     "check_ownership",
+    "loose",
+    "materialised",
     "members_of",
     "named_like",
     "shallow",
@@ -33,11 +33,27 @@ def shallow(group: Any) -> Any:
     return copy.copy(group) if isinstance(group, dict) else group
 
 
+def materialised(group: Any) -> Any:
+    """A group that can be walked through twice, be its parameters a generator or one tensor."""
+    if not isinstance(group, dict):
+        return group
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
 def members_of(groups: Iterable[Any]) -> list[Tensor]:
     """The parameters of groups, or of a list of parameters, named or not; nothing else."""
     parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
     members = (p[1] if isinstance(p, tuple) else p for part in parts for p in part)
     return [p for p in members if isinstance(p, Tensor)]
+
+
+def loose(groups: Iterable[Any]) -> nn.Module:
+    """A module that has parameters given without one, and does nothing."""
+    module = nn.Module()
+    tensors: dict[str, Any] = {str(i): p for i, p in enumerate(members_of(groups))}
+    module._parameters.update(tensors)
+    return module
 
 
 def check_ownership(name: str, base: str, params: Sequence[Tensor], model: nn.Module) -> list[str]:
