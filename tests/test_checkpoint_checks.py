@@ -577,6 +577,14 @@ def test_export_takes_a_plain_state_as_it_is_and_nothing_else() -> None:
     for value in wrong:
         with pytest.raises(ValueError, match="no state of an optimizer"):
             export_base_state(value)
+    broken: list[Any] = [
+        ({"state": 3, "param_groups": []}, "'state' is 3"),
+        ({"state": {0: None}, "param_groups": []}, r"state\[0\] is of type NoneType"),
+        ({"state": {}, "param_groups": [3]}, "'param_groups' is not a list"),
+    ]
+    for value, message in broken:
+        with pytest.raises(ValueError, match=message):
+            export_base_state(value)
     fresh = make(DistKFAC, MLP.model())
     assert export_base_state(fresh.state_dict())["state"] == {}
     assert "export_base_state" in second_order.__all__

@@ -137,10 +137,6 @@ def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[A
     """The keys of the parameters, in order; ValueError unless all is where it belongs."""
     check_is_state(state_dict)
     saved, state = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(state, Mapping):
-        raise ValueError(f"the checkpoint's 'state' is {kind_of(state)}, not a dictionary")
-    if not isinstance(saved, (list, tuple)) or not all(isinstance(g, Mapping) for g in saved):
-        raise ValueError("the checkpoint's 'param_groups' is not a list of dictionaries")
     if len(saved) != len(groups):
         raise ValueError(
             f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}; make "
@@ -170,13 +166,10 @@ def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[A
     _check_order(saved, groups)
     if len(set(keys)) < len(keys):
         raise ValueError("the checkpoint's param_groups have a parameter twice")
-    for key, entry in state.items():
-        if key not in set(keys):
+    known = set(keys)
+    for key in state:
+        if key not in known:
             raise ValueError(f"the checkpoint's state[{key!r}] is of no parameter in its groups")
-        if not isinstance(entry, Mapping):
-            raise ValueError(
-                f"the checkpoint's state[{key!r}] is {kind_of(entry)}, not a dictionary"
-            )
     return keys
 
 
@@ -194,12 +187,22 @@ def _check_order(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[st
 
 
 def check_is_state(value: Any) -> None:
-    """Raise ValueError unless a value has what every optimizer's state has."""
+    """Raise ValueError unless a value has the parts that every optimizer's state has."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= set(value):
         raise ValueError(
             "this is no state of an optimizer: 'state' and 'param_groups' are missing; pass what "
             "optimizer.state_dict() has given, not flattened"
         )
+    state, groups = value["state"], value["param_groups"]
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the checkpoint's 'state' is {kind_of(state)}, not a dictionary")
+    for key, entry in state.items():
+        if not isinstance(entry, Mapping):
+            raise ValueError(
+                f"the checkpoint's state[{key!r}] is {kind_of(entry)}, not a dictionary"
+            )
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+        raise ValueError("the checkpoint's 'param_groups' is not a list of dictionaries")
 
 
 def _parts(key: Any, entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
