@@ -462,9 +462,16 @@ MUTANTS = [
     _mutant(
         "forwards that checkpoints repeat are new ones",
         "kronecker/capture.py",
-        "node.metadata.setdefault(_FIRST_REPEATED, outer) != outer",
+        "metadata.setdefault(_FIRST_REPEATED, outer) != outer",
         "False",
         "examples::two_losses_of_one_forward_are_no_micro_batches",
+    ),
+    _mutant(
+        "checkpoints inside others have passes of their own",
+        "kronecker/capture.py",
+        "if len(nodes) > 1 and self._pass != NO_BACKWARD:",
+        "if False:",
+        "examples::a_checkpoint_inside_another_has_no_pass_of_its_own",
     ),
     _mutant(
         "padding tokens count",

@@ -18,15 +18,18 @@ pickled or deep-copied model takes no optimizer along, and its copies capture no
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = ["Capture", "PairConsumer"]
 
@@ -87,6 +90,7 @@ _eager = cast(Callable[[_Hook], _Hook], torch.compiler.disable)
 # Who watches a module. One hook of a kind on it serves them all, and goes when the last has gone.
 _captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
 _captures = weakref.WeakKeyDictionary()
+_REPEAT = CheckpointFunction.backward.__code__
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 
 
@@ -136,8 +140,9 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
     if _reaches_parameters(call.module):
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
-        running = torch._C._current_graph_task_id()
-        pass_id = running if call.outer == NO_BACKWARD else call.outer
+        if call.outer == NO_BACKWARD:
+            alive._pass = torch._C._current_graph_task_id()
+        pass_id = alive._pass if call.outer == NO_BACKWARD else call.outer
         try:
             x = call.saved[0].saved_tensors[0]
         except RuntimeError as error:
@@ -154,16 +159,15 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
         call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
 
 
-def _is_repeated_again(outer: int) -> bool:
-    """Whether a forward that runs in a backward pass has been repeated in an earlier one, too.
-
-    A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
-    same.
-    """
-    if outer == NO_BACKWARD:
-        return False
-    node: Any = torch._C._current_autograd_node()
-    return node is not None and bool(node.metadata.setdefault(_FIRST_REPEATED, outer) != outer)
+def _repeating_checkpoints() -> list[Any]:
+    """The nodes of the reentrant checkpoints that repeat a forward just now, the outermost last."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[Any] = []
+    while frame is not None:
+        if frame.f_code is _REPEAT:
+            found.append(frame.f_locals["ctx"])
+        frame = frame.f_back
+    return found or [torch._C._current_autograd_node()]  # of another library's checkpoint
 
 
 def _reaches_parameters(module: nn.Module) -> bool:
@@ -260,6 +264,7 @@ class Capture:
         self._pending: list[tuple[nn.Module, Tensor, int, GradientEdge]] = []
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
+        self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, _release, self._watched)
 
@@ -305,12 +310,29 @@ class Capture:
             return
         source, x = self._source_of(x), _as_used(x)
         if self._sampler is None:
-            outer = torch._C._current_graph_task_id()
-            call = _Call(module, [_save(x)], source, outer, _is_repeated_again(outer))
+            outer, again = self._repeated_in()
+            call = _Call(module, [_save(x)], source, outer, again)
             output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
         elif self._inside_root:
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
             self._pending.append((module, x.detach(), source, get_gradient_edge(output)))
+
+    def _repeated_in(self) -> tuple[int, bool]:
+        """The backward pass that repeats the forward that is running, and if an earlier one has.
+
+        A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
+        same. One inside another runs in a pass of its own, inside the one that is meant: that which
+        has been seen last from outside, where a layer is outside, as a head is.
+        """
+        outer = torch._C._current_graph_task_id()
+        if outer == NO_BACKWARD:
+            return outer, False
+        nodes = _repeating_checkpoints()
+        if len(nodes) > 1 and self._pass != NO_BACKWARD:
+            outer = self._pass
+        self._pass = outer
+        metadata = getattr(nodes[-1], "metadata", {})
+        return outer, bool(metadata.setdefault(_FIRST_REPEATED, outer) != outer)
 
     def _source_of(self, x: Tensor) -> int:
         """A number for an input as it is now, the same if the last layer has had it, too."""
