@@ -121,6 +121,23 @@ def test_layers_of_a_list_assigned_are_planned_anew(System: Any) -> None:
     )
 
 
+@each_of_five
+def test_a_group_cut_in_two_is_named_anew(System: Any) -> None:
+    """Names that are too many would be refused when the checkpoint is loaded."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    (group,) = optimizer.param_groups
+    params, names = group["params"], group["param_names"]
+    halves = [{**group, "params": params[:2]}, {**group, "params": params[2:], "lr": 0.01}]
+    optimizer.param_groups = halves
+    assert [g["param_names"] for g in halves] == [names[:2], names[2:]]
+    train(model, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    own = [{**group, "param_names": [f"my {name}" for name in names]}]
+    optimizer.param_groups = own
+    assert own[0]["param_names"][0] == "my 0.weight"
+
+
 @pytest.mark.parametrize("System", EIGENPAIRS)
 def test_eigenpairs_of_other_parameters_are_dropped(System: Any) -> None:
     model = MLP.model()

@@ -32,6 +32,7 @@ from second_order.optimizers.groups import (
     materialised,
     members_of,
     named_like,
+    rename_assigned,
     shallow,
     trainable,
 )
@@ -367,6 +368,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_assigned(groups, self.defaults)
         params = members_of(groups)
         check_ownership(type(self).__name__, type(self._base).__name__, params, self._model)
+        rename_assigned(groups, self._model)
         before = self.param_groups
         members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
         others = next(members) != next(members)

@@ -16,6 +16,7 @@ __all__ = [
     "materialised",
     "members_of",
     "named_like",
+    "rename_assigned",
     "shallow",
     "trainable",
 ]
@@ -93,10 +94,22 @@ def named_like(
     known = any(isinstance(p, tuple) for p in group["params"]) or NAMES in group
     if known or not any(NAMES in other for other in others):
         return group
-    names = {id(p): name for name, p in model.named_parameters()}
     start = sum(len(other["params"]) for other in others)
-    called = [names.get(id(p), f"parameter {start + i}") for i, p in enumerate(group["params"])]
-    return {**group, NAMES: called}
+    return {**group, NAMES: _called(group["params"], model, start)}
+
+
+def _called(params: Sequence[Tensor], model: nn.Module, start: int) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names.get(id(p), f"parameter {start + i}") for i, p in enumerate(params)]
+
+
+def rename_assigned(groups: Sequence[dict[str, Any]], model: nn.Module) -> None:
+    """Name parameters anew where a group has another number of names, as a part of one may."""
+    start = 0
+    for group in groups:
+        if NAMES in group and len(group[NAMES]) != len(group["params"]):
+            group[NAMES] = _called(group["params"], model, start)
+        start += len(group["params"])
 
 
 def check_assigned(groups: Any, defaults: Mapping[str, Any]) -> None:
