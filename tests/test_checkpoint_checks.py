@@ -297,6 +297,38 @@ def test_a_number_is_no_vector_of_one(System: Any) -> None:
     assert alike(snapshot(model, optimizer), before)
 
 
+@pytest.mark.parametrize(
+    ("base", "path", "value", "message"),
+    [
+        ("RMSprop", ("state", 0, "base", "momentum_buffer"), None, "of type NoneType"),
+        ("RMSprop", ("state", 0, "base", "step"), 1e300, "outside"),
+        ("RMSprop", ("param_groups", 0, "alpha"), -5.0, "outside"),
+        ("AdamW", ("state", 0, "base", "step"), torch.tensor(1e30), "outside"),
+        ("AdamW", ("param_groups", 0, "betas"), (0.9, 10**400), "more than 64 bits"),
+    ],
+)
+def test_what_a_base_cannot_go_on_with_is_refused(
+    base: str, path: Path, value: Any, message: str
+) -> None:
+    model, optimizer = trained(KAISA, base)
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
+    at_path(saved, path[:-1])[path[-1]] = value
+    with pytest.raises(ValueError, match=rf"'{path[-1]}'\].* {message}"):
+        optimizer.load_state_dict(saved)
+    assert alike(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize("key", ["row_var", "col_var", "variance"])
+def test_the_vectors_of_adafactor_have_their_shapes(key: str) -> None:
+    saved = plain("Adafactor", MLP.model()).state_dict()
+    index = 1 if key == "variance" else 0
+    optimizer = KAISA(MLP.model(), base=torch.optim.Adafactor, lr=0.01)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    saved["state"][index][key] = torch.zeros(2, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=rf"'{key}'\].* shape \(2, 2\), where"):
+        optimizer.load_state_dict(saved)
+
+
 def groups_of(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     groups = [{"params": named[i : i + 2]} for i in range(0, len(named), 2)]

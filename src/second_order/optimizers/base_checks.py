@@ -13,6 +13,7 @@ from torch import Tensor
 
 from second_order.optimizers.options import PEAK_LR
 from second_order.optimizers.saved import (
+    COUNTABLE,
     SavedPart,
     is_real,
     kind_of,
@@ -43,9 +44,13 @@ KEPT: dict[str, dict[str, bool | str]] = {
     "Rprop": {"step": True, "prev": True, "step_size": True},
     "SGD": {"momentum_buffer": False},
 }
-NUMBERS = {"step": 0.0, "eta": -math.inf, "mu": -math.inf, "mu_product": -math.inf}  # and the least
-SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"}
-OWN_SHAPE = {"row_var", "col_var", "variance"}
+ANY = (-math.inf, math.inf)
+NUMBERS = {"step": (0.0, COUNTABLE), "eta": ANY, "mu": ANY, "mu_product": ANY}  # and their bounds
+SQUARES = {
+    *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
+    *("row_var", "col_var", "variance"),
+}
+FACTORED = {"row_var": -1, "col_var": -2}  # Adafactor's, and the dimension that is averaged
 
 # Settings that many optimizers have: they tell nothing of whose they are.
 COMMON = {
@@ -60,9 +65,12 @@ COMMON = {
     "weight_decay",
 }
 # Schedulers round learning rates to a little below zero.
-LEAST = {"lr": -1e-8, PEAK_LR: 0.0, "weight_decay": 0.0, "eps": 0.0, "momentum": 0.0, "betas": 0.0}
+LEAST = {
+    "lr": -1e-8,
+    **dict.fromkeys((PEAK_LR, "weight_decay", "eps", "momentum", "betas", "alpha", "rho"), 0.0),
+}
 SCHEDULED = {"initial_lr": 0.0, "max_lr": 0.0}  # which peak_lr follows
-MOST = {"betas": math.nextafter(1.0, 0.0)}
+MOST = {"betas": math.nextafter(1.0, 0.0), "rho": 1.0}
 
 
 @cache
@@ -233,13 +241,18 @@ def check_base_part(
     part.check_known(set(kept) | shared, f"{kind.__name__} keeps {', '.join(kept)}")
     part.require(k for k, when in kept.items() if when is True or (when and group.get(str(when))))
     for key in part:
-        if key not in kept or (key == "momentum_buffer" and part[key] is None):
+        if key not in kept:
+            continue
+        if kept[key] is False and key == "momentum_buffer" and part[key] is None:  # at SGD's first
             continue
         if key in NUMBERS:
-            part.number(key, NUMBERS[key])
+            part.number(key, *NUMBERS[key])
             continue
-        value = part.tensor(key, None if key in OWN_SHAPE else tuple(p.shape), complex_too=True)
+        shape = list(p.shape)
+        if key in FACTORED and len(shape) > 1:
+            shape[FACTORED[key]] = 1
+        value = part.tensor(key, tuple(shape), complex_too=True)
         if value.is_complex() != p.is_complex():
             raise part.wrong(key, f"is of {value.dtype}, and the parameter of {p.dtype}")
-        if key in SQUARES | OWN_SHAPE:
+        if key in SQUARES:
             part.not_below(key, 0.0, value)

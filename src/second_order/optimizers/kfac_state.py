@@ -9,13 +9,12 @@ from torch import Tensor
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
 from second_order.optimizers.checkpoint import ELSEWHERE, HEADER
-from second_order.optimizers.saved import SavedPart
+from second_order.optimizers.saved import COUNTABLE, SavedPart
 
 __all__ = ["check_saved_factors"]
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS = "average_weight", "mean_eigenvalues"
-MOST = 2.0**53  # updates that float64 can count
 
 
 def check_saved_factors(
@@ -37,7 +36,7 @@ def check_saved_factors(
         if there or MEANS in part:
             part.require([WEIGHT])
         if WEIGHT in part:
-            part.number(WEIGHT, 0.0, MOST)
+            part.number(WEIGHT, 0.0, COUNTABLE)
         for key in (*there, *([MEANS] if MEANS in part else [])):
             part.tensor(key)
         block = of.get(p)

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SavedPart", "is_real", "is_whole", "kind_of", "out_of_bounds", "unusual"]
+__all__ = ["COUNTABLE", "SavedPart", "is_real", "is_whole", "kind_of", "out_of_bounds", "unusual"]
 
 
 LARGEST = 2**63 - 1
 """That a tensor can hold."""
+
+COUNTABLE = 2.0**53
+"""To which a float64 can count."""
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SHOWN = 60  # characters of a text in an error
