@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from ranks import replaced
 from torch import Tensor
 
-from second_order.distributed import collectives, courier
-from second_order.distributed.courier import PART_BYTES, Courier, Patience, open_store
+from second_order.distributed import collectives, courier, messages
+from second_order.distributed import store as stores
+from second_order.distributed.courier import Courier, Patience
 from second_order.distributed.roles import Roles, assign_roles
+from second_order.distributed.store import PART_BYTES, Address, open_store
 from second_order.errors import SecondOrderError
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float, boo
         value = torch.tensor([float(rank)])
         team.start_sum([value]).wait()
         store, address = open_store(world, world_size - 1, 5.0)
-        assert address[0] == "127.0.0.1"
+        assert address.host == "127.0.0.1"
         assert len(set(world.everybody(address))) == 1
         found[helpers] = (team.rank, team.size, float(value), store is not None)
         world.everybody(None)
@@ -103,7 +105,7 @@ def test_teams_work_apart(world: World) -> None:
 class Opened:
     """What stands for a store."""
 
-    port = 7
+    port, key = 7, b"key"
 
 
 def opened_badly(rank: int, world_size: int) -> tuple[str, Any]:
@@ -113,22 +115,24 @@ def opened_badly(rank: int, world_size: int) -> tuple[str, Any]:
         raise OSError("no port is free")
 
     world, places = collectives.World(), []
-    with replaced(courier, {"TCPStore": fails}), pytest.raises(SecondOrderError) as caught:
+    with replaced(stores, {"Store": fails}), pytest.raises(SecondOrderError) as caught:
         open_store(world, 1, 5.0)
     for kernel in "here", f"kernel {rank}":  # all of the same name
         stand_ins = {
-            "TCPStore": lambda *_, **__: Opened,
+            "Store": lambda *_, **__: Opened,
             "_machine": lambda k=kernel: ("twin", k, ""),
+            "interface": lambda name: f"address of {name}",
         }
-        with replaced(courier, stand_ins):
-            places.append(open_store(world, 1, 5.0)[1])
+        with replaced(stores, stand_ins):
+            address = open_store(world, 1, 5.0)[1]
+        places.append((address.host, address.port, address.key))
     return str(caught.value), places
 
 
 def test_a_store_is_opened_where_all_can_reach_it_or_all_raise(world: World) -> None:
     for text, places in world.run(opened_badly, 2):
         assert text == "rank 1 cannot open a store at '127.0.0.1': OSError: no port is free"
-        assert places == [("127.0.0.1", 7), ("twin", 7)]
+        assert places == [("127.0.0.1", 7, b"key"), ("address of twin", 7, b"key")]
 
 
 # The courier.
@@ -212,19 +216,19 @@ class Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def set(self, key: str, value: Any) -> None:
-        time.sleep(0.05 if "/0/" in key else 0.0)
-        self._store.set(key, value)
+    def add(self, name: str, part: bytes) -> None:
+        time.sleep(0.05)
+        self._store.add(name, part)
 
 
 def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
     def slow(*args: Any, **kwargs: Any) -> Any:
         return Slow(store(*args, **kwargs))
 
-    store, silences = courier.TCPStore, []
-    with replaced(courier, {"PART_BYTES": 8}):
+    store, silences = courier.StoreClient, []
+    with replaced(messages, {"PART_BYTES": 8}):
         opened, address = open_store(collectives.World.alone(), 0, 5.0)
-        with replaced(courier, {"TCPStore": slow}):
+        with replaced(courier, {"StoreClient": slow}):
             a, b = (Courier(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
             b.expect("large")
             a.post("large", [torch.zeros(20)])
@@ -407,8 +411,8 @@ def test_an_address_where_nobody_listens() -> None:
     def refused(*_: Any, **__: Any) -> Any:
         raise ConnectionError("refused")
 
-    with replaced(courier, {"TCPStore": refused}):  # which would try for a second
-        one = Courier(("127.0.0.1", 1), "a", "b", PATIENCE)
+    with replaced(courier, {"StoreClient": refused}):
+        one = Courier(Address("127.0.0.1", 1, b""), "a", "b", PATIENCE)
         one.expect("what is not to come")
         assert one.wait("what is not to come") is None
         one.await_connection()
@@ -448,8 +452,7 @@ def test_what_has_been_fetched_is_not_kept_in_the_store() -> None:
         get_one = partial(get, both.b)
         both.a.post("first", [torch.ones(1)])
         get_one("first")
-        assert eventually(lambda: both.store.check(["a/beat", "b/beat"]))
-        keys = both.store.num_keys()
+        state = both.store._state
         for k in range(10):
             both.a.post(f"message/{k}", [torch.ones(PART_BYTES // 4 + 1), torch.ones(2)])
             get_one(f"message/{k}")
@@ -459,7 +462,7 @@ def test_what_has_been_fetched_is_not_kept_in_the_store() -> None:
             both.a.post(name, [torch.ones(2)])
         both.a.post("last", [])
         get_one("last")
-        assert eventually(lambda: both.store.num_keys() == keys)
+        assert eventually(lambda: not state.headings and not state.parts)
         assert not both.b._shared.received
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from second_order import DecompositionError
 from second_order.distributed.collectives import World
-from second_order.distributed.courier import Courier, open_store
+from second_order.distributed.courier import Courier
+from second_order.distributed.store import open_store
 from second_order.optimizers.distkfac import STEP_DECAY
 from second_order.optimizers.stats import ENOUGH_MESSAGES, Helper, Helpers
 

@@ -46,6 +46,8 @@ class Summary:
         failed: Layers whose last refresh gave no sound decomposition.
         notes: Closing lines of optimizers without Kronecker factors.
         age: How old inverses are, where they are solved beside training.
+        refused: Messages that this process refused, as they were malformed, and connections that
+            did not know the key.
     """
 
     title: str
@@ -54,6 +56,7 @@ class Summary:
     failed: int = 0
     notes: Sequence[str] | None = None
     age: str = ""
+    refused: int = 0
 
     @property
     def factor_bytes(self) -> int:
@@ -110,14 +113,16 @@ class Summary:
 
     def _closing(self) -> list[str]:
         share = f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order"
+        refused = [f"messages refused: {self.refused}"] if self.refused else []
         if self.notes is not None:
             size = f"{self.total_bytes / 2**20:.2f} MiB"
-            return [f"{share} state of this process: {size}", *self.notes]
+            return [f"{share} state of this process: {size}", *self.notes, *refused]
         return [
             f"{share} state of this process: factors {self.factor_bytes / 2**20:.2f} MiB, "
             f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
             *([self.age] if self.age else []),
+            *refused,
         ]
 
 

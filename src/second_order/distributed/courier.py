@@ -1,92 +1,48 @@
 """Messages between ranks with different jobs, which nobody waits for and no death can block.
 
 A collective needs all its ranks: one that is killed or stopped takes the others along. Messages to
-and from helpers travel through a TCP store that the first helper hosts, on a thread of their own.
-If the helper dies, its store dies with it, and what notices is that thread.
+and from helpers travel through a :mod:`store <second_order.distributed.store>` that the first
+helper hosts, on a thread of their own. If the helper dies, its store dies with it, and what notices
+is that thread.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import queue
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.distributed.collectives import World
-from second_order.errors import SecondOrderError
+from second_order.distributed.messages import (
+    MalformedError,
+    Message,
+    as_refused,
+    describe,
+    parts_of,
+    read_heading,
+    tensor_of,
+)
+from second_order.distributed.store import Address, Store, StoreClient
 from second_order.farewell import Farewell
 
-__all__ = ["Courier", "Message", "Patience", "await_connections", "await_goodbyes", "open_store"]
+__all__ = ["Courier", "Patience", "await_connections", "await_goodbyes"]
 
-Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
-
-PART_BYTES = 4 * 2**20  # of a message: the store refuses values of more than 8 MiB
 POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
 FAREWELL_SECONDS = 5.0  # without an answer of the store, after which a goodbye is given up
 LAST_WORDS_SECONDS = 15.0  # that what is still to be sent may hold up the interpreter's end
 LAST_LOOK_SECONDS = 0.5  # at most, for what a peer that is lost may have left
-BOOT_ID, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
-def open_store(world: World, host: int, timeout: float) -> tuple[TCPStore | None, tuple[str, int]]:
-    """A store that one rank hosts: it, on its host, and its address, on every rank.
-
-    A collective over ``world``.
-
-    Args:
-        world: The processes.
-        host: The rank that hosts it, for as long as it keeps what is returned.
-        timeout: Seconds after which a call to the store gives up.
-
-    Raises:
-        SecondOrderError: On every rank, if the host cannot open it.
-    """
-    machines = world.everybody(_machine())
-    name = "127.0.0.1" if len(set(machines)) == 1 else machines[host][0]
-    store: TCPStore | None = None
-    error = ""
-    if world.rank == host:
-        try:
-            store = TCPStore(
-                name,
-                0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )
-        except Exception as caught:  # the others are about to ask for its port
-            error = f"{type(caught).__name__}: {caught}"
-    port, error = world.everybody((0 if store is None else store.port, error))[host]
-    if error:
-        raise SecondOrderError(f"rank {host} cannot open a store at {name!r}: {error}")
-    return store, (name, port)
-
-
-def _machine() -> tuple[str, str, str]:
-    """What tells machines apart: two may have one name, and containers on one are as two."""
-    try:
-        kernel, network = BOOT_ID.read_text("ascii"), str(NETWORK.readlink())
-    except OSError:  # not on Linux
-        kernel = network = ""
-    return socket.gethostname(), kernel, network
-
-
-def await_goodbyes(store: TCPStore, names: Sequence[str], patience: float) -> None:
+def await_goodbyes(store: Store, names: Sequence[str], patience: float) -> None:
     """Keep a store until all of the couriers have closed, or for as long as one has patience.
 
     Args:
@@ -95,12 +51,16 @@ def await_goodbyes(store: TCPStore, names: Sequence[str], patience: float) -> No
         patience: In seconds.
     """
     end = time.monotonic() + patience
-    while not store.check([f"{name}/{CLOSED}" for name in names]) and time.monotonic() < end:
+    while not store.said([f"{name}/{CLOSED}" for name in names]) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
 
 
-def await_connections(world: World, couriers: Sequence[Courier]) -> None:
+def await_connections(
+    world: World, couriers: Sequence[Courier], stores: Sequence[Store | None]
+) -> None:
     """Wait until every rank's couriers have reached their stores, or failed to; a collective.
+
+    From then on nobody else is let in.
 
     A connection that breaks is noticed at once; a store that is gone before one has come about is
     looked for until the timeout.
@@ -108,10 +68,14 @@ def await_connections(world: World, couriers: Sequence[Courier]) -> None:
     Args:
         world: The ranks, with all that share a store.
         couriers: This rank's.
+        stores: Those that this rank hosts.
     """
     for courier in couriers:
         courier.await_connection()
     world.everybody(None)
+    for store in stores:
+        if store is not None:
+            store.seal()
 
 
 class Patience:
@@ -153,9 +117,14 @@ class Courier:
         me: What this side is called, in heartbeats.
         peer: Whose heartbeats to listen for.
         timeout: Seconds without a heartbeat after which the peer is lost; see :class:`Patience`.
+
+    Attributes:
+        refused: How many messages have been refused.
+        complaint: What the first of them was, and why, or "".
     """
 
-    def __init__(self, address: tuple[str, int], me: str, peer: str, timeout: float) -> None:
+    def __init__(self, address: Address, me: str, peer: str, timeout: float) -> None:
+        self.refused, self.complaint = 0, ""
         self._shared = _Shared(me, peer, timeout)
         self._pid = os.getpid()
         self._thread = threading.Thread(
@@ -206,6 +175,12 @@ class Courier:
             self._shared.expected.discard(name)
             self._shared.received.pop(name, None)
 
+    def refuse(self, name: str, why: MalformedError) -> None:
+        """Count a message that is not as it has to be, after which nothing has been done."""
+        with self._shared.lock:
+            self.refused += 1
+            self.complaint = self.complaint or f"{name} of {self._shared.peer}: {why}"
+
     def decline(self, name: str) -> None:
         """Drop an expected message that is sure to come, so that it is not left in the store."""
         with self._shared.lock:
@@ -214,7 +189,11 @@ class Courier:
                 self._shared.declined.add(name)
 
     def arrived(self, name: str) -> Message | None:
-        """A message that has been expected, and its note; None if it is not there yet."""
+        """A message that has been expected, and its note; None if it is not there yet.
+
+        What it says has to be checked, with :func:`~second_order.distributed.messages.require_form`
+        first: there it shows if the message could not be read.
+        """
         with self._shared.lock:
             return self._shared.received.pop(name, None)
 
@@ -337,7 +316,7 @@ def _say_goodbye(shared: _Shared) -> None:
     shared.wake.set()
 
 
-def _run(address: tuple[str, int], shared: _Shared) -> None:
+def _run(address: Address, shared: _Shared) -> None:
     try:
         line = _Line(address, shared)
         shared.connected.set()
@@ -355,33 +334,62 @@ def _run(address: tuple[str, int], shared: _Shared) -> None:
 class _Line:
     """The store, and a heart that goes on beating between the parts of a large message."""
 
-    def __init__(self, address: tuple[str, int], shared: _Shared) -> None:
+    def __init__(self, address: Address, shared: _Shared) -> None:
         self._shared = shared
-        self._store = TCPStore(
-            *address,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(shared.timeout, 1.0)),
-        )
+        self._store = StoreClient(address, max(shared.timeout, 1.0))
         self.said: dict[str, int] = {}
         self.pause = POLL_SECONDS
         self._beat, self._next = 0, 0.0
         self.beat()
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]
-        self.beat()
+    def say(self, name: str, value: int) -> None:
+        self._store.say(f"{self._shared.me}/{name}", value)
+        self.said[name] = value
 
-    def get(self, key: str) -> bytes:
-        value: bytes = self._store.get(key)
-        self.beat()
-        return value
+    def send(self, name: str, tensors: Sequence[Tensor], note: dict[str, Any]) -> None:
+        heading = describe(tensors, note)
+        for tensor in tensors:
+            for part in parts_of(tensor):
+                self._store.add(name, part)
+                self.beat()
+        self._store.post(name, heading)  # last: who sees it finds the rest
 
-    def has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
+    def look(
+        self, numbers: Sequence[str], messages: Sequence[str], seconds: float
+    ) -> tuple[dict[str, int], list[str]]:
+        """What the peer has said, and which messages are there; waits for one."""
+        full = {f"{self._shared.peer}/{name}": name for name in numbers}
+        known = {name: self._shared.numbers.get(number) for name, number in full.items()}
+        said, there = self._store.look(known, messages, seconds)
+        return {full[name]: value for name, value in said.items()}, there
 
-    def delete(self, key: str) -> None:
-        self._store.delete_key(key)
+    def fetch(self, name: str) -> Message:
+        """A message that is there, checked before any of it is used."""
+        raw, parts = self._store.heading(name)
+        tensors = []
+        try:
+            heading = read_heading(raw, parts)
+            which = 0
+            for (dtype, shape), sizes in zip(heading.forms, heading.sizes, strict=True):
+                content = bytearray()  # as much as comes, whatever the heading says
+                for size in sizes:
+                    part = self._store.part(name, which)
+                    if len(part) != size:
+                        raise MalformedError(
+                            f"part {which} of {parts} has {len(part)} bytes, not {size}"
+                        )
+                    content += part
+                    which += 1
+                    self.beat()
+                tensors.append(tensor_of(content, dtype, shape))
+            return tensors, heading.note
+        except MalformedError as why:
+            return as_refused(str(why))
+        finally:
+            self._store.drop(name)
+
+    def drop(self, name: str) -> None:
+        self._store.drop(name)
 
     def beat(self) -> None:
         """Tell that one lives, and listen for the peer, if it is time to."""
@@ -390,9 +398,11 @@ class _Line:
         if now < self._next:
             return
         self._beat, self._next = self._beat + 1, now + shared.timeout / BEATS_A_TIMEOUT
-        self._store.set(f"{shared.me}/beat", str(self._beat))
-        if self.has(f"{shared.peer}/beat"):
-            shared.heard_beat(int(self._store.get(f"{shared.peer}/beat")))
+        self._store.say(f"{shared.me}/beat", self._beat)
+        theirs = f"{shared.peer}/beat"
+        said, _ = self._store.look({theirs: None}, ())
+        if theirs in said:
+            shared.heard_beat(said[theirs])
         shared.silence.ended()  # a look, of which there may be no others
 
 
@@ -404,33 +414,32 @@ def _pass(line: _Line, shared: _Shared) -> bool:
     for name, value in list(shared.said.items()):
         early = name == CLOSED and (busy or not stopping)  # goodbye comes after what was posted
         if line.said.get(name) != value and not early:
-            line.set(f"{shared.me}/{name}", str(value))
-            line.said[name] = value
+            line.say(name, value)
     if stopping and not busy:
         return False
     line.beat()
-    numbers = {
-        name: int(line.get(f"{shared.peer}/{name}"))
-        for name in list(shared.listening)
-        if line.has(f"{shared.peer}/{name}")
-    }
     with shared.lock:
-        expected = [*shared.expected, *shared.declined]
-    for name in expected:
-        if line.has(name):
-            message = _fetch(line, name)
-            with shared.lock:
-                shared.declined.discard(name)
-                if name in shared.expected:  # not forgotten meanwhile
-                    shared.expected.discard(name)
-                    shared.received[name] = message
-            shared.news.set()
-            busy = True
+        expected, declined = list(shared.expected), list(shared.declined)
+    # While somebody waits, the store answers when there is news; the heart has to go on beating.
+    held = shared.hurried and not busy
+    most = min(IDLE_SECONDS, shared.timeout / BEATS_A_TIMEOUT) if held else 0.0
+    numbers, there = line.look(list(shared.listening), [*expected, *declined], most)
+    for name in there:
+        message = line.fetch(name) if name in expected else None
+        if message is None:
+            line.drop(name)
+        with shared.lock:
+            shared.declined.discard(name)
+            if message is not None and name in shared.expected:  # not forgotten meanwhile
+                shared.expected.discard(name)
+                shared.received[name] = message
+        shared.news.set()
+        busy = True
     shared.numbers.update(numbers)  # last: who hears goodbye has got what came before it
     shared.ended = shared.begun
     # The thread that trains has better things to do than to yield to this one.
     line.pause = POLL_SECONDS if busy or shared.hurried else min(2 * line.pause, IDLE_SECONDS)
-    if not busy:
+    if not busy and not held:
         shared.wake.wait(line.pause)
         shared.wake.clear()
     return True
@@ -441,26 +450,5 @@ def _send(line: _Line, shared: _Shared) -> bool:
         name, tensors, note = shared.outgoing.get_nowait()
     except queue.Empty:
         return False
-    described = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
-    for i, tensor in enumerate(tensors):
-        for k, start in enumerate(range(0, tensor.nbytes, PART_BYTES)):
-            size = min(PART_BYTES, tensor.nbytes - start)
-            part = ctypes.string_at(tensor.data_ptr() + start, size)
-            line.set(f"{name}/{i}/{k}", part)
-    # The heading goes last: who sees it finds the rest.
-    line.set(name, json.dumps({"tensors": described, "note": note}))
+    line.send(name, tensors, note)
     return True
-
-
-def _fetch(line: _Line, name: str) -> Message:
-    heading = json.loads(line.get(name))
-    tensors = []
-    for i, (dtype, shape) in enumerate(heading["tensors"]):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        for k, start in enumerate(range(0, tensor.nbytes, PART_BYTES)):
-            part = line.get(f"{name}/{i}/{k}")
-            ctypes.memmove(tensor.data_ptr() + start, part, len(part))
-            line.delete(f"{name}/{i}/{k}")
-        tensors.append(tensor)
-    line.delete(name)
-    return tensors, heading["note"]

@@ -2,6 +2,7 @@
 
 worker 0         first accelerator         the others
 point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together
+                 order/k: skip        ->   where the point was malformed: no pairs, instead
                  pairs/i/j/a: û, residuals, and worker j's vectors, accelerator a's rows of them
 try/i        ->  order/k: judge       ->   w_E without and with V̂'s, too; then the loss of each
                  verdict/i/j: the losses of all batches
@@ -27,6 +28,7 @@ from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier
+from second_order.distributed.messages import MalformedError, Message, require_form
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn
@@ -40,6 +42,13 @@ __all__ = ["Accelerator", "Batches", "Subject"]
 T = TypeVar("T")
 Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
 
+# What each takes in its note, and how many vectors.
+ORDERS: dict[str, tuple[dict[str, Any], int]] = {
+    "compute": ({"epoch": int, "train": [bool]}, 1),
+    "judge": ({"train": [bool]}, 2),
+    "skip": ({}, 0),
+    "leave": ({"lost": str}, 0),
+}
 PARTING_SECONDS = 1.0  # in which an accelerator that fails says goodbye
 
 
@@ -98,8 +107,22 @@ class Subject:
         return pack_by_dtype(self._rest())
 
     def write_rest(self, flats: Sequence[Tensor]) -> None:
-        """Set what does not train."""
-        unpack_by_dtype(flats, self._rest())
+        """Set what does not train.
+
+        Raises:
+            SecondOrderError: If there is more or less of it elsewhere.
+        """
+        rest = self._rest()
+        sizes = dict.fromkeys((t.dtype for t in rest), 0)
+        for t in rest:
+            sizes[t.dtype] += t.numel()
+        found = [(t.dtype, t.numel()) for t in flats]
+        if found != list(sizes.items()):
+            raise SecondOrderError(
+                f"what does not train is {found} on the workers and {list(sizes.items())} on this "
+                f"accelerator: build and change the same model on every rank"
+            )
+        unpack_by_dtype(flats, rest)
 
 
 SubjectAt: TypeAlias = Callable[[Sequence[bool]], Subject]
@@ -179,7 +202,11 @@ class Accelerator:
                 continue  # unless it is over
             what, tensors, note = order
             try:
-                if what == "compute":
+                if what == "fail":  # in the collective that the others are about to enter
+                    self._together(partial(_raise, SecondOrderError(note["why"])))
+                elif what == "skip":
+                    self._answer_nothing()
+                elif what == "compute":
                     self._compute(partial(subject_at, note["train"]), closure_at, tensors, note)
                 else:
                     self._judge(partial(subject_at, note["train"]), tensors)
@@ -194,8 +221,20 @@ class Accelerator:
         for name in filter(None, (point, trial)):
             courier.expect(name)
         what, message = "compute", courier.wait(point, lambda: courier.holds(trial) or enough())
-        if message is None:
-            what, message = "judge", courier.arrived(trial)
+        if message is not None:
+            try:
+                _require_order(what, message)
+            except MalformedError as why:
+                courier.refuse(point, why)
+                what, message = "skip", ([], {})
+        elif (message := courier.arrived(trial)) is not None:
+            what = "judge"
+            try:
+                _require_order(what, message)
+            except MalformedError as why:
+                courier.refuse(trial, why)
+                self._say_verdict([None, None])
+                return None
         if message is None:
             if not (courier.closed_there or courier.lost):
                 return None
@@ -224,6 +263,12 @@ class Accelerator:
             return None
         self._orders += 1
         tensors, note = message
+        try:
+            require_form(note, do=str)
+            _require_order(note["do"], message)
+        except MalformedError as why:
+            courier.refuse(name, why)
+            return "fail", [], {"why": f"the first accelerator's {name} was refused: {why}"}
         if note["do"] == "leave":
             self._over, self.lost = True, note["lost"]
             return None
@@ -266,6 +311,14 @@ class Accelerator:
         subject, self._loss_fn = self._together(prepare)
         pairs = self._pairs(subject, self._loss_fn, note["epoch"])
         self._together(partial(self._deliver, subject, pairs))
+        self.answered += 1
+
+    def _answer_nothing(self) -> None:
+        """To a point that is of no use: no pairs, so that workers do not wait for them."""
+        self._loss_fn = None
+        for j in range(self._workers):
+            name = f"pairs/{self.answered}/{j}/{self._team.rank}"
+            self._courier.post(name, [], finite=False, products=0)
         self.answered += 1
 
     def _deliver(self, subject: Subject, pairs: Pairs) -> None:
@@ -323,8 +376,37 @@ class Accelerator:
                 loss = mean_loss(self._loss_fn, subject.params, self._team, subject.model)
             losses.append(subject.sign * loss if math.isfinite(loss) else None)
         if self._team.rank == 0:
-            for j in range(self._workers):
-                self._courier.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
+            self._say_verdict(losses)
+
+    def _say_verdict(self, losses: list[float | None]) -> None:
+        for j in range(self._workers):
+            self._courier.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
+
+
+def _require_order(what: str, message: Message) -> None:
+    """Check a message that asks for something.
+
+    Raises:
+        MalformedError: If it does not say what that takes, or does not begin with as many real
+            vectors, equally long.
+    """
+    if what not in ORDERS:
+        raise MalformedError(f"it asks for {what[:40]!r}")
+    forms, vectors = ORDERS[what]
+    tensors, note = message
+    require_form(note, **forms)
+    chosen = [(t.dim(), t.is_floating_point(), t.numel()) for t in tensors[:vectors]]
+    if len(chosen) < vectors or len(set(chosen)) > 1 or any(c[:2] != (1, True) for c in chosen):
+        found = [f"{t.dtype} {list(t.shape)}" for t in tensors]
+        raise MalformedError(
+            f"it does not begin with {vectors} equally long vectors, but has {found}"
+        )
+    if any(t.dim() != 1 for t in tensors):
+        raise MalformedError(f"its tensors are of shapes {[list(t.shape) for t in tensors]}")
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class Batches:

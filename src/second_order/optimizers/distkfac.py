@@ -50,7 +50,7 @@ from second_order.optimizers.options import (
     own_keywords,
     value_at,
 )
-from second_order.optimizers.stats import ENOUGH_MESSAGES, Helpers, divide, endless
+from second_order.optimizers.stats import Helpers, divide, endless
 from second_order.report import Summary
 
 __all__ = ["DistKFAC"]
@@ -311,13 +311,7 @@ class DistKFAC(BackgroundRefresh):
             for block, each in taken.items():
                 block.ensure_factors().update(each, decay, "A" if block in linked else "")
                 block.asked = True
-        if self._helpers.foreign >= ENOUGH_MESSAGES and self._first_time("foreign"):
-            self._warn(
-                "a stats worker speaks of layers that this rank does not own: freeze, unfreeze and "
-                "add the same parameters on every rank; its statistics are dropped until then"
-            )
-        if self._helpers.nonfinite and self._first_time("nonfinite"):
-            self._warn("a stats worker has sent statistics that are not finite: they are dropped")
+        self._tell_of_helpers()
 
     def _decay(self) -> float:
         """So that the factors forget as much in a step, however often they are updated."""
@@ -339,12 +333,9 @@ class DistKFAC(BackgroundRefresh):
         if not self._helpers.any:
             self._world.start_sum(tensors).wait()
             return
-        counts = [len(each.factors) for each in sums]
-        owners = [
-            o
-            for owner, count in zip(self._owners, counts, strict=True)
-            for o in (None, *[owner] * count)
-        ]
+        owners: list[int | None] = []
+        for each, owner in zip(sums, self._owners, strict=True):
+            owners += [None, *[owner] * len(each.factors)]
         self._world.start_sum_to(tensors, owners).wait()
 
     def _follow_requires_grad(self) -> None:
@@ -435,11 +426,11 @@ class DistKFAC(BackgroundRefresh):
     def _fetch(self) -> bool:
         """Load the newest parameters, of the workers' groups; False once the workers have left."""
         before = self._helpers.optimized
-        if self._closed or not self._helpers.fetch(self._whole_model()):
-            return False
-        if before != self._helpers.optimized:
+        there = not self._closed and self._helpers.fetch(self._whole_model())
+        self._tell_of_helpers()
+        if there and before != self._helpers.optimized:
             self._replan()
-        return True
+        return there
 
     def _optimized(self) -> list[Tensor]:
         """On a stats worker, what the workers optimize: they may have added a group."""
@@ -463,11 +454,10 @@ class DistKFAC(BackgroundRefresh):
         if self._closed:
             return
         self._follow_requires_grad()
-        dtype = self._options.factor_dtype
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._helpers.workers)]
         for block, owner in self._owned():
             if not block.staged.empty:
-                parts[owner][block.name] = block.staged.sums().to(dtype)
+                parts[owner][block.name] = block.staged.sums().to(self._options.factor_dtype)
             block.staged.clear()
         sharing = {k.name: v.name for k, v in self._collector.settle().items()}
         self._helpers.deliver(parts, sharing)
@@ -482,6 +472,16 @@ class DistKFAC(BackgroundRefresh):
 
     def _whole_model(self) -> list[Tensor]:
         return [*self._model.parameters(), *self._model.buffers()]
+
+    def _tell_of_helpers(self) -> None:
+        for key, warning in self._helpers.warnings().items():
+            if self._first_time(key):
+                self._warn(warning)
+
+    @property
+    def refused_messages(self) -> int:
+        """Messages of this process's that were malformed, and connections without the key."""
+        return self._helpers.refused
 
     # --------------------------------------------------------------------------------- the rest
 
@@ -511,4 +511,4 @@ class DistKFAC(BackgroundRefresh):
                 f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
                 f"{delays[0]} to {delays[-1]} steps; {len(self._flights)} under way"
             )
-        return replace(super().summary(), age=note)
+        return replace(super().summary(), age=note, refused=self.refused_messages)

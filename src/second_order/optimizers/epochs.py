@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
-from second_order.distributed.courier import Courier, Message, Patience
+from second_order.distributed.courier import Courier, Patience
+from second_order.distributed.messages import MalformedError, Message, require_form
+from second_order.lanczos.rows import row_bounds
 from second_order.optimizers.accelerator import Subject
 from second_order.optimizers.flat import Chunk
 from second_order.optimizers.subspace import ColumnBasis, newton_rates
@@ -36,6 +38,7 @@ ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 LEAST_FALL = 0.5
 REMEMBERED = 1000  # epochs
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
+REFUSED = "what the accelerators have sent was refused"
 
 
 class Epochs:
@@ -86,15 +89,17 @@ class Epochs:
         self._taken = 0  # steps, of this object
         self._unsound = False  # whether eigenpairs have been
 
-    def connect(self, courier: Courier, team: World, accelerators: int) -> None:
+    def connect(self, courier: Courier, team: World, accelerators: int, wanted: int) -> None:
         """From now on accelerators help.
 
         Args:
             courier: To them.
             team: The workers.
             accelerators: A.
+            wanted: r, how many eigenpairs they compute, if there are as many.
         """
         self._courier, self._team, self._accelerators = courier, team, accelerators
+        self._wanted = wanted
         self.helped = True
 
     def add(self, params: Sequence[Tensor], subject: Callable[[], Subject]) -> None:
@@ -168,10 +173,6 @@ class Epochs:
         messages = [self._await(courier, name, patience) for name in self._expected()]
         found = [message for message in messages if message is not None]
         here = len(found) == len(messages)
-        sound = here and all(
-            note["finite"] and all(bool(t.isfinite().all()) for t in tensors)
-            for tensors, note in found
-        )
         agreed = self._agreed(here, subject)
         waited = time.monotonic() - begun
         if not agreed:
@@ -179,14 +180,17 @@ class Epochs:
             return EpochReport(self.number, waited, False, GONE)
         if self.start is None or self.total is None:
             return EpochReport(self.number, waited, False, "other parameters train now")
+        refused = courier.refused
+        sound = self._sound(courier, found, len(self.start))
         if not self._agreed(sound, subject):
             if not self._unsound:
                 self._warn(
-                    f"the accelerators' eigenpairs of epoch {self.number} are not finite; the base "
-                    f"goes on alone until they are"
+                    f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
+                    f"refused; the base goes on alone until sound ones come"
                 )
             self._unsound = True
-            return EpochReport(self.number, waited, False, UNSOUND)
+            reason = UNSOUND if courier.refused == refused else REFUSED
+            return EpochReport(self.number, waited, False, reason)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
         parts = [tensors[2].to(self.start.device, subject.dtype) for tensors, _ in found]
@@ -233,11 +237,31 @@ class Epochs:
             self._give_up(courier)
             return EpochReport(self.number, waited, False, GONE)
         assert message is not None
-        old, new = (math.nan if x is None else float(x) for x in message[1]["losses"])
-        reason = refusal(old, new)
-        if not reason:
+        try:
+            old, new = _losses_in(message)
+            reason = refusal(old, new)
+        except MalformedError as why:
+            courier.refuse(name, why)
+            old, new, reason = math.nan, math.nan, REFUSED
+        if not self._agreed(not reason, subject):  # all write, or none does
+            reason = reason or REFUSED
+        else:
             subject.write(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
+
+    def _sound(self, courier: Courier, found: Sequence[Message], size: int) -> bool:
+        """Whether all eigenpairs are finite; those that do not fit are refused."""
+        wanted, workers = min(self._wanted, size), self._team.size
+        cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._accelerators)
+        mine, sound = cuts[self._team.rank + 1] - cuts[self._team.rank], True
+        for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
+            try:
+                finite = _pairs_in(message, wanted, (mine, bounds[a + 1] - bounds[a]))
+            except MalformedError as why:
+                courier.refuse(name, why)
+                finite = False
+            sound = sound and finite and all(bool(t.isfinite().all()) for t in message[0])
+        return sound
 
     def _await(self, courier: Courier, name: str, patience: Patience) -> Message | None:
         with record_function("second_order.wait"):
@@ -280,6 +304,35 @@ class Epochs:
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_courier": None, "_team": None, "helped": False, "start": None, "total": None}
         return self.__dict__ | alone | {"_parts": []}
+
+
+def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
+    """Whether there are eigenpairs in a message, by what it says.
+
+    Raises:
+        MalformedError: If it is none of eigenpairs, or of others.
+    """
+    tensors, note = message
+    require_form(note, finite=bool, products=int)
+    shapes = [tuple(t.shape) for t in tensors]
+    if note["finite"] and shapes != [(wanted,), (wanted,), rows]:
+        raise MalformedError(f"its tensors are {shapes}, not {[(wanted,), (wanted,), rows]}")
+    if not all(t.is_floating_point() for t in tensors):
+        raise MalformedError("its tensors are no real numbers")
+    return bool(note["finite"])
+
+
+def _losses_in(message: Message) -> tuple[float, float]:
+    """The losses of a verdict; NaN where there was none.
+
+    Raises:
+        MalformedError: If it is no verdict.
+    """
+    require_form(message[1], losses=[float | int | None])
+    losses = [math.nan if x is None else float(x) for x in message[1]["losses"]]
+    if len(losses) != 2:
+        raise MalformedError(f"it has {len(losses)} losses, not 2")
+    return losses[0], losses[1]
 
 
 def refusal(before: float, after: float) -> str:

@@ -22,13 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.courier import (
-    Courier,
-    await_connections,
-    await_goodbyes,
-    open_store,
-)
+from second_order.distributed.courier import Courier, await_connections, await_goodbyes
+from second_order.distributed.messages import refused_line
 from second_order.distributed.roles import Role, Roles, assign_roles
+from second_order.distributed.store import Store, open_store
 from second_order.errors import SecondOrderError
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.accelerator import Accelerator, Batches, Subject
@@ -48,7 +45,7 @@ from second_order.optimizers.options import (
     own_keywords,
 )
 from second_order.optimizers.saved import SavedPart
-from second_order.report import CurvatureReport, EpochReport
+from second_order.report import CurvatureReport, EpochReport, Summary
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 
@@ -204,16 +201,19 @@ class MRDHO2(FOSIOptimizer):
         roles = self._roles
         self._role, self._divided = roles.of(everybody.rank), True
         first = roles.helpers[0]
-        self._store, address = open_store(everybody, first, self._patience)
+        store, address = open_store(everybody, first, self._patience)
         self._everybody = [f"{roles.of(r)} {r}" for r in range(everybody.size)]
         self._world = roles.team(everybody, self._patience)
         self._averages = self._averages and self._world.size > 1
         name = self._everybody[everybody.rank]
         peer = self._everybody[0 if everybody.rank == first else first]
         courier = Courier(address, name, peer, self._patience)
-        await_connections(everybody, [courier])
+        await_connections(everybody, [courier], [store])
+        self._courier, self._store = courier, store
+        self._tell_of_refused()
         if self._role == "worker":
-            self._epochs.connect(courier, self._world, len(roles.helpers))
+            wanted = self._options.largest + self._options.smallest
+            self._epochs.connect(courier, self._world, len(roles.helpers), wanted)
         else:
             self._outline.compared = False
             self._accelerator = Accelerator(
@@ -226,6 +226,8 @@ class MRDHO2(FOSIOptimizer):
 
     _divided = False  # whether there have been any
     _roles: Roles
+    _courier: Courier | None = None
+    _store: Store | None = None
 
     @property
     def role(self) -> Role:
@@ -296,6 +298,7 @@ class MRDHO2(FOSIOptimizer):
         if report is not None:
             self._count(report)
             self._let_state_go()
+            self._tell_of_refused()
 
     def _scales(self) -> list[float | Tensor]:
         return [self._newton_scale(group) for group in self.param_groups]
@@ -315,6 +318,21 @@ class MRDHO2(FOSIOptimizer):
         if found is None:
             return report
         return replace(report, eigenvalues=found[0], residuals=found[1])
+
+    @property
+    def refused_messages(self) -> int:
+        """Messages of this process's that were malformed, and connections without the key."""
+        messages = 0 if self._courier is None else self._courier.refused
+        return messages + (0 if self._store is None else self._store.refused)
+
+    def _tell_of_refused(self) -> None:
+        if self.refused_messages and self._first_time("refused"):
+            assert self._courier is not None
+            self._warn(refused_line(self._courier.complaint))
+
+    def summary(self) -> Summary:
+        """As DHO2's, with how many messages have been refused."""
+        return replace(super().summary(), refused=self.refused_messages)
 
     @property
     def epochs(self) -> Sequence[EpochReport]:
@@ -354,6 +372,7 @@ class MRDHO2(FOSIOptimizer):
         return self._accelerator.answered - before
 
     def _tell_whom_it_has_lost(self, accelerator: Accelerator) -> None:
+        self._tell_of_refused()
         if accelerator.lost and self._first_time("lost"):
             self._warn(f"{accelerator.lost}: this accelerator has nothing more to do")
 
@@ -442,7 +461,8 @@ class MRDHO2(FOSIOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.pop("_store", None)  # a copy talks to nobody
+        for name in ("_store", "_courier"):  # a copy talks to nobody
+            state.pop(name, None)
         return state | {"_accelerator": None, "_closed": state["_closed"] or self._divided}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

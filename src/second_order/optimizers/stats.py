@@ -20,14 +20,11 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import World
-from second_order.distributed.courier import (
-    Courier,
-    await_connections,
-    await_goodbyes,
-    open_store,
-)
+from second_order.distributed.courier import Courier, await_connections, await_goodbyes
+from second_order.distributed.messages import MalformedError, Message, refused_line, require_form
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.distributed.roles import Role, assign_roles
+from second_order.distributed.store import Store, open_store
 from second_order.errors import SecondOrderError
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
@@ -83,6 +80,8 @@ class Helpers:
         edition: How often the layers have changed; on a stats worker, at its point. What was on its
             way at a change is dropped.
         nonfinite: Statistics that were dropped.
+        couriers: To stats workers, those that are gone included; on one of them, its own.
+        store: On a stats worker, the one it hosts.
     """
 
     role: Role = "worker"
@@ -99,7 +98,8 @@ class Helpers:
     optimized: list[bool] = field(default_factory=list)
     edition: int = 0
     nonfinite: int = 0
-    store: Any = None
+    couriers: list[Courier] = field(default_factory=list)
+    store: Store | None = None
     everybody: tuple[str, ...] = ()
 
     @property
@@ -111,6 +111,29 @@ class Helpers:
     def dismissed(self) -> bool:
         """On a stats worker: whether the workers have said goodbye."""
         return all(helper.courier.closed_there for helper in self.active)
+
+    @property
+    def refused(self) -> int:
+        """Messages that were not as they have to be, and connections without the key."""
+        strangers = 0 if self.store is None else self.store.refused
+        return strangers + sum(courier.refused for courier in self.couriers)
+
+    def warnings(self) -> dict[str, str]:
+        """What is wrong with the messages that have come, by kind."""
+        found = {}
+        if self.foreign >= ENOUGH_MESSAGES:
+            found["foreign"] = (
+                "a stats worker speaks of layers that this rank does not own: freeze, unfreeze and "
+                "add the same parameters on every rank; its statistics are dropped until then"
+            )
+        if self.nonfinite:
+            found["nonfinite"] = (
+                "a stats worker has sent statistics that are not finite: they are dropped"
+            )
+        if self.refused:
+            complaints = (courier.complaint for courier in self.couriers)
+            found["refused"] = refused_line(next(filter(None, complaints), ""))
+        return found
 
     def begin_with(self, tensors: Sequence[Tensor], groups: Groups) -> None:
         """What all have: parameters and buffers, and the optimizer's groups."""
@@ -158,12 +181,18 @@ class Helpers:
             mine: The layers that this process owns, by name.
         """
         for helper in self.active:
-            message = helper.courier.arrived(self._expected_from(helper))
+            name = self._expected_from(helper)
+            message = helper.courier.arrived(name)
             if message is None:
                 continue
             helper.heard += 1
             self._expected_from(helper)  # now, to keep up with it
-            tensors, note = message
+            try:
+                tensors, note = _statistics_in(message)
+            except MalformedError as why:
+                helper.courier.refuse(name, why)
+                self.messages += 1  # of nothing: who gets nothing else is to be hungry
+                continue
             if note["edition"] < self.edition:  # of layers as they were
                 continue
             self.messages += 1
@@ -227,7 +256,8 @@ class Helpers:
     def fetch(self, into: Sequence[Tensor]) -> bool:
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
-        Those that are frozen there are frozen here.
+        Those that are frozen there are frozen here. What is malformed is refused, and answered by
+        statistics of no layer.
 
         Raises:
             SecondOrderError: If they are of another model.
@@ -235,14 +265,20 @@ class Helpers:
         if not self.active:  # a copy of the optimizer
             return False
         (helper,) = self.active
-        name = f"point/{helper.asked}"
-        helper.courier.expect(name)
-        helper.courier.tell("want", helper.asked)
-        message = helper.courier.wait(name)
-        if message is None:
-            return False
-        helper.asked += 1
-        flats, note = message
+        while True:
+            name = f"point/{helper.asked}"
+            helper.courier.expect(name)
+            helper.courier.tell("want", helper.asked)
+            message = helper.courier.wait(name)
+            if message is None:
+                return False
+            helper.asked += 1
+            try:
+                flats, note = _point_in(message, into)
+                break
+            except MalformedError as why:
+                helper.courier.refuse(name, why)
+                self.deliver([{}] * self.workers, {})
         theirs, ours = ([t.numel() for t in each] for each in (flats, into))
         if len(note["train"]) != len(ours) or sum(theirs) != sum(ours):
             raise SecondOrderError(
@@ -295,7 +331,7 @@ class Helpers:
 
     def without_messages(self) -> Helpers:
         """For a copy of the optimizer, which talks to nobody."""
-        return replace(self, active=[], own_passes=True, store=None)
+        return replace(self, active=[], own_passes=True, couriers=[], store=None)
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:
@@ -345,13 +381,55 @@ def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tu
             courier = Courier(address, name, "worker 0", patience)
             helpers.active.append(Helper(name, courier))
             helpers.store, helpers.everybody = store, (name, *workers)
-    await_connections(everybody, [helper.courier for helper in helpers.active])
+    helpers.couriers = [helper.courier for helper in helpers.active]
+    await_connections(everybody, helpers.couriers, [store for store, _ in stores])
     return helpers, team
 
 
 def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
     ours = {id(p) for group in groups for p in group["params"]}
     return [id(t) in ours for t in tensors]
+
+
+def _point_in(message: Message, into: Sequence[Tensor]) -> Message:
+    """A point, whose tensors fit the model, or are of another one.
+
+    Raises:
+        MalformedError: If it is none.
+    """
+    tensors, note = message
+    require_form(note, edition=int, train=[bool], optimized=[bool])
+    tensors_there = len(note["train"])
+    if len(note["optimized"]) != tensors_there:
+        raise MalformedError(
+            f"{tensors_there} tensors train or not, {len(note['optimized'])} are known"
+        )
+    sizes = dict.fromkeys((t.dtype for t in into), 0)
+    for t in into:
+        sizes[t.dtype] += t.numel()
+    found, total = [(t.dtype, t.numel()) for t in tensors], sum(sizes.values())
+    same_model = tensors_there == len(into) and sum(size for _, size in found) == total
+    if same_model and (any(t.dim() != 1 for t in tensors) or found != list(sizes.items())):
+        raise MalformedError(f"its tensors are {found}, the model's {list(sizes.items())}")
+    return message
+
+
+def _statistics_in(message: Message) -> Message:
+    """Statistics, of whatever layers.
+
+    Raises:
+        MalformedError: If they are none.
+    """
+    tensors, note = message
+    require_form(note, edition=int, layers=[str], sharing={str: str})
+    if len(tensors) != (2 if note["layers"] else 0):
+        raise MalformedError(f"{len(note['layers'])} layers have {len(tensors)} tensors, not 2")
+    strange = [t for t in tensors if t.dim() != 1 or not t.is_floating_point()]
+    if strange:
+        raise MalformedError(f"a tensor is {strange[0].dtype} of shape {list(strange[0].shape)}")
+    if len(set(note["layers"])) < len(note["layers"]):
+        raise MalformedError("it names a layer twice")
+    return message
 
 
 def _unpack_statistics(

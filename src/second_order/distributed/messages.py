@@ -1,0 +1,187 @@
+"""What a message is made of, and checks of all of it before any of it is used.
+
+A message is a list of tensors and a note of primitives. It travels as a heading in JSON, which says
+of what dtypes and shapes the tensors are, and their bytes in parts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from second_order.distributed.store import PART_BYTES
+
+__all__ = [
+    "Heading",
+    "MalformedError",
+    "Message",
+    "as_refused",
+    "describe",
+    "parts_of",
+    "read_heading",
+    "refused_line",
+    "require_form",
+    "tensor_of",
+]
+
+Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
+
+REFUSED = "refused"
+MOST_DIMENSIONS = 64  # torch's own bound
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and "torch.q" not in str(dtype)
+}
+
+
+class MalformedError(Exception):
+    """A message is not of the form it has to have; the text says in what."""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What a message says it consists of.
+
+    Attributes:
+        forms: Dtype and shape of each tensor.
+        note: The rest.
+    """
+
+    forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]
+    note: dict[str, Any]
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Bytes of each part of each tensor."""
+        totals = [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
+        return [
+            [min(PART_BYTES, total - start) for start in range(0, total, PART_BYTES)]
+            for total in totals
+        ]
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are; without going through them, as they may be absurdly many."""
+        totals = [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
+        return sum(-(-total // PART_BYTES) for total in totals)
+
+
+def describe(tensors: Sequence[Tensor], note: Mapping[str, Any]) -> bytes:
+    """The heading of a message."""
+    forms = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
+    return json.dumps({"tensors": forms, "note": note}).encode()
+
+
+def parts_of(tensor: Tensor) -> Iterator[bytes]:
+    """The bytes of a contiguous tensor on the CPU."""
+    for start in range(0, tensor.nbytes, PART_BYTES):
+        size = min(PART_BYTES, tensor.nbytes - start)
+        yield ctypes.string_at(tensor.data_ptr() + start, size)
+
+
+def read_heading(raw: bytes, parts: int) -> Heading:
+    """What a heading says.
+
+    Args:
+        raw: The heading.
+        parts: How many parts have come with it.
+
+    Raises:
+        MalformedError: If it is no heading, or one of other parts.
+    """
+    try:
+        said = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"its heading cannot be read: {error}") from None
+    if not isinstance(said, dict) or set(said) != {"tensors", "note"}:
+        raise MalformedError("its heading does not have 'tensors' and 'note'")
+    if not isinstance(said["tensors"], list) or not isinstance(said["note"], dict):
+        raise MalformedError("its heading's 'tensors' is no list, or its 'note' no dictionary")
+    heading = Heading([_form(each) for each in said["tensors"]], said["note"])
+    if heading.parts != parts:
+        raise MalformedError(f"its heading tells of {heading.parts} parts, and {parts} have come")
+    return heading
+
+
+def _form(said: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    if not isinstance(said, list) or len(said) != 2:
+        raise MalformedError("its heading does not give a dtype and a shape for each tensor")
+    name, shape = said
+    if not isinstance(name, str) or name not in DTYPES:
+        raise MalformedError(f"its heading has an unknown dtype, {str(name)[:40]!r}")
+    whole = is_of(shape, [int]) and len(shape) <= MOST_DIMENSIONS
+    if not whole or any(not 0 <= size < 2**62 for size in shape):
+        raise MalformedError(f"its heading has a shape that is none, {str(shape)[:40]}")
+    return DTYPES[name], tuple(shape)
+
+
+def tensor_of(content: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The tensor of some bytes, whose memory it takes over.
+
+    Raises:
+        MalformedError: If there are more or fewer of them.
+    """
+    if len(content) != math.prod(shape) * dtype.itemsize:
+        raise MalformedError(f"a tensor of {dtype} of shape {list(shape)} has {len(content)} bytes")
+    try:
+        if not content:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(content, dtype=dtype).view(tuple(shape))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise MalformedError(
+            f"there is no tensor of {dtype} of shape {list(shape)}: {error}"
+        ) from None
+
+
+def as_refused(reason: str) -> Message:
+    """What is delivered in place of a message that could not be read."""
+    return [], {REFUSED: reason}
+
+
+def refused_line(complaint: str) -> str:
+    """The warning that something has been refused.
+
+    Args:
+        complaint: What the first message was, and why; "" if it was a connection.
+    """
+    what = complaint or "a connection that did not know the key, or spoke another language"
+    return f"refused: {what}; training goes on, and refused_messages counts what else is refused"
+
+
+def require_form(note: Mapping[str, Any], **forms: Any) -> None:
+    """Check what a note says.
+
+    Args:
+        note: Of a message.
+        **forms: By name: a type, or ``[form]`` for a list of it, or ``{str: form}``.
+
+    Raises:
+        MalformedError: If something is missing or of another type, or nothing could be read.
+    """
+    if REFUSED in note:
+        raise MalformedError(str(note[REFUSED]))
+    for name, form in forms.items():
+        if name not in note:
+            raise MalformedError(f"its note lacks {name!r}")
+        if not is_of(note[name], form):
+            raise MalformedError(f"its note's {name!r} is {str(note[name])[:40]!r}")
+
+
+def is_of(value: Any, form: Any) -> bool:
+    """Whether a value is of a form; see :func:`require_form`."""
+    if isinstance(form, list):
+        return isinstance(value, list) and all(is_of(each, form[0]) for each in value)
+    if isinstance(form, dict):
+        (inner,) = form.values()
+        return isinstance(value, dict) and all(is_of(each, inner) for each in value.values())
+    if form is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, form)
