@@ -540,7 +540,7 @@ def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> 
 def test_pairs_under_way_are_declined_when_a_checkpoint_is_loaded() -> None:
     epochs, declined = module.Epochs(4, "paper", 0.1, 1.0, "SGD", print), []
     courier: Any = SimpleNamespace(decline=declined.append)
-    epochs.connect(courier, Everybody.alone(), 2)
+    epochs.connect(courier, Everybody.alone(), 2, 4)
     epochs.resume(3, 1)
     assert declined == [], "none have been asked for"
     epochs._asked, epochs._request = 3, 5

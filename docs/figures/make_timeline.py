@@ -62,7 +62,7 @@ class Recorder:
     def __init__(self) -> None:
         self.posted: list[Mark] = []
         self.fetched: list[Mark] = []
-        post, fetch = courier.Courier.post, courier._fetch
+        post, fetch = courier.Courier.post, courier._Line.fetch
 
         def noted_post(me: Any, name: str, *args: Any, **note: Any) -> None:
             self.posted.append((name, time.time()))
@@ -74,7 +74,7 @@ class Recorder:
             return message
 
         courier.Courier.post = noted_post  # type: ignore[method-assign]
-        courier._fetch = noted_fetch
+        courier._Line.fetch = noted_fetch  # type: ignore[method-assign]
 
 
 def spans_of(profiler: profile) -> list[Span]:
