@@ -439,6 +439,7 @@ class StoreClient:
             self._connection = _connection(peer, self._timeout)
         answer_challenge(self._connection, self._key)
         deliver_challenge(self._connection, self._key)
+        self.look({}, ())  # it is answered once the store counts this among its clients
 
     def add(self, name: str, part: bytes) -> None:
         """Add a part, of at most ``PART_BYTES``, to a message that nobody sees yet."""
