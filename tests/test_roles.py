@@ -296,18 +296,26 @@ class Recorder(Slow):
         super().__init__(store)
         self._said = said
 
-    def set(self, key: str, value: Any) -> None:
-        super().set(key, value)
-        self._said.append(key)
+    def add(self, name: str, part: bytes) -> None:
+        super().add(name, part)
+        self._said.append(f"{name}, a part")
+
+    def post(self, name: str, heading: bytes) -> None:
+        self._store.post(name, heading)
+        self._said.append(name)
+
+    def say(self, name: str, number: int) -> None:
+        self._store.say(name, number)
+        self._said.append(name)
 
 
 def test_goodbye_is_the_last_thing_that_is_said() -> None:
     """Whoever hears it looks for no other message."""
     said: list[str] = []
-    store = courier.TCPStore
+    store = courier.StoreClient
     opened, address = open_store(collectives.World.alone(), 0, PATIENCE)
     with replaced(
-        courier, {"TCPStore": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
+        courier, {"StoreClient": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
     ):
         one = Courier(address, "a", "b", PATIENCE)
     for k in range(4):

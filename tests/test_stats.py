@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from second_order import DecompositionError
 from second_order.distributed.collectives import World
 from second_order.distributed.courier import Courier
+from second_order.distributed.messages import MalformedError, as_refused
 from second_order.distributed.store import open_store
 from second_order.optimizers.distkfac import STEP_DECAY
 from second_order.optimizers.stats import ENOUGH_MESSAGES, Helper, Helpers
@@ -39,6 +40,7 @@ class Post:
     lost = closed_there = False
 
     def __init__(self) -> None:
+        self.refused, self.complaint = 0, ""
         self.sent: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
         self.came: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
         self.numbers: dict[str, int] = {}
@@ -62,6 +64,10 @@ class Post:
     def wait(self, name: str) -> Any:
         return self.came.pop(name, None)
 
+    def refuse(self, name: str, why: MalformedError) -> None:
+        self.refused += 1
+        self.complaint = self.complaint or f"{name}: {why}"
+
     def close(self, patience: float) -> None:
         pass
 
@@ -69,7 +75,7 @@ class Post:
 def helped(optimizer: Any) -> Post:
     """Make an optimizer of one process a worker with a stats worker."""
     post: Any = Post()
-    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)])
+    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)], couriers=[post])
     helpers.begin_with(optimizer._whole_model(), optimizer.param_groups)
     optimizer._helpers = helpers
     return post
@@ -79,7 +85,8 @@ def helping(optimizer: Any) -> Post:
     """Make it a stats worker of one worker."""
     post: Any = Post()
     post.closed_there = True
-    optimizer._helpers = Helpers("stats", workers=1, active=[Helper("stats worker 1", post)])
+    helper = Helper("stats worker 1", post)
+    optimizer._helpers = Helpers("stats", workers=1, active=[helper], couriers=[post])
     return post
 
 
@@ -430,3 +437,87 @@ def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
         optimizer.step()
         assert (optimizer._capture is before) == (number == 0)
     assert [block.name for block in optimizer._blocks] == list(LAYERS[:2])
+
+
+# Messages that are not as they have to be.
+
+SPOILT: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {
+    "could not be read": lambda tensors, note: as_refused("its heading cannot be read"),
+    "no note": lambda tensors, note: (tensors, {}),
+    "no edition": lambda tensors, note: (tensors, {k: note[k] for k in ("layers", "sharing")}),
+    "edition in text": lambda tensors, note: (tensors, note | {"edition": "0"}),
+    "layers in text": lambda tensors, note: (tensors, note | {"layers": "0"}),
+    "layers of numbers": lambda tensors, note: (tensors, note | {"layers": [0, 2, 4]}),
+    "a layer twice": lambda tensors, note: (tensors, note | {"layers": ["0", "0", "4"]}),
+    "sharing in a list": lambda tensors, note: (tensors, note | {"sharing": ["0"]}),
+    "sharing with numbers": lambda tensors, note: (tensors, note | {"sharing": {"0": 2}}),
+    "no tensors": lambda tensors, note: ([], note),
+    "one tensor": lambda tensors, note: (tensors[:1], note),
+    "three tensors": lambda tensors, note: ([*tensors, tensors[0]], note),
+    "tensors of nothing": lambda tensors, note: (tensors, note | {"layers": []}),
+    "whole numbers": lambda tensors, note: ([t.long() for t in tensors], note),
+    "a matrix": lambda tensors, note: ([t[None] for t in tensors], note),
+    "a scalar": lambda tensors, note: ([tensors[0], tensors[1].sum()], note),
+}
+
+
+def test_malformed_statistics_are_refused_and_training_goes_on() -> None:
+    """Of each kind, one after the other: with what comes too seldom then, own passes go on."""
+    model, worker, post, sent = beside_a_stats_worker()
+    loss_on(model).backward()
+    hear(worker, post, 0, sent, 0)
+    assert not worker._helpers.own_passes
+    with noted() as warned:
+        for i, (what, spoil) in enumerate(SPOILT.items()):
+            post.came[TO_WORKER.format(1 + i)] = spoil(*sent)
+            worker.step()
+            assert post.refused == worker.refused_messages == 1 + i, what
+            assert worker._helpers.own_passes == (i + 1 >= ENOUGH_MESSAGES)
+    (line,) = warned
+    assert line.startswith("refused: stats/1/0: its heading cannot be read; training goes on")
+    assert f"messages refused: {len(SPOILT)}" in str(worker.summary())
+    hear(worker, post, 1 + len(SPOILT), sent, 0)
+    assert not worker._helpers.own_passes, "sound ones are taken as ever"
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_statistics_of_other_lengths_are_dropped(short: bool) -> None:
+    _, worker, post, (tensors, note) = beside_a_stats_worker()
+    other = [t[:-1] if short else torch.cat([t, t[:1]]) for t in tensors]
+    before = [b.factors is None for b in worker._blocks]
+    hear(worker, post, 0, (other, note), 0)
+    assert [b.factors is None for b in worker._blocks] == before == [True] * 3
+    assert worker._helpers.foreign == 1
+
+
+def test_malformed_points_are_refused_and_answered_by_nothing() -> None:
+    """So that worker 0 goes on sending others, and no worker waits for their statistics."""
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    before = [p.clone() for p in model.parameters()]
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    note = {"train": [True] * 6, "optimized": [True] * 6, "edition": 0}
+    spoilt: list[Any] = [
+        as_refused("part 0 of 1 has 3 bytes, not 4"),
+        ([flat], {}),
+        ([flat], note | {"train": "yes"}),
+        ([flat], note | {"train": [1] * 6}),
+        ([flat], note | {"optimized": [True] * 5}),
+        ([flat], note | {"edition": None}),
+        ([flat.double() if flat.dtype == torch.float32 else flat.float()], note),
+        ([flat[None]], note),
+        ([flat[:10], flat[10:]], note),
+    ]
+    for k, content in enumerate([*spoilt, ([flat + 1], note)]):
+        post.came[f"point/{k}"] = content
+    with noted() as warned:
+        assert optimizer.serve([None] * 99, lambda _: loss_on(model)) == 1
+    assert optimizer.refused_messages == len(spoilt)
+    assert [line.partition(";")[0] for line in warned] == [
+        "refused: point/0: part 0 of 1 has 3 bytes, not 4"
+    ]
+    answers = [post.sent[TO_WORKER.format(k)] for k in range(len(spoilt) + 1)]
+    assert [note["layers"] for _, note in answers] == [[]] * len(spoilt) + [[*LAYERS]]
+    for p, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p, old + 1)

@@ -43,7 +43,7 @@ LAST_LOOK_SECONDS = 0.5  # at most, for what a peer that is lost may have left
 
 
 def await_goodbyes(store: Store, names: Sequence[str], patience: float) -> None:
-    """Keep a store until all of the couriers have closed, or for as long as one has patience.
+    """Close a store when all of the couriers have closed, or one has no more patience.
 
     Args:
         store: Here.
@@ -53,6 +53,7 @@ def await_goodbyes(store: Store, names: Sequence[str], patience: float) -> None:
     end = time.monotonic() + patience
     while not store.said([f"{name}/{CLOSED}" for name in names]) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
+    store.close()
 
 
 def await_connections(

@@ -185,7 +185,7 @@ class Store:
         listener.settimeout(ACCEPT_SECONDS)
         self._listener = listener
         self._thread = _thread(_listen, listener, self._state, self.key)
-        weakref.finalize(self, _end, listener, self._state, os.getpid())
+        self._finalizer = weakref.finalize(self, _end, listener, self._state, os.getpid())
 
     @property
     def refused(self) -> int:
@@ -201,6 +201,10 @@ class Store:
         """Listen no more: all clients have connected. Who has not proved the key is sent away."""
         _seal(self._listener, self._state)
         self._thread.join()
+
+    def close(self) -> None:
+        """Hang up on all clients, as when the object goes."""
+        self._finalizer()
 
 
 def _seal(listener: socket.socket, state: _State) -> None:
@@ -226,7 +230,9 @@ def _hang_up(peer: socket.socket) -> None:
 
 
 def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(target=work, args=arguments, name="second_order store", daemon=True)
+    thread = threading.Thread(
+        target=work, args=arguments, name="store of second_order", daemon=True
+    )
     thread.start()
     return thread
 
