@@ -138,6 +138,7 @@ def besieged(rank: int, world_size: int) -> tuple[dict[str, Any], bool]:
         def knocked_at(*args: Any) -> Any:
             store, address = open_store(*args)
             ports.append(address.port)
+            assert address.host == "127.0.0.1"
             if store is not None:
                 for said in b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 30:
                     peer = socket.create_connection((address.host, address.port))

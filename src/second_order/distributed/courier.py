@@ -35,6 +35,7 @@ from second_order.farewell import Farewell
 __all__ = ["Courier", "Patience", "await_connections", "await_goodbyes"]
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
+HELD_SECONDS = 0.02  # that the store may hold an answer back for news
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
 FAREWELL_SECONDS = 5.0  # without an answer of the store, after which a goodbye is given up
@@ -339,7 +340,7 @@ class _Line:
         self._shared = shared
         self._store = StoreClient(address, max(shared.timeout, 1.0))
         self.said: dict[str, int] = {}
-        self.pause = POLL_SECONDS
+        self.pause, self.idle = POLL_SECONDS, True  # how long, and whether the last pass was idle
         self._beat, self._next = 0, 0.0
         self.beat()
 
@@ -421,9 +422,10 @@ def _pass(line: _Line, shared: _Shared) -> bool:
     line.beat()
     with shared.lock:
         expected, declined = list(shared.expected), list(shared.declined)
-    # While somebody waits, the store answers when there is news; the heart has to go on beating.
-    held = shared.hurried and not busy
-    most = min(IDLE_SECONDS, shared.timeout / BEATS_A_TIMEOUT) if held else 0.0
+    # While somebody waits, the store answers when there is news; not just after there was some, as
+    # who has waited for it is about to post; and the heart has to go on beating.
+    held = shared.hurried and line.idle and not busy
+    most = min(HELD_SECONDS, shared.timeout / BEATS_A_TIMEOUT) if held else 0.0
     numbers, there = line.look(list(shared.listening), [*expected, *declined], most)
     for name in there:
         message = line.fetch(name) if name in expected else None
@@ -440,6 +442,7 @@ def _pass(line: _Line, shared: _Shared) -> bool:
     shared.ended = shared.begun
     # The thread that trains has better things to do than to yield to this one.
     line.pause = POLL_SECONDS if busy or shared.hurried else min(2 * line.pause, IDLE_SECONDS)
+    line.idle = not busy
     if not busy and not held:
         shared.wake.wait(line.pause)
         shared.wake.clear()
