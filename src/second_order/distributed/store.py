@@ -186,6 +186,7 @@ class Store:
         self._listener = listener
         self._thread = _thread(_listen, listener, self._state, self.key)
         self._finalizer = weakref.finalize(self, _end, listener, self._state, os.getpid())
+        self._finalizer.atexit = False  # goodbyes are still to come then
 
     @property
     def refused(self) -> int:
