@@ -1205,10 +1205,10 @@ MUTANTS = [
     ),
     _mutant(
         "a store listens for ever",
-        "distributed/store.py",
-        "while not state.sealed.is_set():",
-        "while True:",
-        "strangers::a_store_listens_on_loopback_alone_and_not_once_all_are_there",
+        "distributed/courier.py",
+        "            store.seal()\n",
+        "            pass\n",
+        "mrdho2_malformed::strangers_are_refused_and_change_nothing",
     ),
     _mutant(
         "a key that is known",

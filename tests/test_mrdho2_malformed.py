@@ -40,16 +40,20 @@ SPOILT: dict[str, tuple[str, str, Any]] = {
     "no verdict": ("guarded", "verdict/1/0", lambda t, n: (t, {})),
     "a verdict in text": ("guarded", "verdict/1/0", lambda t, n: (t, {"losses": ["0", "0"]})),
 }
+# What the other worker gets then: it would make the update alone.
+LIKED: dict[str, Any] = {
+    case: {f"verdict/1/{other}": lambda t, n: (t, {"losses": [1.0, 0.1]})}
+    for case, other in (("half a verdict", 0), ("no verdict", 1))
+}
 
 
-def spoiled(name: str, spoil: Any, times: list[str]) -> Any:
-    """A courier's way to post, which spoils one message."""
+def spoiled(spoils: dict[str, Any]) -> Any:
+    """A courier's way to post, which spoils some messages."""
     post = Courier.post
 
     def other(me: Courier, called: str, tensors: Any, **note: Any) -> None:
-        if called == name:
-            times.append(called)
-            tensors, note = spoil(list(tensors), note)
+        if called in spoils:
+            tensors, note = spoils[called](list(tensors), note)
         post(me, called, tensors, **note)
 
     return other
@@ -78,7 +82,7 @@ def spoilt_runs(rank: int, world_size: int, cases: list[str]) -> list[dict[str, 
     results = []
     for case in cases:
         kind, name, spoil = SPOILT[case]
-        with replaced(Courier, {"post": spoiled(name, spoil, [])}):
+        with replaced(Courier, {"post": spoiled({name: spoil, **LIKED.get(case, {})})}):
             results.append(trained(rank, world_size, {"final_update": kind}))
     return results
 
@@ -111,7 +115,7 @@ def spoilt_order(rank: int, world_size: int, what: str) -> str | dict[str, Any]:
         return ([], note) if what == "numbers" else (tensors, note | {"do": "dance"})
 
     options = {"final_update": "paper", "accelerators": 2}
-    with replaced(Courier, {"post": spoiled("order/1/1", spoil, [])}):
+    with replaced(Courier, {"post": spoiled({"order/1/1": spoil})}):
         try:
             return trained(rank, world_size, options)
         except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from ranks import replaced
 from test_roles import PATIENCE, Pair, eventually, get
@@ -296,6 +296,7 @@ def test_a_heading_of_garbage_is_refused(raw: bytes) -> None:
         read_heading(raw, 0)
 
 
+@example(True, int)
 @given(value=PRIMITIVES, form=st.sampled_from([int, bool, [str], [bool], {str: str}, float | None]))
 def test_a_note_is_of_its_form_or_refused(value: Any, form: Any) -> None:
     with pytest.raises(MalformedError, match="lacks 'x'"):
