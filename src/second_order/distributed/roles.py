@@ -46,13 +46,18 @@ class Roles:
 
     @explained()
     def team(self, world: World, helper_timeout: float | None = None) -> World:
-        """The world of this process's own kind. Every process calls it.
+        """The world of this process's own kind. Every process calls it, the first time.
 
         Args:
             world: Of all of them.
             helper_timeout: Seconds after which a helper that waits for others of its kind in a
                 collective raises, if that is sooner than in ``world``; None for as in ``world``.
         """
+        if world.group is not None:  # an unpickled optimizer asks alone for what has been made
+            mine = self.helpers if world.rank in self.helpers else self.workers
+            made = _teams.get(world.group, {}).get((mine, helper_timeout))
+            if made is not None:
+                return made
         world.level()
         team = self._team(world, helper_timeout)
         team.aside()  # made now, while every rank is here
@@ -76,7 +81,8 @@ class Roles:
         return made[key]
 
 
-_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], float], World]] = (
+_Key: TypeAlias = tuple[tuple[int, ...], float | None]
+_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, World]] = (
     weakref.WeakKeyDictionary()
 )
 
