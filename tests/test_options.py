@@ -327,7 +327,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("refresh_warmup_steps", 2.5, r"refresh_warmup_steps=2\.5 is not a whole number; use 0 to"),
     ("refresh_warmup_steps", True, "refresh_warmup_steps=True is not a whole number; use 0 to"),
     ("helper_timeout", "60", "helper_timeout='60' is not a number; 60.0 is the default"),
-    ("process_group", object(), "process_group=<object.* is not a .*ProcessGroup; pass what"),
+    ("process_group", {}, "process_group={} is not a .*ProcessGroup; pass what"),
     ("process_group", "gloo", "process_group='gloo' is not a .*ProcessGroup; pass what"),
     ("process_group", [0, 1], r"process_group=\[0, 1\] is not a .*ProcessGroup; pass what"),
     *(
