@@ -176,7 +176,7 @@ def test_bytes_sent_by_category(world: World, variant: str) -> None:
     for kind in measure.KINDS:
         assert parameters <= sent[kind]["averaging"] < parameters + 100
         assert (sent[kind]["gradients"] > 0) == (variant == "mem-opt-inverse")
-        assert sent[kind]["other"] == 0
+        assert sent[kind]["other"] < 100  # the word that ranks compare
     # Triangles, and a handful of scalars.
     triangles = sum(n * (n + 1) // 2 for n in (19, 4, 4, 4, 65, 10))
     assert 4 * triangles <= sent["full"]["factors"] < 4 * triangles + 100
@@ -190,7 +190,8 @@ def test_dpkfac_sends_gradients_alone(world: World) -> None:
     for result in world.run(measured_by_ranks, 2, "dpkfac-inverse"):
         for kind in measure.KINDS:
             sent = result["sent"][kind]
-            assert sent["factors"] == sent["other"] == 0
+            assert sent["factors"] == 0
+            assert sent["other"] < 100  # the word that ranks compare
             assert sent["inverses"] < 100  # which layers failed
             assert sent["gradients"] > 0
 

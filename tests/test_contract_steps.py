@@ -690,7 +690,7 @@ def test_a_forward_that_sees_no_backward_changes_no_factor(
     assert same(model.parameters(), parameters)
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry["curvature"].items():
-            if key != "steps":
+            if isinstance(value, Tensor):
                 assert torch.equal(value, before[index]["curvature"][key])
 
 
