@@ -1,0 +1,159 @@
+"""How much of the package a reader meets on the way through one step.
+
+    python benchmarks/structure.py --json benchmarks/results/structure.json
+
+Of each system, in one process, with two Linears and everything due: the files and the functions of
+the package that a step enters; the lines of all classes that make up the optimizer, its methods
+being read as of one `self`; its attributes. Of the whole package: accesses to private names of
+classes of another file, lines of code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import second_order
+from second_order import (
+    DHO2,
+    DPKFAC,
+    KAISA,
+    MRDHO2,
+    DistKFAC,
+    SecondOrderOptimizer,
+    SecondOrderWarning,
+)
+
+PACKAGE = Path(second_order.__file__).parent
+DUE: dict[type[SecondOrderOptimizer], dict[str, Any]] = {
+    KAISA: {},
+    DPKFAC: {},
+    DistKFAC: {"max_staleness": 0},
+    DHO2: {"warmup_steps": 0, "curvature_interval": 1, "largest": 2, "lanczos_iterations": 5},
+    MRDHO2: {"epoch_steps": 1, "largest": 2, "lanczos_iterations": 5},
+}
+
+
+def stepped(System: Any) -> tuple[set[str], set[tuple[str, str]], int]:
+    """Files and functions that one step enters, and the number of the optimizer's attributes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    loss = nn.functional.cross_entropy
+    optimizer = System(model, lr=0.1, **DUE[System])
+    if isinstance(optimizer, DHO2):
+        optimizer.curvature_closure = lambda: loss(model(x), y)
+    files: set[str] = set()
+    functions: set[tuple[str, str]] = set()
+
+    def enter(frame: FrameType, event: str, argument: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(str(PACKAGE)):
+            files.add(name)
+            functions.add((name, frame.f_code.co_qualname if sys.version_info >= (3, 11) else ""))
+
+    loss(model(x), y).backward()
+    sys.setprofile(enter)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    attributes = len(vars(optimizer))
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+    return files, functions, attributes
+
+
+def lines_in_self(System: type[SecondOrderOptimizer]) -> int:
+    """Of all the package's classes that the optimizer is made of."""
+    ours = [kind for kind in System.__mro__ if kind.__module__.startswith("second_order.")]
+    return sum(len(inspect.getsourcelines(kind)[0]) for kind in ours)
+
+
+def private_names() -> dict[str, set[Path]]:
+    """By private name, the files in which a class sets or defines it."""
+    found: dict[str, set[Path]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.ClassDef):
+                names += [f.name for f in node.body if isinstance(f, ast.FunctionDef)]
+                names += [
+                    target.id
+                    for f in node.body
+                    for target in _targets(f)
+                    if isinstance(target, ast.Name)
+                ]
+            names += [
+                target.attr
+                for target in _targets(node)
+                if isinstance(target, ast.Attribute) and _is_self(target.value)
+            ]
+            for name in names:
+                if name.startswith("_") and not name.startswith("__"):
+                    found.setdefault(name, set()).add(path)
+    return found
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return [
+            part for t in node.targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])
+        ]
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def foreign_privates() -> Counter[str]:
+    """By file, how often it reaches a private name that only other files' classes have."""
+    owners, counts = private_names(), Counter[str]()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in owners:
+                counts[path.name] += path not in owners[node.attr]
+    return +counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", SecondOrderWarning)
+    figures: dict[str, Any] = {}
+    for System in DUE:
+        files, functions, attributes = stepped(System)
+        figures[System.__name__] = {
+            "files entered": len(files),
+            "functions entered": len(functions),
+            "lines in one self": lines_in_self(System),
+            "attributes": attributes,
+        }
+    rows = list(figures["KAISA"])
+    print(f"{'':20}" + "".join(f"{name:>10}" for name in figures))
+    for row in rows:
+        print(f"{row:20}" + "".join(f"{figures[name][row]:10,}" for name in figures))
+    foreign = foreign_privates()
+    lines = sum(len(p.read_text("utf-8").splitlines()) for p in PACKAGE.rglob("*.py"))
+    worst = ", ".join(f"{name} {count}" for name, count in foreign.most_common(4))
+    print(f"private names of other files: {foreign.total()} ({worst}); lines of code: {lines:,}")
+    figures["package"] = {"foreign privates": dict(foreign), "lines": lines}
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
