@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fault_kinds import fault, helped
 from fault_scenes import Injected, Run, killed, stopped
-from second_order.distributed.courier import Courier
+from second_order.distributed.mailbox import Courier
 
 __all__: list[str] = []
 

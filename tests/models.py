@@ -339,3 +339,19 @@ _OTHERS = [
 ]
 FACTORED: dict[str, Case] = {case.name: case for case in _FACTORED}
 ZOO: dict[str, Case] = FACTORED | {case.name: case for case in _OTHERS}
+
+
+class Attention(nn.Module):
+    """q, k and v get one tensor, or copies of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(5, 5) for _ in range(3))
+        self.out = nn.Linear(5, 3)
+        self.one_tensor = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        k, v = (x, x) if self.one_tensor else (x.clone(), x.clone())
+        weights = (self.q(x) @ self.k(k).mT).softmax(-1)
+        return self.out(weights @ self.v(v)).mean(1)

@@ -62,7 +62,8 @@ def mutated(source: str, mutant: Mutant) -> str | None:
 def nodes(mutant: Mutant) -> list[str]:
     """The names that pytest has for the tests of a mutant: "kaisa::x" is short for one."""
     parts = [test.split("::") for test in mutant.tests]
-    return [f"tests/test_{file}.py::test_{name}" for file, name in parts]
+    where = {path.stem: path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    return [f"{where[f'test_{file}']}::test_{name}" for file, name in parts]
 
 
 def copy(into: Path) -> Path:

@@ -1,8 +1,9 @@
-"""The package's layers: nothing imports upwards, no file grows past reading, names are documented.
+"""The package's rooms: nothing imports upwards, no file grows past reading, names are documented.
 
-    optimizers
-    lanczos                                a distributed algorithm: its inner products are sums
-    kronecker   distributed                know nothing of each other
+    optimizers                             what users make
+    kfac        fosi                       two wings that know nothing of each other
+    kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
+    distributed options
     report      errors      farewell       know nothing at all
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
@@ -30,8 +31,15 @@ BELOW: dict[str, set[str]] = {
     "kronecker": {"errors", "farewell"},
     "lanczos": {"errors", "distributed"},
     "distributed": {"errors", "farewell"},
-    "optimizers": {"errors", "report", "kronecker", "lanczos", "distributed"},
-    "": {"errors", "report", "lanczos", "optimizers"},
+    "options": {"errors"},
+    "contract": {"errors", "distributed", "options"},
+    "kfac": {"errors", "report", "options", "contract", "kronecker", "distributed"},
+    "fosi": {"errors", "report", "options", "contract", "lanczos", "distributed"},
+    "optimizers": {
+        *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
+        *("kfac", "fosi"),
+    },
+    "": {"errors", "report", "lanczos", "contract", "optimizers"},
 }
 
 

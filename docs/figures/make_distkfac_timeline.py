@@ -29,7 +29,8 @@ from torch.nn.functional import cross_entropy
 
 from digits import batches, load_split
 from second_order import DistKFAC
-from second_order.optimizers import background_refresh, stats
+from second_order.kfac import stats_workers as stats
+from second_order.optimizers import background_refresh
 
 HERE = Path(__file__).parent
 BATCH = 512

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from digits import batches, load_split, mlp
 from second_order import MRDHO2
-from second_order.distributed import courier
+from second_order.distributed import mailbox as courier
 
 HERE = Path(__file__).parent
 BATCH = 512

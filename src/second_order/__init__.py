@@ -1,6 +1,7 @@
 """Second-order optimizers that go where ``torch.optim`` optimizers go."""
 
 from second_order import lanczos
+from second_order.contract.checkpoint import export_base_state
 from second_order.errors import (
     CurvatureError,
     DecompositionError,
@@ -8,11 +9,10 @@ from second_order.errors import (
     SecondOrderError,
     SecondOrderWarning,
 )
+from second_order.kfac.distkfac_options import DecayingClip
 from second_order.optimizers.base import SecondOrderOptimizer
-from second_order.optimizers.checkpoint import export_base_state
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
-from second_order.optimizers.distkfac_options import DecayingClip
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2

@@ -22,7 +22,7 @@ from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import Hessian, LossFn, ProductMode
 from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
-from second_order.lanczos.rows import RowSpace
+from second_order.lanczos.vector_space import RowSpace
 
 __all__ = [
     "Eigenpairs",

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from second_order.contract.saved import SavedPart
 from second_order.distributed.parcels import Shapes, deliver_parts
 from second_order.errors import DecompositionError
+from second_order.kfac.options import check_damping
 from second_order.kronecker.background import (
     Streams,
     Ticket,
@@ -35,10 +37,8 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import Damping
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.optimizers.kfac import KFACOptimizer
-from second_order.optimizers.kfac_options import check_damping
-from second_order.optimizers.options import follow_learning_rates, value_at
 from second_order.optimizers.refresh import FAILED, LOST, UNSEEN
-from second_order.optimizers.saved import SavedPart
+from second_order.options import follow_learning_rates, value_at
 
 __all__ = ["BackgroundOptions", "BackgroundRefresh"]
 

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.distributed.collectives import World
-from second_order.optimizers.averaging import PendingAverage, Routed
-from second_order.optimizers.base_state import CURVATURE, BaseState
-from second_order.optimizers.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
-from second_order.optimizers.given import check_scaler, look_through, refuse_unknown_scaler
-from second_order.optimizers.groups import (
+from second_order.contract.averaging import PendingAverage, Routed
+from second_order.contract.base_state import CURVATURE, BaseState
+from second_order.contract.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
+from second_order.contract.given import check_scaler, look_through, refuse_unknown_scaler
+from second_order.contract.groups import (
     check_assigned,
     check_ownership,
     loose,
@@ -36,16 +35,17 @@ from second_order.optimizers.groups import (
     shallow,
     trainable,
 )
-from second_order.optimizers.notices import Notices, warns_at_its_end
-from second_order.optimizers.options import (
+from second_order.contract.notices import Notices, warns_at_its_end
+from second_order.contract.outline import Outline
+from second_order.contract.saved import SavedPart
+from second_order.distributed.collectives import World
+from second_order.options import (
     check_base,
     check_choice,
     check_learning_rate,
     check_params,
     split_base_keywords,
 )
-from second_order.optimizers.outline import Outline
-from second_order.optimizers.saved import SavedPart
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 

@@ -23,11 +23,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from second_order.fosi.options import FOSIOptions, Layout
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.fosi import FOSIOptimizer
-from second_order.optimizers.fosi_options import FOSIOptions, Layout
-from second_order.optimizers.options import Interval, Schedule, own_keywords
+from second_order.options import Interval, Schedule, own_keywords
 
 __all__ = ["DHO2"]
 

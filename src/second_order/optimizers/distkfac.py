@@ -18,16 +18,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from second_order.contract.notices import warns_at_its_end
 from second_order.distributed.assignment import spread_costs
 from second_order.distributed.roles import Role, assign_roles
 from second_order.errors import SecondOrderError
+from second_order.kfac.distkfac_options import (
+    DoublyFactored,
+    check_distkfac_options,
+    checked_doubly_factored,
+    checked_staleness,
+    half_the_cores,
+)
+from second_order.kfac.options import KFACOptions
+from second_order.kfac.stats_workers import Helpers, divide, endless
 from second_order.kronecker.background import take_snapshot
 from second_order.kronecker.block import GradientScale, KroneckerBlock
+from second_order.kronecker.equal_inputs import link_equal_inputs
 from second_order.kronecker.factors import StatisticsSums
-from second_order.kronecker.finding import BlockRules
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.sharing import link_equal_inputs
+from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.background_refresh import (
     BackgroundOptions,
@@ -35,22 +45,12 @@ from second_order.optimizers.background_refresh import (
     solve_cost_of,
 )
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.distkfac_options import (
-    DoublyFactored,
-    check_distkfac_options,
-    checked_doubly_factored,
-    checked_staleness,
-    half_the_cores,
-)
-from second_order.optimizers.kfac_options import KFACOptions
-from second_order.optimizers.notices import warns_at_its_end
-from second_order.optimizers.options import (
+from second_order.options import (
     Interval,
     Schedule,
     own_keywords,
     value_at,
 )
-from second_order.optimizers.stats import Helpers, divide, endless
 from second_order.report import Summary
 
 __all__ = ["DistKFAC"]

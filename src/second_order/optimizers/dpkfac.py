@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from second_order.contract.averaging import Routed
+from second_order.contract.saved import SavedPart
 from second_order.distributed.assignment import OwnerAssignment, assign_owners
+from second_order.kfac.options import KFACOptions
+from second_order.kfac.placement import layer_dims
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.clip import kl_change, kl_clip_coefficient
 from second_order.kronecker.decompositions import Decomposition
@@ -27,13 +31,9 @@ from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.averaging import Routed
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kfac import KFACOptimizer
-from second_order.optimizers.kfac_options import KFACOptions
-from second_order.optimizers.options import Interval, Schedule, check_choice, own_keywords
-from second_order.optimizers.placement import layer_dims
-from second_order.optimizers.saved import SavedPart
+from second_order.options import Interval, Schedule, check_choice, own_keywords
 
 __all__ = ["DPKFAC"]
 

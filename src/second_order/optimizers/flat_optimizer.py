@@ -15,15 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from second_order.contract.averaging import Routed
+from second_order.contract.base_state import BASE, CURVATURE
+from second_order.contract.notices import warns_at_its_end
+from second_order.contract.saved import SavedPart
 from second_order.errors import SecondOrderError
-from second_order.optimizers.averaging import Routed
+from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
+from second_order.fosi.vector import Chunk, FlatLayout, Piece, chunks_of
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.base_state import BASE, CURVATURE
-from second_order.optimizers.flat import Chunk, FlatLayout, Piece, chunks_of
-from second_order.optimizers.notices import warns_at_its_end
-from second_order.optimizers.options import PEAK_LR, check_rank
-from second_order.optimizers.saved import SavedPart
-from second_order.optimizers.shards import ShardedBase, gather_state, works_by_element
+from second_order.options import PEAK_LR, check_rank
 
 __all__ = ["FlatOptimizer"]
 

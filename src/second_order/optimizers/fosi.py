@@ -19,18 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.lanczos.hvp import LossFn, check_closure
-from second_order.lanczos.rows import RowSpace
-from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs
-from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.flat_optimizer import FlatOptimizer
-from second_order.optimizers.fosi_options import (
-    FOSIOptions,
-    check_one_vector,
-    newton_scale_at,
-    refuse_no_closure,
-)
-from second_order.optimizers.fosi_state import (
+from second_order.contract.saved import SavedPart
+from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
+from second_order.fosi.checkpoint import (
     OTHERS_TRAINED,
     check_saved_pairs,
     counts_of,
@@ -39,16 +30,13 @@ from second_order.optimizers.fosi_state import (
     has_pairs,
     load_eigenpairs,
 )
-from second_order.optimizers.keepers import is_checkpointing, is_sharded_checkpoint
-from second_order.optimizers.options import (
-    check_interval,
-    follow_learning_rates,
-    scheduled,
-    value_at,
+from second_order.fosi.options import (
+    FOSIOptions,
+    check_one_vector,
+    newton_scale_at,
+    refuse_no_closure,
 )
-from second_order.optimizers.rows import eigenpair_notes, parameter_rows
-from second_order.optimizers.saved import SavedPart
-from second_order.optimizers.subspace import (
+from second_order.fosi.subspace import (
     Basis,
     ColumnBasis,
     RowBasis,
@@ -58,6 +46,18 @@ from second_order.optimizers.subspace import (
     newton_rates,
     rest_scale,
     share_inside,
+)
+from second_order.fosi.summary import eigenpair_notes, parameter_rows
+from second_order.lanczos.hvp import LossFn, check_closure
+from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs
+from second_order.lanczos.vector_space import RowSpace
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.flat_optimizer import FlatOptimizer
+from second_order.options import (
+    check_interval,
+    follow_learning_rates,
+    scheduled,
+    value_at,
 )
 from second_order.report import CurvatureReport, Summary
 

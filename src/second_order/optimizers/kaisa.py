@@ -24,6 +24,8 @@ from second_order.distributed.assignment import (
     gradient_worker_count,
 )
 from second_order.distributed.parcels import deliver_parts
+from second_order.kfac.options import KFACOptions
+from second_order.kfac.placement import layer_dims
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition
 from second_order.kronecker.factors import StatisticsSums
@@ -32,8 +34,7 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kfac import KFACOptimizer
-from second_order.optimizers.kfac_options import KFACOptions
-from second_order.optimizers.options import (
+from second_order.options import (
     Interval,
     Schedule,
     check_choice,
@@ -41,7 +42,6 @@ from second_order.optimizers.options import (
     check_number,
     own_keywords,
 )
-from second_order.optimizers.placement import layer_dims
 
 __all__ = ["KAISA"]
 

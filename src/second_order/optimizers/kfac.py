@@ -16,41 +16,41 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from second_order.contract.groups import members_of
+from second_order.contract.notices import warns_at_its_end
+from second_order.contract.saved import SavedPart
+from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.errors import SecondOrderError
+from second_order.kfac.checkpoint import check_saved_factors
+from second_order.kfac.factor_moves import (
+    Keepers,
+    gather_factors,
+    move_factors,
+)
+from second_order.kfac.options import KFACOptions, check_clip, check_decay
+from second_order.kfac.summary import layer_rows
 from second_order.kronecker.block import GradientScale, KroneckerBlock, StatisticsCollector
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.clip import kl_change, kl_clip_coefficient
-from second_order.kronecker.finding import (
+from second_order.kronecker.equal_inputs import link_equal_inputs
+from second_order.kronecker.fisher import LabelSampler
+from second_order.kronecker.layers import Approximation, FactorShape
+from second_order.kronecker.model_blocks import (
     BlockRules,
     LeftToBase,
     find_blocks,
     unmatched_patterns,
 )
-from second_order.kronecker.fisher import LabelSampler
-from second_order.kronecker.layers import Approximation, FactorShape
-from second_order.kronecker.sharing import link_equal_inputs
 from second_order.kronecker.solvers import SOLVERS
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.groups import members_of
-from second_order.optimizers.keepers import (
-    Keepers,
-    gather_factors,
-    is_sharded_checkpoint,
-    move_factors,
-)
-from second_order.optimizers.kfac_options import KFACOptions, check_clip, check_decay
-from second_order.optimizers.kfac_state import check_saved_factors
-from second_order.optimizers.notices import warns_at_its_end
-from second_order.optimizers.options import (
+from second_order.optimizers.refresh import Refresh
+from second_order.options import (
     PEAK_LR,
     check_interval,
     check_rank,
     follow_learning_rates,
     value_at,
 )
-from second_order.optimizers.refresh import Refresh
-from second_order.optimizers.rows import layer_rows
-from second_order.optimizers.saved import SavedPart
 from second_order.report import Summary
 
 __all__ = ["KFACOptimizer"]

@@ -22,20 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.courier import Courier, await_connections, await_goodbyes
+from second_order.contract.saved import SavedPart
+from second_order.distributed.checkpointing import is_sharded_checkpoint
+from second_order.distributed.mailbox import Courier, await_connections, await_goodbyes
 from second_order.distributed.messages import refused_line
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.distributed.store import Store, open_store
 from second_order.errors import SecondOrderError
+from second_order.fosi.accelerator import Accelerator, Batches, Subject
+from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vector_parts
+from second_order.fosi.options import FOSIOptions
+from second_order.fosi.worker_epochs import UNSOUND, Epochs, FinalUpdate
 from second_order.lanczos.hvp import LossFn, ProductMode
-from second_order.optimizers.accelerator import Accelerator, Batches, Subject
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.epochs import UNSOUND, Epochs, FinalUpdate
 from second_order.optimizers.fosi import FOSIOptimizer
-from second_order.optimizers.fosi_options import FOSIOptions
-from second_order.optimizers.fosi_state import START, SUM, counts_of, load_vector, vector_parts
-from second_order.optimizers.keepers import is_sharded_checkpoint
-from second_order.optimizers.options import (
+from second_order.options import (
     Schedule,
     check_base,
     check_choice,
@@ -44,7 +45,6 @@ from second_order.optimizers.options import (
     check_whole,
     own_keywords,
 )
-from second_order.optimizers.saved import SavedPart
 from second_order.report import CurvatureReport, EpochReport, Summary
 
 __all__ = ["MRDHO2", "FinalUpdate"]

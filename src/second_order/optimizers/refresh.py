@@ -13,15 +13,15 @@ from torch.profiler import record_function
 
 from second_order.distributed.collectives import World
 from second_order.errors import DecompositionError
+from second_order.kfac.options import KFACOptions, check_damping
+from second_order.kfac.placement import Placement
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.overflow import drop_overflow
 from second_order.kronecker.solvers import Damping, EigenInverse, Solver, factored_damping
-from second_order.optimizers.kfac_options import KFACOptions, check_damping
-from second_order.optimizers.options import value_at
-from second_order.optimizers.placement import Placement
+from second_order.options import value_at
 
 __all__ = ["Refresh"]
 

@@ -1,0 +1,1 @@
+"""What a wrapper of ``torch.optim`` owes its surroundings: groups, checkpoints, warnings."""

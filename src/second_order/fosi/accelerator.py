@@ -1,0 +1,452 @@
+"""What an accelerator of MRDHO2 does: eigenpairs for the workers, and verdicts on their updates.
+
+worker 0         first accelerator         the others
+point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together
+                 order/k: skip        ->   where the point was malformed: no pairs, instead
+                 pairs/i/j/a: û, residuals, and worker j's vectors, accelerator a's rows of them
+try/i        ->  order/k: judge       ->   w_E without and with V̂'s, too; then the loss of each
+                 verdict/i/j: the losses of all batches
+goodbye      ->  order/k: leave       ->
+
+With each point goes the rest of the model, frozen parameters and buffers, and which of them train.
+i counts what has been asked for, from 0 on, whatever epochs a checkpoint takes the workers to. Who
+has nothing to do waits for a message, never in a collective; what fails on one accelerator, all
+agree on before the next collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from second_order.distributed.collectives import World
+from second_order.distributed.mailbox import Courier
+from second_order.distributed.messages import MalformedError, Message, require_form
+from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
+from second_order.errors import SecondOrderError
+from second_order.fosi.options import FOSIOptions
+from second_order.fosi.vector import Chunk
+from second_order.lanczos.hvp import LossFn
+from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs, lanczos_dtype, mean_loss
+from second_order.lanczos.vector_space import row_bounds
+
+__all__ = ["Accelerator", "Batches", "Subject"]
+
+T = TypeVar("T")
+Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
+
+# What each takes in its note, and how many vectors.
+ORDERS: dict[str, tuple[dict[str, Any], int]] = {
+    "compute": ({"epoch": int, "train": [bool]}, 1),
+    "judge": ({"train": [bool]}, 2),
+    "skip": ({}, 0),
+    "leave": ({"lost": str}, 0),
+}
+PARTING_SECONDS = 1.0  # in which an accelerator that fails says goodbye
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Whose curvature it is.
+
+    Attributes:
+        params: The parameters that train.
+        chunks: All of them, to be written.
+        dtype: Of the vectors.
+        model: The module whose train/eval mode is kept, if it is known.
+        sign: −1 where the loss is maximized.
+        whole: All parameters and buffers of the model, or those parameters that are known.
+    """
+
+    params: Sequence[Tensor]
+    chunks: Sequence[Chunk]
+    dtype: torch.dtype
+    model: nn.Module | None
+    sign: float
+    whole: Sequence[Tensor]
+
+    def flat(self) -> Tensor:
+        """The parameters as one vector that loses nothing of them."""
+        dtype = lanczos_dtype(self.params)
+        return torch.cat([chunk.values(dtype) for chunk in self.chunks])
+
+    def write(self, flat: Tensor) -> None:
+        """Set the parameters.
+
+        Raises:
+            SecondOrderError: If there are more or fewer of them elsewhere.
+        """
+        n = sum(p.numel() for p in self.params)
+        if len(flat) != n:
+            raise SecondOrderError(
+                f"the workers train {len(flat)} numbers, this accelerator {n}: add the same groups "
+                f"of parameters on every rank"
+            )
+        flat = flat.to(self.params[0].device)
+        for chunk in self.chunks:
+            chunk.overwrite(flat[chunk.columns])
+
+    @property
+    def train(self) -> list[bool]:
+        """Which of the whole model train."""
+        return [t.requires_grad for t in self.whole]
+
+    def _rest(self) -> list[Tensor]:
+        mine = set(map(id, self.params))
+        return [t for t in self.whole if id(t) not in mine]
+
+    def rest(self) -> list[Tensor]:
+        """Copies of what does not train, one flat tensor for each dtype."""
+        return pack_by_dtype(self._rest())
+
+    def write_rest(self, flats: Sequence[Tensor]) -> None:
+        """Set what does not train.
+
+        Raises:
+            SecondOrderError: If there is more or less of it elsewhere.
+        """
+        rest = self._rest()
+        sizes = dict.fromkeys((t.dtype for t in rest), 0)
+        for t in rest:
+            sizes[t.dtype] += t.numel()
+        found = [(t.dtype, t.numel()) for t in flats]
+        if found != list(sizes.items()):
+            raise SecondOrderError(
+                f"what does not train is {found} on the workers and {list(sizes.items())} on this "
+                f"accelerator: build and change the same model on every rank"
+            )
+        unpack_by_dtype(flats, rest)
+
+
+SubjectAt: TypeAlias = Callable[[Sequence[bool]], Subject]
+
+
+class Accelerator:
+    """Answers the workers' messages.
+
+    Args:
+        courier: To worker 0, on the first accelerator; to that one, on the others.
+        team: The accelerators.
+        options: Of the eigenpairs.
+        workers: How many workers there are.
+        judges: Whether final updates are guarded.
+
+    Attributes:
+        answered: How many points' eigenpairs have been computed.
+        lost: Who has not been heard of any more, or "".
+    """
+
+    def __init__(
+        self, courier: Courier, team: World, options: FOSIOptions, *, workers: int, judges: bool
+    ) -> None:
+        self._courier, self._team, self._options = courier, team, options
+        self._workers, self._judges = workers, judges
+        self._loss_fn: LossFn | Sequence[LossFn] | None = None
+        self._orders = self._calls = 0
+        self._over = False
+        self._device = torch.device("cpu")
+        self.answered = 0
+        self.lost = ""
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether the other side has said goodbye."""
+        return self._courier.closed_there
+
+    def close(self, patience: float) -> None:
+        """Say goodbye."""
+        self._over = True
+        self._courier.close(patience)
+
+    def help_for_a_step(
+        self, subject_at: SubjectAt, closure_at: Callable[[int], Any], device: torch.device
+    ) -> None:
+        """As :meth:`help`, until the workers have taken as many steps as this has been called."""
+        self._calls += 1
+        courier, calls = self._courier, self._calls
+        self.help(subject_at, closure_at, device, lambda: (courier.heard("steps") or 0) >= calls)
+        courier.tell("steps", calls)  # for the other accelerators
+
+    def help(
+        self,
+        subject_at: SubjectAt,
+        closure_at: Callable[[int], Any],
+        device: torch.device,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Answer messages until the workers close or are lost, or it is enough.
+
+        Args:
+            subject_at: What to compute eigenpairs of, given which of the whole model train.
+            closure_at: The curvature closure of an epoch.
+            device: Of the model.
+            enough: Asked while there is nothing to do.
+
+        Raises:
+            CurvatureError: If the loss cannot be evaluated or differentiated twice.
+            SecondOrderError: If another accelerator has failed.
+        """
+        self._device = device
+        while not self._over:
+            order = self._lead(enough) if self._team.rank == 0 else self._follow(enough)
+            if order is None:
+                if enough():
+                    return
+                continue  # unless it is over
+            what, tensors, note = order
+            try:
+                if what == "fail":  # in the collective that the others are about to enter
+                    self._together(partial(_raise, SecondOrderError(note["why"])))
+                elif what == "skip":
+                    self._answer_nothing()
+                elif what == "compute":
+                    self._compute(partial(subject_at, note["train"]), closure_at, tensors, note)
+                else:
+                    self._judge(partial(subject_at, note["train"]), tensors)
+            except Exception:
+                self.close(PARTING_SECONDS)
+                raise
+
+    def _lead(self, enough: Callable[[], bool]) -> Order | None:
+        """What is to be done next, by the workers' messages; the others are told."""
+        courier, point = self._courier, f"point/{self.answered}"
+        trial = f"try/{self.answered - 1}" if self._judges and self._loss_fn is not None else ""
+        for name in filter(None, (point, trial)):
+            courier.expect(name)
+        what, message = "compute", courier.wait(point, lambda: courier.holds(trial) or enough())
+        if message is not None:
+            try:
+                _require_order(what, message)
+            except MalformedError as why:
+                courier.refuse(point, why)
+                what, message = "skip", ([], {})
+        elif (message := courier.arrived(trial)) is not None:
+            what = "judge"
+            try:
+                _require_order(what, message)
+            except MalformedError as why:
+                courier.refuse(trial, why)
+                self._say_verdict([None, None])
+                return None
+        if message is None:
+            if not (courier.closed_there or courier.lost):
+                return None
+            what, self._over = "leave", True
+            if not courier.closed_there:
+                self.lost = f"the workers have not been heard of any more{self._why()}"
+        courier.forget(trial)
+        tensors, note = message or ([], {"lost": self.lost})
+        for a in range(1, self._team.size):
+            courier.post(f"order/{self._orders}/{a}", tensors, do=what, **note)
+        self._orders += 1
+        return None if self._over else (what, tensors, note)
+
+    def _why(self) -> str:
+        return f" ({self._courier.failure})" if self._courier.failure else ""
+
+    def _follow(self, enough: Callable[[], bool]) -> Order | None:
+        """What the first accelerator says is next."""
+        courier, name = self._courier, f"order/{self._orders}/{self._team.rank}"
+        courier.expect(name)
+        message = courier.wait(name, enough)
+        if message is None:
+            self._over = courier.closed_there or courier.lost
+            if self._over and not courier.closed_there:
+                self.lost = f"the first accelerator has not been heard of any more{self._why()}"
+            return None
+        self._orders += 1
+        tensors, note = message
+        try:
+            require_form(note, do=str)
+            _require_order(note["do"], message)
+        except MalformedError as why:
+            courier.refuse(name, why)
+            return "fail", [], {"why": f"the first accelerator's {name} was refused: {why}"}
+        if note["do"] == "leave":
+            self._over, self.lost = True, note["lost"]
+            return None
+        return note["do"], tensors, note
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do something that may fail here and not there, before all enter a collective."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        try:
+            agreed = self._team.all_agree(error is None, self._device)
+        except Exception as caught:
+            if error is not None:
+                raise error from None
+            raise SecondOrderError("another accelerator has died, or stands still") from caught
+        if error is not None:
+            raise error
+        if not agreed:
+            raise SecondOrderError("another accelerator has failed; its own error tells why")
+        return result
+
+    def _compute(
+        self,
+        subject_now: Callable[[], Subject],
+        closure_at: Callable[[int], Any],
+        tensors: Sequence[Tensor],
+        note: dict[str, Any],
+    ) -> None:
+        """û, V̂ at c, to the workers."""
+
+        def prepare() -> tuple[Subject, Any]:
+            subject = subject_now()
+            subject.write(tensors[0])
+            subject.write_rest(tensors[1:])
+            return subject, closure_at(note["epoch"])
+
+        subject, self._loss_fn = self._together(prepare)
+        pairs = self._pairs(subject, self._loss_fn, note["epoch"])
+        self._together(partial(self._deliver, subject, pairs))
+        self.answered += 1
+
+    def _answer_nothing(self) -> None:
+        """To a point that is of no use: no pairs, so that workers do not wait for them."""
+        self._loss_fn = None
+        for j in range(self._workers):
+            name = f"pairs/{self.answered}/{j}/{self._team.rank}"
+            self._courier.post(name, [], finite=False, products=0)
+        self.answered += 1
+
+    def _deliver(self, subject: Subject, pairs: Pairs) -> None:
+        cuts = row_bounds(len(pairs.values), self._workers)
+        rows = None
+        if pairs.finite:
+            with torch.autocast(subject.params[0].device.type, enabled=False):
+                rows = pairs.vectors()
+        finite = rows is not None and bool(rows.isfinite().all())
+        for j in range(self._workers):
+            tensors = []
+            if finite and rows is not None:
+                tensors = [pairs.values, pairs.bounds(), rows[cuts[j] : cuts[j + 1]]]
+            name = f"pairs/{self.answered}/{j}/{self._team.rank}"
+            self._courier.post(name, tensors, finite=finite, products=pairs.iterations)
+
+    def _pairs(self, subject: Subject, loss_fn: Any, epoch: int) -> Pairs:
+        options = self._options
+        measured = Measured(
+            loss_fn,
+            subject.params,
+            self._team,
+            subject.dtype,
+            options.hvp,
+            subject.model,
+            subject.sign,
+        )
+        with record_function("second_order.lanczos"), measured as space:
+            pairs = extreme_pairs(
+                space,
+                space.random(options.seed + epoch, 1.0),
+                options.largest,
+                options.smallest,
+                iterations=options.lanczos_iterations,
+                tol=options.lanczos_tol,
+                seed=options.seed,
+            )
+            space.raise_together()
+        return pairs
+
+    def _judge(self, subject_now: Callable[[], Subject], tensors: Sequence[Tensor]) -> None:
+        """The losses of the accelerators' batches without and with the update."""
+        assert self._loss_fn is not None
+
+        def prepare(point: Tensor) -> Subject:
+            subject = subject_now()
+            subject.write(point)
+            subject.write_rest(tensors[2:])
+            return subject
+
+        losses = []
+        for point in tensors[:2]:
+            with record_function("second_order.judge"):
+                subject = self._together(partial(prepare, point))
+                loss = mean_loss(self._loss_fn, subject.params, self._team, subject.model)
+            losses.append(subject.sign * loss if math.isfinite(loss) else None)
+        if self._team.rank == 0:
+            self._say_verdict(losses)
+
+    def _say_verdict(self, losses: list[float | None]) -> None:
+        for j in range(self._workers):
+            self._courier.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
+
+
+def _require_order(what: str, message: Message) -> None:
+    """Check a message that asks for something.
+
+    Raises:
+        MalformedError: If it does not say what that takes, or does not begin with as many real
+            vectors, equally long.
+    """
+    if what not in ORDERS:
+        raise MalformedError(f"it asks for {what[:40]!r}")
+    forms, vectors = ORDERS[what]
+    tensors, note = message
+    require_form(note, **forms)
+    chosen = [(t.dim(), t.is_floating_point(), t.numel()) for t in tensors[:vectors]]
+    if len(chosen) < vectors or len(set(chosen)) > 1 or any(c[:2] != (1, True) for c in chosen):
+        found = [f"{t.dtype} {list(t.shape)}" for t in tensors]
+        raise MalformedError(
+            f"it does not begin with {vectors} equally long vectors, but has {found}"
+        )
+    if any(t.dim() != 1 for t in tensors):
+        raise MalformedError(f"its tensors are of shapes {[list(t.shape) for t in tensors]}")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class Batches:
+    """The loss of each epoch's batch: of as many as there are, number epoch mod len.
+
+    Where ``batches`` has no length it is that after the last one. A run that is resumed meets the
+    batches of one that was not interrupted, if it can.
+
+    Args:
+        batches: Gone through over and over.
+        loss_fn: Of a batch.
+    """
+
+    def __init__(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> None:
+        self._batches, self._loss_fn = batches, loss_fn
+        self._iterator: Iterator[Any] = iter(())
+        self._next = 0
+
+    def closure(self, epoch: int) -> Callable[[], Any]:
+        """The loss of an epoch's batch.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        count = self._count()
+        for _ in range((epoch - self._next) % count if count else 0):
+            self._take()
+        self._next = epoch + 1
+        return partial(self._loss_fn, self._take())
+
+    def _count(self) -> int:
+        try:
+            return len(self._batches) if isinstance(self._batches, Sized) else 0
+        except TypeError:  # a DataLoader of a dataset without a length
+            return 0
+
+    def _take(self) -> Any:
+        for batch in self._iterator:
+            return batch
+        self._iterator = iter(self._batches)
+        for batch in self._iterator:
+            return batch
+        raise ValueError("batches is empty, or an iterator that has ended; give a loader")

@@ -1,0 +1,293 @@
+"""Eigenpairs in checkpoints: whole, a parameter at a time, whatever the layout.
+
+They are state, not something to compute again: the batch they were computed from is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from second_order.contract.checkpoint import ELSEWHERE, HEADER
+from second_order.contract.saved import SavedPart, is_real
+from second_order.distributed.collectives import World
+from second_order.fosi.sharded_base import gather_rows
+from second_order.fosi.subspace import ColumnBasis, Subspace
+from second_order.fosi.vector import FlatLayout
+from second_order.lanczos.vector_space import row_bounds
+
+__all__ = [
+    "OTHERS_TRAINED",
+    "START",
+    "SUM",
+    "Loaded",
+    "check_saved_pairs",
+    "counts_of",
+    "eigenpair_parts",
+    "gather_eigenpairs",
+    "has_pairs",
+    "load_eigenpairs",
+    "load_vector",
+    "vector_parts",
+]
+
+VECTORS, CARRIED = "eigenvectors", "carried_momentum"
+SUM, START = "gradient_sum", "epoch_start"
+COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", "epoch", "epoch_step", "epoch_sums")
+HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
+KNOWN = (*HEADER, *COUNTS, *HEADS, VECTORS, CARRIED, SUM, START)
+OTHERS_TRAINED = (
+    "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "
+    "the base goes on alone until the next refresh"
+)
+UNIT = 0.1  # by which squared lengths may differ from 1; rounding makes far less
+
+
+@dataclass
+class Loaded:
+    """The eigenpairs of a checkpoint, whole."""
+
+    values: Tensor
+    vectors: Tensor  # (r, n)
+    residuals: Tensor
+    largest: int
+    momentum: Tensor  # (r,)
+    carried: Tensor | None  # (n,)
+    decayed: float
+
+
+def eigenpair_parts(
+    subspace: Subspace | None, layout: FlatLayout, dtype: torch.dtype, room: int
+) -> dict[Tensor, dict[str, Any]]:
+    """Each parameter's part of eigenpairs that are all here, as views.
+
+    Args:
+        subspace: The eigenpairs, or None.
+        layout: Of the parameters.
+        dtype: Of the vectors.
+        room: Where there are none, zeros for so many pairs.
+    """
+    if not layout.params:
+        return {}
+    if subspace is not None:
+        here = Loaded(
+            subspace.values,
+            subspace.basis.vectors,
+            subspace.residuals,
+            subspace.largest,
+            subspace.momentum,
+            subspace.carried,
+            subspace.decayed,
+        )
+    elif room:
+        r, device = min(room, layout.size), layout.params[0].device
+        values, residuals = (torch.zeros(r, dtype=torch.float64) for _ in range(2))
+        vectors = torch.zeros((r, layout.size), dtype=dtype, device=device)
+        here = Loaded(values, vectors, residuals, -1, vectors.new_zeros(r), None, 1.0)
+    else:
+        return {}
+    if here.carried is None and room:
+        here.carried = here.vectors.new_zeros(layout.size)
+    return _cut(here, layout.params)
+
+
+def gather_eigenpairs(
+    subspace: Subspace, layout: FlatLayout, world: World, to: Sequence[int]
+) -> dict[Tensor, dict[str, Any]]:
+    """Each parameter's part, on the ranks that want them, from everybody's; a collective."""
+    basis, count, size, rank = subspace.basis, len(subspace.values), layout.size, world.rank
+    carried: Tensor | None = subspace.carried
+    momentum = subspace.momentum
+    if isinstance(basis, ColumnBasis):
+        cuts = row_bounds(count, world.size)
+        heights = [b - a for a, b in pairwise(cuts)]
+        parts = gather_rows(world, basis.vectors, heights, [size] * world.size, to)
+        ones = [1] * world.size
+        coefficients = gather_rows(world, momentum[None], ones, heights, to)
+        if parts is None or coefficients is None:
+            return {}
+        vectors, momentum = torch.cat(parts), torch.cat(coefficients, 1)[0]
+    else:
+        bounds = row_bounds(size, world.size)
+        widths = [b - a for a, b in pairwise(bounds)]
+        parts = gather_rows(world, basis.vectors, [count] * world.size, widths, to)
+        if carried is not None:
+            rest = gather_rows(world, carried[None], [1] * world.size, widths, to)
+            carried = None if rest is None else torch.cat(rest, 1)[0]
+        if parts is None:
+            return {}
+        vectors = torch.cat(parts, 1)
+    assert rank in to
+    if carried is None and len(to) == world.size:  # room, as for a checkpoint read in place
+        carried = vectors.new_zeros(size)
+    values, residuals = subspace.values, subspace.residuals
+    whole = Loaded(
+        values, vectors, residuals, subspace.largest, momentum, carried, subspace.decayed
+    )
+    return _cut(whole, layout.params)
+
+
+def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
+    sizes = [p.numel() for p in params]
+    parts: dict[Tensor, dict[str, Any]] = {}
+    for p, vectors in zip(params, whole.vectors.split(sizes, dim=1), strict=True):
+        parts[p] = {VECTORS: vectors.view(len(vectors), *p.shape)}
+    if whole.carried is not None:
+        for p, part in vector_parts({CARRIED: whole.carried}, params).items():
+            parts[p] |= part
+    parts[params[0]] |= {
+        "eigenvalues": whole.values,
+        "residuals": whole.residuals,
+        "subspace_momentum": whole.momentum,
+        "largest": whole.largest,
+        "carried_decay": whole.decayed,
+    }
+    return parts
+
+
+def vector_parts(
+    vectors: Mapping[str, Tensor], params: Sequence[Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    """Each parameter's part of flat vectors, by their names, as views."""
+    parts: dict[Tensor, dict[str, Any]] = {p: {} for p in params}
+    for name, vector in vectors.items():
+        for p, part in zip(params, vector.split([p.numel() for p in params]), strict=True):
+            parts[p][name] = part.view(p.shape)
+    return parts
+
+
+def load_vector(
+    saved: Mapping[Tensor, Mapping[str, Any]],
+    name: str,
+    params: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """A flat vector from each parameter's part; None if one has none."""
+    parts = [saved.get(p, {}).get(name) for p in params]
+    if not parts or any(part is None for part in parts):
+        return None
+    flat = [part.to(params[0].device, dtype).reshape(-1) for part in parts if part is not None]
+    return torch.cat(flat)
+
+
+def counts_of(saved: Mapping[Tensor, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The counts of a checkpoint: parameters that did not train have none."""
+    return next((part for part in saved.values() if "refreshed_at" in part), {})
+
+
+def has_pairs(saved: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    """Whether there are eigenpairs, and not only room for them."""
+    return any(part.get("largest", -1) >= 0 for part in saved.values())
+
+
+def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
+    """Raise ValueError unless counts and eigenpairs are sound, and fit the parameters."""
+    counts = counts_of(saved)
+    parts = {p: part for p, part in saved.items() if "refreshed_at" in part}
+    for p, part in saved.items():
+        part.check_known(KNOWN, ELSEWHERE)
+        if p not in parts:
+            for key in part:
+                if key not in HEADER:
+                    raise part.wrong(key, "comes without 'refreshed_at'")
+            continue
+        steps = part["steps"]
+        part.whole("refreshed_at", -1, steps)
+        part.require(["batch_loss", "rest_scale_bound"])
+        if not is_real(part["batch_loss"]) or part["batch_loss"] != math.inf:  # there has been none
+            part.number("batch_loss")
+        part.number("rest_scale_bound", 1.0)
+        if "epoch" in part:
+            part.whole("epoch", 0)
+            part.require(["epoch_step"])
+            part.whole("epoch_step", 0, steps)
+        if "epoch_sums" in part:
+            part.number("epoch_sums", 0.0, 1.0)
+        for key in COUNTS:
+            if part.get(key) != counts.get(key):
+                raise part.wrong(key, f"is {part.get(key)}, and {counts.get(key)} elsewhere")
+    for name in (CARRIED, START, SUM):
+        _check_vector(parts, name)
+    _check_pairs(parts)
+
+
+def _check_vector(parts: Mapping[Tensor, SavedPart], name: str) -> None:
+    """Raise unless all have their part of a vector, or none."""
+    if any(name in part for part in parts.values()):
+        for p, part in parts.items():
+            part.require([name])
+            part.tensor(name, tuple(p.shape))
+
+
+def _check_pairs(parts: Mapping[Tensor, SavedPart]) -> None:
+    """Raise unless there are no eigenpairs, or whole ones, of unit length."""
+    heads = [part for part in parts.values() if any(key in part for key in HEADS)]
+    if not heads and not any(VECTORS in part or CARRIED in part for part in parts.values()):
+        return
+    squares = counts = None
+    for p, part in parts.items():
+        part.require([VECTORS])
+        vectors = part.tensor(VECTORS)
+        if vectors.dim() < 1 or vectors.shape[1:] != p.shape:
+            raise part.wrong(
+                VECTORS,
+                f"has eigenvectors of shape {tuple(vectors.shape[1:])} for a parameter of shape "
+                f"{tuple(p.shape)}: load it into the model that it was saved with",
+            )
+        if counts is not None and len(vectors) != counts:
+            both = sorted({counts, len(vectors)})
+            raise part.wrong(VECTORS, f"makes {both} eigenvectors for one model")
+        counts = len(vectors)
+        length = torch.linalg.vector_norm(vectors.reshape(counts, -1), dim=1, dtype=torch.float64)
+        squares = length.square().cpu() + (0.0 if squares is None else squares)
+    if not heads:
+        raise next(iter(parts.values())).wrong("eigenvalues", "is missing")
+    head = heads[0]
+    if len(heads) > 1:
+        raise heads[1].wrong(next(k for k in HEADS if k in heads[1]), "is there for a second time")
+    head.require(HEADS)
+    assert counts is not None
+    assert squares is not None
+    for key in ("eigenvalues", "residuals", "subspace_momentum"):
+        head.tensor(key, (counts,))
+    head.not_below("residuals", 0.0, head["residuals"])
+    head.number("carried_decay", 0.0, 1.0)
+    if head.whole("largest", -1, counts) >= 0 and bool(((squares - 1.0).abs() > UNIT).any()):
+        lengths = ", ".join(f"{length:.3g}" for length in squares.sqrt().tolist())
+        raise head.wrong(VECTORS, f"has eigenvectors of lengths [{lengths}], where 1 is needed")
+
+
+def load_eigenpairs(
+    saved: Mapping[Tensor, Mapping[str, Any]], params: Sequence[Tensor], dtype: torch.dtype
+) -> Loaded | None:
+    """The eigenpairs of a checkpoint; None if it has none, or none for some parameter."""
+    parts = [saved.get(p, {}) for p in params]
+    heads = [part for part in parts if "eigenvalues" in part]
+    if not heads or not all(VECTORS in part for part in parts):
+        return None
+    head = heads[0]
+    if int(head["largest"]) < 0:  # room for pairs that were not found
+        return None
+    device = params[0].device
+    vectors = torch.cat(
+        [
+            part[VECTORS].to(device, dtype).reshape(len(part[VECTORS]), p.numel())
+            for p, part in zip(params, parts, strict=True)
+        ],
+        dim=1,
+    )
+    return Loaded(
+        head["eigenvalues"].to("cpu", torch.float64),
+        vectors,
+        head["residuals"].to("cpu", torch.float64),
+        int(head["largest"]),
+        head["subspace_momentum"].to(device, dtype),
+        load_vector(saved, CARRIED, params, dtype),
+        float(head["carried_decay"]),
+    )

@@ -1,0 +1,180 @@
+"""The options of the FOSI step, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from second_order.errors import CurvatureError
+from second_order.lanczos.hvp import ProductMode
+from second_order.options import (
+    PEAK_LR,
+    Interval,
+    Schedule,
+    check_choice,
+    check_flag,
+    check_interval,
+    check_number,
+    check_seed,
+    check_whole,
+    value_at,
+)
+
+__all__ = [
+    "FOSIOptions",
+    "Layout",
+    "check_newton_scale",
+    "check_one_vector",
+    "newton_scale_at",
+    "refuse_no_closure",
+]
+
+Layout: TypeAlias = Literal["row", "column"]
+
+REST_CLIP = 3.0
+"""[F]'s bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
+
+
+@dataclass(frozen=True)
+class FOSIOptions:
+    """What the step is told; :class:`~second_order.DHO2` says what each means.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value outside its bounds.
+    """
+
+    largest: int
+    smallest: int
+    curvature_interval: Interval
+    warmup_steps: int | None
+    newton_scale: Schedule
+    lr_scale_clip: float | None
+    lr_scale_guard: bool
+    lanczos_iterations: int | None
+    lanczos_tol: float
+    lanczos_dtype: torch.dtype | None
+    eigenvalue_floor: float
+    subspace_momentum: float | Literal["average", "base"]
+    warm_start: bool
+    hvp: ProductMode
+    layout: Layout
+    seed: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> FOSIOptions:
+        """From a mapping that has them among others, such as ``locals()``."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+    def __post_init__(self) -> None:
+        check_whole("largest", self.largest, 0, "0 for none of them")
+        check_whole("smallest", self.smallest, 0, "0 for none of them")
+        check_interval("curvature_interval", self.curvature_interval)
+        if self.warmup_steps is not None:
+            check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
+        if self.lanczos_iterations is not None:
+            least = max(self.wanted, 1)
+            check_whole(
+                "lanczos_iterations", self.lanczos_iterations, least, "4 (largest + smallest)"
+            )
+        if not callable(self.newton_scale):
+            check_newton_scale(self.newton_scale)
+        if self.lr_scale_clip is not None:
+            check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy="1.0 for no scaling")
+        remedy = "1e-2 is the default"
+        check_number("lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy)
+        check_number(
+            "eigenvalue_floor", self.eigenvalue_floor, low=0.0, high=1.0, remedy="0.01 is usual"
+        )
+        if isinstance(self.subspace_momentum, str):
+            check_choice("subspace_momentum", self.subspace_momentum, ("average", "base"))
+        else:
+            check_number(
+                "subspace_momentum",
+                self.subspace_momentum,
+                low=0.0,
+                high=1.0,
+                open_high=True,
+                remedy="use 'average' for that of the base",
+            )
+        check_flag("lr_scale_guard", self.lr_scale_guard)
+        check_flag("warm_start", self.warm_start)
+        check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
+        check_choice("layout", self.layout, ("row", "column"))
+        check_seed("seed", self.seed)
+        if self.lanczos_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"lanczos_dtype={self.lanczos_dtype} loses orthogonality; use torch.float32 or "
+                f"torch.float64"
+            )
+
+    @property
+    def wanted(self) -> int:
+        """How many eigenpairs there are to be, k + l."""
+        return self.largest + self.smallest
+
+    @property
+    def first_refresh(self) -> int:
+        """W, the steps of the base alone."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        interval = self.curvature_interval
+        return int(interval(0) if callable(interval) else interval)
+
+    def rest_clip(self, base: type[torch.optim.Optimizer]) -> float:
+        """The bound on s for a base."""
+        if self.lr_scale_clip is not None:
+            return self.lr_scale_clip
+        return REST_CLIP if base is torch.optim.SGD else 1.0
+
+
+def check_newton_scale(value: Any) -> None:
+    """Raise unless α is a finite number of at least 0."""
+    remedy = "0.1 is the default, 1.0 a full step"
+    check_number("newton_scale", value, low=0.0, open_high=True, remedy=remedy)
+
+
+def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> float | Tensor:
+    """α of a group of parameters at a step, negative where it goes uphill."""
+    scale = value_at(option, step)
+    check_newton_scale(scale)
+    scale = -float(scale) if group.get("maximize") else float(scale)
+    if callable(option):
+        return scale
+    # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
+    lr, peak = group["lr"], group[PEAK_LR]
+    if isinstance(lr, Tensor) or isinstance(peak, Tensor):
+        ratio: Tensor = lr / peak
+        return scale * torch.nan_to_num(ratio, 0.0)
+    return scale * (lr / peak) if peak > 0.0 else 0.0
+
+
+def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless the groups' parameters can be one vector with a Hessian."""
+    groups = list(groups)
+    params = [p for group in groups for p in group["params"]]
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters are on {sorted(map(str, devices))}: eigenvectors span all of them; "
+            f"put them on one device"
+        )
+    strange = [p.dtype for p in params if not p.is_floating_point()]
+    if strange:
+        raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
+    if len({bool(group.get("maximize")) for group in groups}) > 1:
+        raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+
+
+def refuse_no_closure(name: str, step: int) -> NoReturn:
+    """Raise CurvatureError: there is nothing to ask for the curvature."""
+    raise CurvatureError(
+        f"the curvature is due at step {step}, and there is no curvature closure: give "
+        f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or call "
+        f"step(curvature_closure=f), with f a function that evaluates the loss on the curvature "
+        f"batch and returns it without calling backward()"
+    )

@@ -1,0 +1,218 @@
+"""The base optimizer on a part of the parameters' vector, for bases that work element by element.
+
+Each process steps its own pieces and keeps their state, n/P elements of each kind. Checkpoints hold
+whole tensors: pieces are gathered for them and cut again after a load, for any number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from second_order.distributed.collectives import Delivery, World
+from second_order.fosi.vector import Piece
+
+__all__ = ["ShardedBase", "cut_state", "gather_rows", "gather_state", "works_by_element"]
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+
+
+def works_by_element(base: type[torch.optim.Optimizer]) -> bool:
+    """Whether a base does to a part of a tensor what it does to it as part of the whole."""
+    return base in ELEMENTWISE
+
+
+class _PieceState(MutableMapping[Tensor, dict[str, Any]]):
+    """The base's state of parameters, under the stand-ins for their pieces."""
+
+    def __init__(
+        self, state: MutableMapping[Tensor, dict[str, Any]], params: dict[Tensor, Tensor]
+    ) -> None:
+        self._state, self._params = state, params
+
+    def __getitem__(self, piece: Tensor) -> dict[str, Any]:
+        return self._state[self._params[piece]]
+
+    def __setitem__(self, piece: Tensor, value: dict[str, Any]) -> None:
+        self._state[self._params[piece]] = value
+
+    def __delitem__(self, piece: Tensor) -> None:
+        del self._state[self._params[piece]]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (piece for piece, p in self._params.items() if p in self._state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class ShardedBase:
+    """The base optimizer, stepping this process's pieces of the parameters.
+
+    Args:
+        base: The optimizer as it was made for whole parameters.
+        state: Its state of whole parameters; cut to the pieces here.
+        groups: Its groups.
+        pieces: This process's.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        state: MutableMapping[Tensor, dict[str, Any]],
+        groups: Sequence[dict[str, Any]],
+        pieces: Sequence[Piece],
+    ) -> None:
+        self._pieces = pieces
+        self._stand_ins = [piece.of(piece.param) for piece in pieces]
+        members: list[list[Tensor]] = [[] for _ in groups]
+        for piece, stand_in in zip(pieces, self._stand_ins, strict=True):
+            members[piece.group].append(stand_in)
+        here = {piece.param: piece for piece in pieces}
+        for p in list(state):
+            if p in here:
+                state[p] = cut_state(state[p], here[p])
+            elif p.requires_grad:  # that of a frozen one stays whole, for when it trains again
+                del state[p]
+        params = {s: piece.param for s, piece in zip(self._stand_ins, pieces, strict=True)}
+        self._base = type(base).__new__(type(base))
+        own = [{**group, "params": part} for group, part in zip(groups, members, strict=True)]
+        self._base.__setstate__(
+            {"defaults": base.defaults, "state": _PieceState(state, params), "param_groups": own}
+        )
+
+    def step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Step the pieces, with the hyperparameters of the groups as they are now."""
+        for own, group in zip(self._base.param_groups, groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        for piece, stand_in in zip(self._pieces, self._stand_ins, strict=True):
+            gradient = piece.param.grad
+            stand_in.grad = None if gradient is None else piece.of(gradient)
+            current = piece.of(piece.param)
+            if stand_in.data_ptr() != current.data_ptr():  # not contiguous, or moved
+                stand_in.copy_(current)
+        step = type(self._base).step
+        while getattr(step, "hooked", False):
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        step(self._base)
+        for piece, stand_in in zip(self._pieces, self._stand_ins, strict=True):
+            stand_in.grad = None
+            piece.put(piece.param, stand_in)
+
+
+def cut_state(part: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    """The base's state of a whole parameter, cut to a piece of it."""
+    return {
+        key: piece.of(value).clone()
+        if isinstance(value, Tensor) and value.shape == piece.param.shape and key != "step"
+        else value
+        for key, value in part.items()
+    }
+
+
+def gather_state(
+    world: World,
+    pieces: Sequence[Piece],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    to: Sequence[int],
+) -> dict[Tensor, dict[str, Any]]:
+    """The base's state of whole parameters, from all processes' pieces; a collective.
+
+    Args:
+        world: The processes.
+        pieces: Of all of them.
+        state: Cut to this process's pieces.
+        to: The ranks that get it; the others get nothing.
+    """
+    numbers = {p: i for i, p in enumerate(dict.fromkeys(piece.param for piece in pieces))}
+    params = list(numbers)
+    here = {piece.param: piece for piece in pieces if piece.rank == world.rank}
+    cut: dict[torch.dtype, list[tuple[int, str, Tensor]]] = {}
+    small: dict[tuple[int, str], Any] = {}
+    for p, piece in here.items():
+        for key, value in state.get(p, {}).items():
+            if isinstance(value, Tensor) and value.shape == (piece.size,) and key != "step":
+                cut.setdefault(value.dtype, []).append((numbers[p], key, value))
+            else:  # a count may live on the device, and each process has its own
+                on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+                small[numbers[p], key] = value.cpu() if on_device else value, on_device
+    listed = {dtype: [(i, key) for i, key, _ in parts] for dtype, parts in cut.items()}
+    everybody = world.everybody((listed, small))
+    whole: dict[Tensor, dict[str, Any]] = {}
+    if world.rank in to:
+        for _, values in reversed(everybody):  # the first process's count
+            for (i, key), (value, on_device) in values.items():
+                local = value.to(params[i].device) if on_device else value
+                whole.setdefault(params[i], {})[key] = local
+    sizes = {(numbers[piece.param], piece.rank): piece for piece in pieces}
+    for dtype in sorted({d for lists, _ in everybody for d in lists}, key=str):
+        lists = [lists.get(dtype, []) for lists, _ in everybody]
+        items = [
+            Delivery(
+                rank,
+                to,
+                sum(sizes[i, rank].size for i, _ in parts),
+                torch.cat([value for _, _, value in cut[dtype]])
+                if rank == world.rank and parts
+                else None,
+            )
+            for rank, parts in enumerate(lists)
+        ]
+        received = world.deliver(items, dtype, params[0].device)
+        if world.rank not in to:
+            continue
+        for rank, (parts, flat) in enumerate(zip(lists, received, strict=True)):
+            start = 0
+            for i, key in parts:
+                piece = sizes[i, rank]
+                assert flat is not None
+                into = whole.setdefault(piece.param, {})
+                if key not in into:
+                    into[key] = torch.zeros(
+                        piece.param.shape, dtype=dtype, device=piece.param.device
+                    )
+                values = flat[start : start + piece.size]
+                into[key].view(-1)[piece.start : piece.stop] = values
+                start += piece.size
+    return whole
+
+
+def gather_rows(
+    world: World, mine: Tensor, heights: Sequence[int], widths: Sequence[int], to: Sequence[int]
+) -> list[Tensor] | None:
+    """Every process's matrix, on the ranks that want them; None on the others; a collective.
+
+    Args:
+        world: The processes.
+        mine: ``(heights[rank], widths[rank])``.
+        heights: Of all processes' matrices.
+        widths: Of all processes' matrices.
+        to: The ranks that want them.
+    """
+    items = [
+        Delivery(rank, to, heights[rank] * widths[rank], mine if rank == world.rank else None)
+        for rank in range(world.size)
+    ]
+    received = world.deliver(items, mine.dtype, mine.device)
+    if world.rank not in to:
+        return None
+    return [
+        flat.view(height, width)
+        for flat, height, width in zip(received, heights, widths, strict=True)
+        if flat is not None
+    ]

@@ -1,0 +1,364 @@
+"""The span of some eigenvectors V̂, and the Newton step in it ([D] algorithm 3, [F]).
+
+    c = V̂ᵀg,  mom <- β mom + gain · c,  step coefficients −α |û|⁻¹ mom
+
+A basis keeps V̂ in one of two layouts, behind the same three verbs:
+
+    row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
+    column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
+
+What is not finite on one process is so in these sums, and with them on all: nothing is added then,
+on none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from second_order.distributed.collectives import Delivery, World
+from second_order.fosi.vector import Chunk
+from second_order.lanczos.vector_space import row_bounds
+
+__all__ = [
+    "Basis",
+    "ColumnBasis",
+    "RowBasis",
+    "Subspace",
+    "differs_in_momentum",
+    "momentum_rule",
+    "newton_rates",
+    "rest_scale",
+    "share_inside",
+]
+
+
+class Basis(Protocol):
+    """V̂, wherever its parts are; vectors are lists of this process's chunks."""
+
+    vectors: Tensor
+    """``(rows of V̂ᵀ here, columns here)``."""
+    mine: slice
+    """Which of the r vectors the coefficients here are of."""
+
+    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+        """V̂ᵀx, of the vectors that are ``mine``.
+
+        Args:
+            x: The vector.
+            witness: Where it is not finite on a process, neither are the coefficients there, nor
+                what :meth:`add` makes of them anywhere.
+        """
+
+    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+        """Add V̂c to x in place, where it is finite; ``()``, whether it is, the same everywhere.
+
+        Args:
+            x: The vector.
+            c: Coefficients, of the vectors that are ``mine``, one set of them or several.
+            of: Which of them each chunk takes, if there are several.
+        """
+
+    def rows_of_sum(self, rows: slice) -> Tensor:
+        """Some rows of the sum of all the vectors, to start a recurrence from."""
+
+
+class _Chunked:
+    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk]) -> None:
+        self.vectors = vectors
+        self._parts = [vectors[:, chunk.columns] for chunk in chunks]
+
+    def _dots(self, x: Sequence[Tensor], witness: Tensor | None) -> Tensor:
+        total: Tensor | None = None
+        for part, each in zip(self._parts, x, strict=True):
+            total = part @ each if total is None else total.addmv_(part, each)
+        total = self.vectors.new_zeros(len(self.vectors)) if total is None else total
+        return total if witness is None else total.add_(0.0 * witness.sum())
+
+    def _sums(self, c: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+        """V̂c, of the vectors that are here."""
+        which = of or [0] * len(self._parts)
+        return [part.t() @ c[i] for part, i in zip(self._parts, which, strict=True)]
+
+
+class RowBasis(_Chunked):
+    """This process's rows of all vectors; with one process, all of V̂.
+
+    Args:
+        vectors: ``(r, rows)``.
+        chunks: Of the rows.
+        world: The processes that have the other rows.
+    """
+
+    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> None:
+        super().__init__(vectors, chunks)
+        self.mine = slice(0, len(vectors))
+        self._world = world
+
+    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+        """V̂ᵀx, ``(r,)``."""
+        c = self._dots(x, witness)
+        self._world.start_sum([c]).wait()
+        return c
+
+    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+        """Add V̂c to x in place, where c is finite: V̂ is, wherever V̂ᵀx has been."""
+        sound = torch.isfinite(torch.stack(list(c)).sum())
+        if sound.device.type != "cpu":  # where an answer would be waited for
+            _add_where(sound, x, self._sums(c, of))
+        elif bool(sound):
+            which = of or [0] * len(self._parts)
+            for part, each, i in zip(self._parts, x, which, strict=True):
+                each.addmv_(part.t(), c[i])
+        return sound
+
+    def rows_of_sum(self, rows: slice) -> Tensor:
+        """The sum of the vectors; ``rows`` are those that are here."""
+        return self.vectors.sum(0)
+
+
+class ColumnBasis(_Chunked):
+    """Some of the vectors, whole ([D] algorithm 3).
+
+    Args:
+        vectors: ``(r_p, n)``.
+        chunks: Of all n.
+        world: The processes that have the other vectors.
+        count: r.
+    """
+
+    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, count: int) -> None:
+        super().__init__(vectors, chunks)
+        bounds = row_bounds(count, world.size)
+        self.mine = slice(bounds[world.rank], bounds[world.rank + 1])
+        self._world = world
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, chunks: Sequence[Chunk], size: int, world: World) -> ColumnBasis:
+        """From every process's rows, ``(r, rows)``: about n r (P − 1)/P² elements each."""
+        count, everybody = len(rows), range(world.size)
+        bounds, cuts = row_bounds(size, world.size), row_bounds(count, world.size)
+        items = [
+            Delivery(
+                source,
+                [to],
+                (cuts[to + 1] - cuts[to]) * (bounds[source + 1] - bounds[source]),
+                rows[cuts[to] : cuts[to + 1]] if source == world.rank else None,
+            )
+            for source in everybody
+            for to in everybody
+        ]
+        received = world.deliver(items, rows.dtype, rows.device)
+        mine = cuts[world.rank + 1] - cuts[world.rank]
+        vectors = rows.new_empty((mine, size))
+        for item, content in zip(items, received, strict=True):
+            if world.rank in item.destinations and content is not None:
+                here = slice(bounds[item.source], bounds[item.source + 1])
+                vectors[:, here] = content.view(mine, here.stop - here.start)
+        return cls(vectors, chunks, world, count)
+
+    @classmethod
+    def of_all(cls, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> ColumnBasis:
+        """From all vectors, ``(r, n)``."""
+        cuts = row_bounds(len(vectors), world.size)
+        mine = vectors[cuts[world.rank] : cuts[world.rank + 1]]
+        return cls(mine.clone(), chunks, world, len(vectors))
+
+    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+        """V̂^{(p)ᵀ}x, ``(r_p,)``; what is not finite among them shows in :meth:`add`."""
+        return self._dots(x, witness)
+
+    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+        """Add V̂c to x in place, where it is finite."""
+        sums = self._sums(c, of)
+        self._world.start_sum(sums).wait()
+        sound = torch.isfinite(torch.stack([each.sum() for each in sums]).sum())
+        _add_where(sound, x, sums)
+        return sound
+
+    def rows_of_sum(self, rows: slice) -> Tensor:
+        """Some rows of the sum of all vectors."""
+        total = self.vectors.sum(0)
+        self._world.start_sum([total]).wait()
+        return total[rows]
+
+
+def _add_where(sound: Tensor, x: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    """Add to x in place, if ``sound``."""
+    if sound.device.type != "cpu":
+        zero = sums[0].new_zeros(()) if sums else None
+        sums = [torch.where(sound, each, zero) for each in sums if zero is not None]
+    elif not bool(sound):
+        return
+    if sums:  # a process may have no rows
+        torch._foreach_add_(list(x), list(sums))
+
+
+def newton_rates(values: Tensor, floor: float) -> Tensor:
+    """``1 / max(|û|, floor · max|û|)``: the steps that Newton's method takes in a subspace.
+
+    Args:
+        values: ``(r,)`` eigenvalues.
+        floor: Relative to the largest in size; near-zero eigenvalues would give endless steps.
+    """
+    sizes = values.abs()
+    largest = sizes.max() if len(sizes) else sizes.new_zeros(())
+    rates = 1.0 / torch.maximum(sizes, floor * largest)
+    return torch.where(torch.isfinite(rates), rates, 0.0)
+
+
+def rest_scale(values: Tensor, largest: int, clip: float) -> float:
+    """How much longer steps outside the subspace may be: s = clip(|λ₁| / |λ_k|, 1, clip) ([F]).
+
+    Args:
+        values: ``(r,)`` eigenvalues, the largest first, in descending order.
+        largest: k.
+        clip: The most that s may be.
+    """
+    if largest < 1:
+        return 1.0
+    first, last = abs(float(values[0])), abs(float(values[largest - 1]))
+    return min(max(first / last, 1.0), clip) if last > 0.0 else 1.0
+
+
+def differs_in_momentum(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the base's momentum is not the same in all groups."""
+    return len({str(group.get("betas", group.get("momentum"))) for group in groups}) > 1
+
+
+def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float, float, bool]:
+    """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg.
+
+    Args:
+        group: The base's.
+        chosen: A number: a running average with that β; "average": with the base's; "base": as the
+            base does it.
+    """
+    if not isinstance(chosen, str):
+        return float(chosen), 1.0 - chosen, False
+    if "betas" in group:
+        beta = float(group["betas"][0])
+        return beta, 1.0 - beta, False
+    momentum = float(group.get("momentum") or 0.0)
+    if chosen == "average":
+        return momentum, 1.0 - momentum, bool(group.get("nesterov"))
+    gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
+    return momentum, gain, bool(group.get("nesterov"))
+
+
+def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: bool) -> Tensor:
+    """‖V̂ᵀg‖² / ‖g‖², on the device.
+
+    Args:
+        c: V̂ᵀg, of the vectors that are here.
+        gradients: g, of the rows that are here.
+        world: The processes.
+        rows: Whether it is the rows that are spread over them, and not the vectors.
+    """
+    inside = c.double().square().sum()
+    whole = torch.zeros_like(inside)
+    for gradient in gradients:
+        whole += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    sums = torch.stack([inside, whole])
+    if world.size > 1:  # one of the two is known in full by every process
+        sums[0 if rows else 1] /= world.size
+        world.start_sum([sums]).wait()
+    return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
+
+
+@dataclass
+class Subspace:
+    """What is kept of the last refresh, and the momentum of the gradient inside it.
+
+    The momentum of g₁ lives in R^n and outlasts refreshes: it is V̂ ``momentum`` + ``decayed`` ·
+    ``carried``, the second part, of earlier subspaces, being orthogonal to V̂.
+
+    Attributes:
+        basis: V̂.
+        values: ``(r,)`` û, the largest first; float64 on the CPU.
+        residuals: ``(r,)``, float64 on the CPU.
+        largest: k.
+        rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
+        rest_scale: s.
+        momentum: Coefficients of the vectors that are ``basis.mine``.
+        carried: This process's part of a vector, or None for zero.
+        decayed: What is left of ``carried``.
+        unsound: ``()``, whether a step has not been finite; the same on all processes.
+    """
+
+    basis: Basis
+    values: Tensor
+    residuals: Tensor
+    largest: int
+    rates: Tensor
+    rest_scale: float
+    momentum: Tensor
+    carried: Tensor | None = None
+    decayed: float = 1.0
+    unsound: Tensor | None = None
+
+    def accumulate(
+        self, c: Tensor, decay: float, gain: float, nesterov: bool, sound: Tensor
+    ) -> Tensor:
+        """The momentum takes in V̂ᵀg; returns what the Newton step is made of.
+
+        Where V̂ᵀg is not ``sound`` the momentum stays, and what is returned is not finite.
+        """
+        taken = self.momentum.mul(decay).add_(c, alpha=gain)
+        newton = taken * decay + gain * c if nesterov else taken
+        self.momentum.copy_(torch.where(sound, taken, self.momentum))
+        self.decayed *= decay
+        return torch.where(sound, newton, torch.nan)
+
+    def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
+        """The momentum in full, this process's part."""
+        size = sum(sum(chunk.sizes) for chunk in chunks)
+        vector = self.momentum.new_zeros(size)
+        self.basis.add([vector[c.columns] for c in chunks], [self.momentum])
+        if self.carried is not None:
+            vector.add_(self.carried, alpha=self.decayed)
+        return vector
+
+    def carry(self, vector: Tensor, chunks: Sequence[Chunk]) -> None:
+        """Take over a momentum in full, its part in V̂ and what is left, if it is finite."""
+        parts = [vector[chunk.columns] for chunk in chunks]
+        c = self.basis.coefficients(parts)
+        sound = self.basis.add(parts, [-c])
+        self.momentum = torch.where(sound, c, 0.0)
+        self.carried, self.decayed = vector.masked_fill_(~sound, 0.0), 1.0
+
+    def correct(
+        self,
+        values: Sequence[Tensor],
+        moved: Sequence[Tensor],
+        newton: Tensor,
+        scales: Sequence[float | Tensor],
+        of: Sequence[int],
+    ) -> Tensor:
+        """Take the base's step out of the subspace, stretch it, and add the Newton step.
+
+        Nothing changes, on any process, where a step is not finite on one.
+
+        Args:
+            values: The parameters after the base's step; changed in place.
+            moved: What that was; used up.
+            newton: As :meth:`accumulate` has returned it.
+            scales: α of each group of parameters.
+            of: The group of each chunk.
+
+        Returns:
+            ``()``, whether the step was finite, the same on all processes.
+        """
+        step = newton * self.rates
+        c = self.basis.coefficients(moved, witness=step)
+        stretch = self.rest_scale - 1.0
+        steps = [-scale * step - self.rest_scale * c for scale in scales]
+        sound = self.basis.add(values, steps, of)
+        if stretch and moved:
+            torch._foreach_mul_(list(moved), stretch)
+            _add_where(sound, values, moved)
+        return sound

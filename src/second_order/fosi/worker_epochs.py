@@ -1,0 +1,386 @@
+"""A worker's half of MRDHO2: an epoch, from the point it starts at to its final update.
+
+begin   c <- w, p <- 0; worker 0 sends c and what does not train; all listen for the eigenpairs at c
+add     p <- p + g, every step
+end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" asks for a verdict first
+
+What the workers do here they agree on, so that their weights stay equal.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from second_order.distributed.collectives import World
+from second_order.distributed.mailbox import Courier, Patience
+from second_order.distributed.messages import MalformedError, Message, require_form
+from second_order.fosi.accelerator import Subject
+from second_order.fosi.subspace import ColumnBasis, newton_rates
+from second_order.fosi.vector import Chunk
+from second_order.lanczos.vector_space import row_bounds
+from second_order.report import EpochReport
+
+__all__ = ["LEAST_FALL", "Epochs", "FinalUpdate", "correction", "refusal"]
+
+FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
+
+ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
+# What "guarded" asks the loss of the accelerators' batch to fall by, relative to its size. Smaller
+# falls on one batch at one moment tell little of where training ends.
+LEAST_FALL = 0.5
+REMEMBERED = 1000  # epochs
+GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
+REFUSED = "what the accelerators have sent was refused"
+
+
+class Epochs:
+    """The epochs of one worker.
+
+    A copy talks to nobody, and has no point to return to.
+
+    Args:
+        steps: E, of an epoch.
+        final_update: Which.
+        floor: Of eigenvalues, relative to the largest.
+        patience: Seconds to wait for accelerators, at most.
+        base: What the base is called.
+        warn: Tells the user.
+
+    Attributes:
+        number: Of the epoch under way.
+        step: How many of its steps have been taken.
+        start: c, flat; None if there is to be no final update.
+        total: p, flat, likewise.
+        helped: Whether accelerators are at work for this worker.
+        found: û and its residuals, those that came last.
+        reports: Of the last epochs. What is waited lasts until the workers agree on what has come,
+            so where one of them waits, all do.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        final_update: FinalUpdate,
+        floor: float,
+        patience: float,
+        base: str,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._steps, self._final_update, self._floor = steps, final_update, floor
+        self._patience, self._base, self._warn = patience, base, warn
+        self._courier: Courier | None = None
+        self.number = self.step = 0
+        self.start: Tensor | None = None
+        self.total: Tensor | None = None
+        self._parts: list[Tensor] = []  # of p, as the parameters are
+        self.helped = False
+        self.found: tuple[Tensor, Tensor] | None = None
+        self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
+        self._asked = -1  # the epoch whose eigenpairs are under way
+        self._request = -1  # which message that is
+        self._taken = 0  # steps, of this object
+        self._unsound = False  # whether eigenpairs have been
+
+    def connect(self, courier: Courier, team: World, accelerators: int, wanted: int) -> None:
+        """From now on accelerators help.
+
+        Args:
+            courier: To them.
+            team: The workers.
+            accelerators: A.
+            wanted: r, how many eigenpairs they compute, if there are as many.
+        """
+        self._courier, self._team, self._accelerators = courier, team, accelerators
+        self._wanted = wanted
+        self.helped = True
+
+    def add(self, params: Sequence[Tensor], subject: Callable[[], Subject]) -> None:
+        """Take in a step's gradients, and begin an epoch with its first.
+
+        Args:
+            params: Those that train.
+            subject: What trains; asked for once an epoch.
+        """
+        if not self.helped:
+            return
+        if self._asked != self.number:
+            self._begin(subject())
+        last = self._steps - min(ADDED_STEPS, self._steps)
+        if self.total is None or (self._final_update == "additive" and self.step < last):
+            return
+        if not self._parts:  # views: packing small gradients first would cost more than adding them
+            pieces = self.total.split([p.numel() for p in params])
+            self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
+        here = [(t, p.grad) for t, p in zip(self._parts, params, strict=True) if p.grad is not None]
+        if here:  # a step may have been without backward
+            torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
+
+    def _begin(self, subject: Subject) -> None:
+        """Off with c; an epoch taken up from a checkpoint has c and p already."""
+        assert self._courier is not None
+        if self.start is None or self.step == 0:
+            self.start, self._parts = subject.flat(), []
+            self.total = torch.zeros_like(self.start, dtype=subject.dtype)
+        self._asked, self._request = self.number, self._request + 1
+        if self._team.rank == 0:
+            tensors = [self.start, *subject.rest()]
+            name = f"point/{self._request}"
+            self._courier.post(name, tensors, epoch=self.number, train=subject.train)
+        for name in self._expected():
+            self._courier.expect(name)
+
+    def _expected(self) -> list[str]:
+        helpers = range(self._accelerators)
+        return [f"pairs/{self._request}/{self._team.rank}/{a}" for a in helpers]
+
+    def stepped(
+        self, subject: Callable[[], Subject], scales: Callable[[], Sequence[Any]]
+    ) -> EpochReport | None:
+        """The base has stepped; the report, if that was the epoch's last step.
+
+        Args:
+            subject: What trains; asked for once an epoch.
+            scales: α of each group, likewise.
+        """
+        if not self.helped:
+            return None
+        assert self._courier is not None
+        self.step, self._taken, report = self.step + 1, self._taken + 1, None
+        if self.step >= self._steps:
+            of = subject()
+            plain = torch.autocast(of.params[0].device.type, enabled=False)
+            with record_function("second_order.final_update"), plain:
+                report = self._end(self._courier, of, scales())
+            self.reports.append(report)
+            self.let_go()
+            self.number, self.step = self.number + 1, 0
+        self._courier.tell("steps", self._taken)
+        return report
+
+    def _end(
+        self, courier: Courier, subject: Subject, scales: Sequence[float | Tensor]
+    ) -> EpochReport:
+        """The final update, if every worker has sound eigenpairs."""
+        begun, patience = time.monotonic(), Patience(self._patience)
+        messages = [self._await(courier, name, patience) for name in self._expected()]
+        found = [message for message in messages if message is not None]
+        here = len(found) == len(messages)
+        agreed = self._agreed(here, subject)
+        waited = time.monotonic() - begun
+        if not agreed:
+            self._give_up(courier)
+            return EpochReport(self.number, waited, False, GONE)
+        if self.start is None or self.total is None:
+            return EpochReport(self.number, waited, False, "other parameters train now")
+        refused = courier.refused
+        sound = self._sound(courier, found, len(self.start))
+        if not self._agreed(sound, subject):
+            if not self._unsound:
+                self._warn(
+                    f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
+                    f"refused; the base goes on alone until sound ones come"
+                )
+            self._unsound = True
+            reason = UNSOUND if courier.refused == refused else REFUSED
+            return EpochReport(self.number, waited, False, reason)
+        (values, residuals, _), note = found[0]
+        self.found, products = (values, residuals), int(note["products"])
+        parts = [tensors[2].to(self.start.device, subject.dtype) for tensors, _ in found]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        before = subject.flat()
+        adds = self._final_update == "additive"
+        change, sound_step = correction(
+            None if adds else before - self.start,
+            self.total / min(ADDED_STEPS, self._steps) if adds else self.total,
+            ColumnBasis(rows, subject.chunks, self._team, len(values)),
+            newton_rates(values, self._floor),
+            subject.chunks,
+            scales,
+        )
+        if not bool(sound_step):  # the same on all workers, as its sums are
+            self._warn(f"the final update of epoch {self.number} is not finite: it is left out")
+            return EpochReport(self.number, waited, False, UNSOUND, products=products)
+        after = before + change
+        if self._final_update != "guarded":
+            subject.write(after)
+            return EpochReport(self.number, waited, True, products=products)
+        return self._ask(courier, subject, before, after, waited, products)
+
+    def _ask(
+        self,
+        courier: Courier,
+        subject: Subject,
+        before: Tensor,
+        after: Tensor,
+        waited: float,
+        products: int,
+    ) -> EpochReport:
+        """Make the update if the loss of the accelerators' batches halves with it."""
+        begun = time.monotonic()
+        name = f"verdict/{self._request}/{self._team.rank}"
+        courier.expect(name)
+        if self._team.rank == 0:
+            tensors = [before, after, *subject.rest()]
+            courier.post(f"try/{self._request}", tensors, train=subject.train)
+        message = self._await(courier, name, Patience(self._patience))
+        agreed = self._agreed(message is not None, subject)
+        waited += time.monotonic() - begun
+        if not agreed:
+            self._give_up(courier)
+            return EpochReport(self.number, waited, False, GONE)
+        assert message is not None
+        try:
+            old, new = _losses_in(message)
+            reason = refusal(old, new)
+        except MalformedError as why:
+            courier.refuse(name, why)
+            old, new, reason = math.nan, math.nan, REFUSED
+        if not self._agreed(not reason, subject):  # all write, or none does
+            reason = reason or REFUSED
+        else:
+            subject.write(after)
+        return EpochReport(self.number, waited, not reason, reason, old, new, products)
+
+    def _sound(self, courier: Courier, found: Sequence[Message], size: int) -> bool:
+        """Whether all eigenpairs are finite; those that do not fit are refused."""
+        wanted, workers = min(self._wanted, size), self._team.size
+        cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._accelerators)
+        mine, sound = cuts[self._team.rank + 1] - cuts[self._team.rank], True
+        for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
+            try:
+                finite = _pairs_in(message, wanted, (mine, bounds[a + 1] - bounds[a]))
+            except MalformedError as why:
+                courier.refuse(name, why)
+                finite = False
+            sound = sound and finite and all(bool(t.isfinite().all()) for t in message[0])
+        return sound
+
+    def _await(self, courier: Courier, name: str, patience: Patience) -> Message | None:
+        with record_function("second_order.wait"):
+            return courier.wait(name, patience.ended)
+
+    def _agreed(self, mine: bool, subject: Subject) -> bool:
+        return self._team.all_agree(mine, subject.params[0].device)
+
+    def _give_up(self, courier: Courier) -> None:
+        """Go on as the base alone."""
+        why = f" ({courier.failure})" if courier.failure else ""
+        self._warn(
+            f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
+            f"{self._base} goes on alone"
+        )
+        self._patience = 0.1  # there is nobody to say goodbye to
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye, and go on as the base alone."""
+        if self._courier is not None:
+            self._courier.close(self._patience)
+        self.helped = False
+        self.let_go()
+
+    def let_go(self) -> None:
+        """No final update this epoch, or no more."""
+        self.start = self.total = None
+        self._parts = []
+
+    def resume(self, number: int, step: int) -> None:
+        """In the middle of an epoch, without its point; what is under way is of no use any more."""
+        under_way = self._asked == self.number
+        self.number, self.step, self._asked = number, step, -1
+        self.let_go()
+        if under_way and self.helped and self._courier is not None:
+            for name in self._expected():
+                self._courier.decline(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        alone = {"_courier": None, "_team": None, "helped": False, "start": None, "total": None}
+        return self.__dict__ | alone | {"_parts": []}
+
+
+def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
+    """Whether there are eigenpairs in a message, by what it says.
+
+    Raises:
+        MalformedError: If it is none of eigenpairs, or of others.
+    """
+    tensors, note = message
+    require_form(note, finite=bool, products=int)
+    shapes = [tuple(t.shape) for t in tensors]
+    if note["finite"] and shapes != [(wanted,), (wanted,), rows]:
+        raise MalformedError(f"its tensors are {shapes}, not {[(wanted,), (wanted,), rows]}")
+    if not all(t.is_floating_point() for t in tensors):
+        raise MalformedError("its tensors are no real numbers")
+    return bool(note["finite"])
+
+
+def _losses_in(message: Message) -> tuple[float, float]:
+    """The losses of a verdict; NaN where there was none.
+
+    Raises:
+        MalformedError: If it is no verdict.
+    """
+    require_form(message[1], losses=[float | int | None])
+    losses = [math.nan if x is None else float(x) for x in message[1]["losses"]]
+    if len(losses) != 2:
+        raise MalformedError(f"it has {len(losses)} losses, not 2")
+    return losses[0], losses[1]
+
+
+def refusal(before: float, after: float) -> str:
+    """Why "guarded" does not make an update; "" if it does.
+
+    Args:
+        before: The loss of the accelerators' batches without it.
+        after: The loss with it.
+    """
+    what = "the loss of the accelerators' batches"
+    if not math.isfinite(before):
+        return f"{what} is not finite"
+    if not math.isfinite(after):
+        return f"{what} would not have been finite"
+    if after > before:
+        return f"{what} would have risen"
+    enough = after < before and after <= before - LEAST_FALL * abs(before)
+    return "" if enough else f"{what} would have fallen by less than {LEAST_FALL:.0%}"
+
+
+def correction(
+    moved: Tensor | None,
+    gradient: Tensor,
+    basis: ColumnBasis,
+    rates: Tensor,
+    chunks: Sequence[Chunk],
+    scales: Sequence[float | Tensor],
+) -> tuple[Tensor, Tensor]:
+    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], [D] equation 17, or without its last term.
+
+    Args:
+        moved: ``(n,)`` w_E − c; None to leave it as it is.
+        gradient: ``(n,)`` p.
+        basis: V̂.
+        rates: ``(r,)`` |û|⁻¹.
+        chunks: Of all n.
+        scales: α of each group.
+
+    Returns:
+        That, and ``()`` whether it is finite; zeros if not.
+    """
+
+    def coefficients(x: Tensor) -> Tensor:
+        return basis.coefficients([x[chunk.columns] for chunk in chunks])
+
+    newton = coefficients(gradient) * rates[basis.mine].to(gradient)
+    undone = torch.zeros_like(newton) if moved is None else coefficients(moved.to(gradient))
+    steps = [-(scale * newton + undone) for scale in scales]
+    result = torch.zeros_like(gradient)
+    parts = [result[chunk.columns] for chunk in chunks]
+    return result, basis.add(parts, steps, [chunk.group for chunk in chunks])

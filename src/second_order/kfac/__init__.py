@@ -1,0 +1,1 @@
+"""The K-FAC step: statistics, averages, solves, preconditioned gradients, and who does which."""

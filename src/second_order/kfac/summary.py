@@ -1,0 +1,57 @@
+"""The lines of ``summary()``: a layer each, with its factors, or why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.model_blocks import LeftToBase
+from second_order.report import LayerRow
+
+__all__ = ["layer_rows"]
+
+SILENT = "no statistics have arrived: its forward is not called, or does not reach the loss"
+
+
+def layer_rows(
+    blocks: Iterable[KroneckerBlock], left: Iterable[LeftToBase], computed_by: Mapping[str, str]
+) -> list[LayerRow]:
+    """A line for each block and for each module left to the base.
+
+    Args:
+        blocks: Preconditioned and frozen layers.
+        left: What the base trains alone.
+        computed_by: Who works on a block, by its name; absent for frozen ones.
+    """
+    rows = [
+        LayerRow(
+            name=block.name,
+            kind=type(block.modules[0]).__name__,
+            parameters=block.size,
+            status=_status(block),
+            detail=SILENT if block.silent else _factors(block.shape),
+            computed_by=computed_by.get(block.name, ""),
+            factor_bytes=block.factor_bytes,
+            inverse_bytes=block.inverse_bytes,
+        )
+        for block in blocks
+    ]
+    rows.extend(LayerRow(r.name, r.kind, r.parameters, "base", r.reason) for r in left)
+    return rows
+
+
+def _factors(shape: FactorShape) -> str:
+    """The sizes of a layer's factors."""
+    if shape.exact:
+        size = shape.groups * shape.out_dim
+        return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
+    groups = f"{shape.groups} x " if shape.groups > 1 else ""
+    squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
+    return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
+
+
+def _status(block: KroneckerBlock) -> str:
+    if not block.trainable:
+        return "frozen"
+    return "base" if block.silent else "preconditioned"

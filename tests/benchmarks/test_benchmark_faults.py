@@ -1,0 +1,107 @@
+"""The benchmark of faults: what its judge says of the ends that processes can come to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import faults
+from fault_kinds import FAULTS, Fault
+from fault_scenes import SYSTEMS
+from faults import Case, Rank, judge
+
+ROOT = Path(__file__).parents[2]
+(TWO,) = [system for system in SYSTEMS if system.name == "KAISA 2, all"]
+OURS = {
+    "type": "SecondOrderError",
+    "module": "second_order.errors",
+    "message": "rank 1 is not what it was",
+    "from": "second_order/x.py",
+    "chain": [],
+}
+THEIRS = {**OURS, "type": "KeyError", "module": "builtins", "message": "'step'"}
+
+
+def report(*parameters: float, **more: Any) -> dict[str, Any]:
+    found = {"status": "done", "parameters": parameters or (1.0, 2.0), "use": {"bytes": 8.0}}
+    return {**found, "warnings": [], "notes": [], "caught": [], "finite": True, **more}
+
+
+def verdict(*ranks: Rank, expect: str = "goes on", **about: Any) -> str:
+    case = Case(TWO, Fault("a fault", "a group", lambda run: None, expect=expect, **about), "first")
+    return judge(case, [ranks], [report(), report()])[0]
+
+
+def ended(waited: int = 0, sent: int | None = None, **more: Any) -> Rank:
+    return Rank(1, waited, report(**more) if waited == 0 else None, sent)
+
+
+def test_what_is_clean() -> None:
+    assert verdict(ended(), ended()) == "clean"
+    assert verdict(ended(), ended(), expect="same") == "clean"
+    raised = ended(status="raised", error=OURS)
+    assert verdict(raised, raised, expect="raises") == "clean"
+    assert verdict(raised, ended(9, sent=9), expect="raises") == "clean"
+    assert verdict(ended(warnings=["a layer"]), ended(), expect="told") == "clean"
+    assert verdict(ended(caught=[OURS]), ended(), expect="same") == "clean"
+
+
+def test_what_is_not() -> None:
+    two = [ended(), ended()]
+    raised = ended(status="raised", error=OURS)
+    puzzled = ended(status="raised", error=THEIRS)
+    hung = Rank(1, 9, killed=True)
+    other = Rank(1, 0, report(1.0, 2.5))
+    assert verdict(ended(), hung) == "hung"
+    assert verdict(ended(), other) == "parted"
+    assert verdict(raised, raised) == "lost", "training had to go on"
+    assert verdict(other, other, expect="same") == "lost"
+    assert verdict(*two, expect="raises") == "lost"
+    assert verdict(*[Rank(1, 0, report(1.0, float("nan")))] * 2) == "lost"
+    assert verdict(*[ended(use={"bytes": 0.0})] * 2) == "lost"
+    assert verdict(*[ended(notes=["accepted: it loads"])] * 2, expect="same") == "lost"
+    assert verdict(raised, puzzled, expect="raises") == "unclear"
+    assert verdict(raised, ended(6), expect="raises") == "unclear", "nobody sent SIGABRT"
+    assert verdict(ended(caught=[THEIRS]), ended(), expect="same") == "unclear"
+
+
+def test_every_fault_finds_a_system_and_a_moment() -> None:
+    every = faults.cases("", every=True)
+    some = faults.cases("", every=False)
+    assert len(every) > len(some) >= 200
+    assert {case.fault.name for case in some} == {fault.name for fault in FAULTS}
+    assert len({case.name for case in every}) == len(every)
+    assert len(faults.cases("^DPKFAC 2 / solves", every=True)) > 3
+
+
+def test_a_case_is_performed(tmp_path: Path) -> None:
+    """By a process of its own, which forks."""
+    written = tmp_path / "faults.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--json", str(written)]
+    command += ["--every", "--only", "DPKFAC 1 / solves / solves return NaN on one rank / first"]
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    subprocess.run(command, env=environment, capture_output=True, timeout=100, check=True)
+    (result,) = json.loads(written.read_text())["results"]
+    assert (result["verdict"], result["ended"]) == ("clean", "is told")
+
+
+def test_results_are_brought_up_to_date() -> None:
+    def result(system: str, fault: str, verdict: str) -> dict[str, str]:
+        return {"system": system, "group": "g", "fault": fault, "moment": "m", "verdict": verdict}
+
+    old = [result("DHO2 1", "a", "lost"), result("DHO2 1", "b", "hung")]
+    new = [result("DHO2 1", "b", "clean"), result("KAISA 1", "a", "clean")]
+    found = faults.updated(old, new)
+    assert found == [new[1], old[0], new[0]]
+
+
+def test_the_page_has_the_stored_results() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
+    page = (ROOT / "docs" / "faults.md").read_text()
+    assert faults.table(stored) in page
+    assert len(stored) >= 200
+    assert {result["verdict"] for result in stored} == {"clean"}

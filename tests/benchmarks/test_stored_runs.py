@@ -1,0 +1,358 @@
+"""The figures of the documentation are those of the runs in ``benchmarks/results``.
+
+Each test computes a table anew from the raw runs, without the code that printed it, and finds its
+rows in the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+Runs = list[dict[str, Any]]
+
+
+def stored(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows(page: str, *header: str) -> dict[str, list[str]]:
+    """The cells of the one table whose header begins so, by the first cell of the row."""
+    lines = iter((ROOT / page).read_text().splitlines())
+    start = ("| " + " | ".join(header) + " |").replace("|  |", "| |")
+    for line in lines:
+        if line.startswith(start):
+            break
+    else:
+        raise AssertionError(f"{page} has no table that begins with {start}")
+    next(lines)
+    found = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+        found[first] = rest
+    assert found
+    return found
+
+
+def median_to(runs: Runs, target: str, key: str = "steps_to") -> float:
+    return statistics.median(run[key].get(target, math.inf) for run in runs)
+
+
+def fewest(runs: Runs, target: str) -> tuple[float, float]:
+    """Median steps, and seconds, of the setting with the fewest."""
+    settings: dict[str, Runs] = {}
+    for run in runs:
+        settings.setdefault(run["setting"], []).append(run)
+    best = min(settings.values(), key=lambda of: median_to(of, target))
+    return median_to(best, target), median_to(best, target, "seconds_to")
+
+
+MODEL = {"MLP": "mlp", "conv": "conv", "conv net": "conv", "autoencoder": "autoencoder"}
+
+
+def task(label: str) -> tuple[str, str]:
+    """'MLP: training loss 0.05' -> ('mlp', 'loss 0.05')."""
+    name, _, target = label.partition(": ")
+    target = re.sub(r"^training ", "", target)
+    if target.endswith("%"):
+        target += " test accuracy"
+    return MODEL[name.removeprefix("deep ")], target
+
+
+def by_optimizer(runs: Runs, name: str) -> Runs:
+    found = [run for run in runs if run["optimizer"] == name]
+    assert found, name
+    return found
+
+
+def steps_of(cell: str) -> float:
+    """'1,710 (2.6 s), see ...' -> 1710; 'not in 400' is never."""
+    return math.inf if cell.startswith("not in") else number(cell.partition(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("page", "header"),
+    [
+        ("README.md", ("steps to", "SGD", "`KAISA(model, lr=0.1, momentum=0.9)`")),
+        ("docs/kfac.md", ("steps to", "SGD", "KAISA, nothing set but `lr=0.1`")),
+    ],
+)
+def test_steps_of_kaisa(page: str, header: tuple[str, ...]) -> None:
+    runs = stored("progress")["runs"]
+    table = rows(page, *header)
+    assert len(table) >= 6
+    for label, cells in table.items():
+        model, target = task(label)
+        for cell, name in zip(cells, ("SGD", "KAISA, defaults", "KAISA"), strict=True):
+            steps, seconds = fewest(by_optimizer(runs[model], name), target)
+            assert steps_of(cell) == steps, (label, name)
+            told = re.search(r"\(([\d.]+) s\)", cell)
+            assert told is None or float(told.group(1)) == pytest.approx(seconds, abs=0.051)
+
+
+def test_steps_of_dpkfac() -> None:
+    runs = stored("progress_distributed")["runs"]
+    names = ("KAISA, defaults", "DPKFAC, defaults", "KAISA", "DPKFAC")
+    for label, cells in rows("docs/dpkfac.md", "steps to", "KAISA, defaults").items():
+        model, target = task(label)
+        for cell, name in zip(cells, names, strict=True):
+            assert steps_of(cell) == fewest(by_optimizer(runs[model], name), target)[0], label
+    for label, cells in rows("docs/dpkfac.md", "", "97 %", "loss 0.05", "loss 0.01").items():
+        for cell, target in zip(cells, RATIOS, strict=True):
+            ratios = paired(runs[MODEL[label]], target)
+            assert float(cell) == pytest.approx(geometric_mean(ratios), abs=0.006), (label, target)
+
+
+RATIOS = ("97 % test accuracy", "loss 0.05", "loss 0.01")
+
+
+def paired(runs: Runs, target: str) -> list[float]:
+    found = {
+        (run["optimizer"], run["setting"], run["seed"]): run["steps_to"][target]
+        for run in runs
+        if target in run["steps_to"]
+    }
+    return [
+        steps / found["KAISA", setting, seed]
+        for (name, setting, seed), steps in found.items()
+        if name == "DPKFAC" and ("KAISA", setting, seed) in found
+    ]
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+FLAT = "lr 0.1, curvature_interval 100"
+
+
+def test_steps_of_dho2() -> None:
+    runs = stored("curvature")["training"]
+    for label, cells in rows("docs/dho2.md", "steps (s) to", "SGD", "DHO2 over SGD").items():
+        model, target = task(label)
+        often = model == "autoencoder"
+        settings = {
+            "SGD": None,
+            "DHO2 over SGD": "lr 0.03, curvature_interval 50" if often else FLAT,
+            "Adam": None,
+            "DHO2 over Adam": "lr 0.01, curvature_interval 50",
+        }
+        for cell, (name, setting) in zip(cells, settings.items(), strict=True):
+            ours = by_optimizer(runs[model], name)
+            if setting is not None:
+                ours = [run for run in ours if run["setting"] == setting]
+            steps, seconds = fewest(ours, target)
+            assert steps_of(cell) == steps, (label, name)
+            told = re.search(r"\(([\d.]+)\)", cell)
+            assert told is None or float(told.group(1)) == pytest.approx(seconds, abs=0.0051)
+
+
+def test_final_updates_of_mrdho2() -> None:
+    runs = stored("final_updates")["runs"]
+    table = rows("docs/mrdho2.md", "", "base alone", "guarded", "paper", "additive")
+    tasks = dict.fromkeys(run["task"] for run in runs)
+    assert len(table) == len(tasks)
+    for (label, cells), name in zip(table.items(), tasks, strict=True):
+        base = {
+            r["seed"]: r["loss"] for r in runs if (r["task"], r["update"]) == (name, "base alone")
+        }
+        assert float(cells[0]) == pytest.approx(statistics.median(base.values()), rel=0.006), label
+        for cell, update in zip(cells[1:], ("guarded", "paper", "additive"), strict=True):
+            ours = [run for run in runs if (run["task"], run["update"]) == (name, update)]
+            ratios = [run["loss"] / base[run["seed"]] for run in ours]
+            middle, worst = re.findall(r"[\d.,]+", cell)[:2]
+            assert number(middle) == pytest.approx(statistics.median(ratios), rel=0.006), label
+            assert number(worst.rstrip(",")) == pytest.approx(max(ratios), rel=0.006), label
+            if "of" in cell:
+                counts = f"{sum(r['applied'] for r in ours)} of {sum(r['epochs'] for r in ours)}"
+                assert cell.endswith(counts)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def test_async_against_sync_of_distkfac() -> None:
+    record = stored("asynchronous")
+    page = (ROOT / "docs" / "distkfac.md").read_text()
+    lines = page[page.index("| | statistics / solves every | progress |") :].splitlines()[2:]
+    for pace, line in zip(record["pace"], lines, strict=False):
+        model, eigen = pace["model"], pace["solver"] == "eigen"
+        kind = "eigen async" if eigen else "async"
+        (progress,) = (
+            row["to sync"]["ratio"]
+            for row in record["progress"][model]["rows"]
+            if (row["kind"], row["intervals"]) == (kind, pace["intervals"])
+        )
+        _, label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        assert label == "{} / {}".format(*pace["intervals"]) + (", eigen" if eigen else "")
+        told = [float(cell) for cell in cells]
+        ratios = (pace["sync to async"]["wall"], pace["cpu ratio"], pace["floor"]["ratio"])
+        assert told == pytest.approx([progress, pace["delay"], *ratios], abs=0.051)
+        assert told[2:] == pytest.approx(ratios, abs=0.0051)
+
+
+def test_what_a_step_of_kaisa_costs() -> None:
+    record = stored("speed")
+    table = rows("docs/speed.md", "network", "solver", "every step (floor)")
+    page = (ROOT / "docs" / "speed.md").read_text().splitlines()
+    assert table
+    for row in record["rows"]:
+        if row["variant"] in ("eigen", "inverse"):
+            (line,) = (
+                line
+                for line in page
+                if line.startswith(f"| {row['workload']} | {row['variant']} |")
+            )
+            cells = [cell.strip() for cell in line.strip("|").split("|")][2:]
+            told = [float(cell.split()[0]) for cell in cells]
+            assert told[0] == pytest.approx(row["every_step"], abs=0.0051)
+            assert told[1] == pytest.approx(row["every_10_and_100"], abs=0.0051)
+            assert told[3] == pytest.approx(row["memory"]["ratio"], abs=0.0051)
+
+
+def shown(steps: list[int | None]) -> str:
+    middle = statistics.median(math.inf if step is None else step for step in steps)
+    return "never" if math.isinf(middle) else f"{middle:g}"
+
+
+def test_intervals() -> None:
+    table = rows("docs/kfac.md", "statistics / solves every")
+    columns = (
+        ("mlp", "loss 0.05"),
+        ("mlp", "loss 0.01"),
+        ("conv", "loss 0.05"),
+        ("conv", "loss 0.01"),
+        ("autoencoder", "loss 20"),
+    )
+    records = {(r["model"], r["label"]): r["steps"] for r in stored("settings")["intervals"]}
+    assert len(table) == len(records) // 3
+    for label, cells in table.items():
+        name = label.replace('"', "").removesuffix(", the default")
+        for cell, (model, target) in zip(cells, columns, strict=True):
+            assert cell == shown(records[model, name][target]), (label, model, target)
+
+
+def test_the_clip_and_the_batch() -> None:
+    table = rows("docs/kfac.md", "`kl_clip`")
+    records = [r for r in stored("settings")["clip"] if r["damping"] == 2.0]
+    batches = sorted({r["batch"] for r in records})
+    assert len(table) == len({r["kl_clip"] for r in records})
+    for label, cells in table.items():
+        kappa = float(label.split()[0])
+        for cell, batch in zip(cells, batches, strict=True):
+            (steps,) = (
+                r["steps"]["loss 0.05"]
+                for r in records
+                if r["batch"] == batch and math.isclose(r["kl_clip"], kappa)
+            )
+            assert cell.strip("*") == shown(steps), (label, batch)
+
+
+def test_numbers_in_sentences() -> None:
+    record = stored("settings")
+    kfac, distkfac = (
+        " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+        for page in ("kfac", "distkfac")
+    )
+    clip = {(r["model"], r["label"]): r["steps"] for r in record["distkfac"]}
+    labels = ("the paper's schedule", "1e-4", "1e-3")
+    mlp = [shown(clip["mlp", f"clip {label}"]["97 %"]) for label in labels]
+    deep = [shown(clip["autoencoder", f"clip {label}"]["loss 20"]) for label in labels]
+    assert f"needs {mlp[0]} steps to 97 % with them, {mlp[1]} with the default" in distkfac
+    assert (
+        f"takes {deep[1]} steps, `kl_clip=1e-3` {deep[2]}, and the paper's schedule {deep[0]}"
+        in (distkfac)
+    )
+    assert f"inverse takes one core {record['large']['inverse']:.0f} seconds" in distkfac
+    first = {
+        model: [r["bound at first"] for r in record["binding"] if r["model"] == model]
+        for model in ("mlp", "conv", "autoencoder")
+    }
+    assert f"first {min(first['conv'])} to {max(first['conv'])} steps on the digits conv" in kfac
+    assert f"{min(first['mlp'])} to {max(first['mlp'])} on the MLP" in kfac
+    assert min(first["autoencoder"]) == 200
+    over = [r["largest over mean"] for r in record["spectrum"]]
+    assert f"{min(over):.0f} to {round(max(over), -1):,.0f} times the mean" in kfac
+    fisher = {r["label"]: r["steps"] for r in record["fisher"]}
+    assert f"to a loss of 26 in {shown(fisher['empirical, warm-up 20']['loss 26'])} steps" in kfac
+    assert set(fisher["empirical, warm-up 0"]["loss 26"]) == {None}
+    (once,) = set(fisher["sampled, warm-up 20"]["loss 26"]) - {None}
+    assert f"for one seed of three, in {once} steps" in kfac
+
+
+FILE = r"`(\w+\.json)`"
+
+
+def test_late_losses_of_distkfac() -> None:
+    table = rows("docs/distkfac.md", "statistics / solves every, `factor_decay`")
+    records = {(r["label"], r["model"]): max(r["highest"]) for r in stored("settings")["late"]}
+    assert len(table) == len(records) / 2
+    for label, cells in table.items():
+        name = label.removesuffix(", the defaults").removesuffix(" (even)")
+        for cell, model in zip(cells, ("mlp", "conv"), strict=True):
+            assert float(cell) == pytest.approx(records[name, model], rel=0.03)
+
+
+def test_every_stored_run_is_named_with_its_command() -> None:
+    table = rows("docs/index.md", "figures", "command", "raw runs")
+    named = dict(table.values())
+    makefile = (ROOT / "Makefile").read_text()
+    files = {name for raw in named.values() for name in re.findall(FILE, raw)}
+    kept = {path.name for path in RESULTS.glob("*.json")}
+    assert files <= kept
+    pages = "".join(page.read_text() for page in PAGES)
+    assert all(name in pages for name in kept), kept - files
+    for command, raw in named.items():
+        for name in re.findall(FILE, raw):
+            assert f"benchmarks/results/{name}" in makefile + command, name
+
+
+STEPS = {
+    "SGD": "SGD",
+    "KAISA, COMM-OPT": "KAISA COMM-OPT",
+    "DistKFAC, two workers": "DistKFAC",
+    "DistKFAC, a worker and a stats worker": "DistKFAC, stats",
+}
+
+
+def test_steps_of_the_demo() -> None:
+    runs = {run["name"]: run for run in stored("demo")["runs"] if run["chosen"]}
+    table = rows("docs/distkfac.md", "steps to", "97 % test accuracy", "98 %")
+    assert set(table) == set(STEPS)
+    found = {name: goals(run) for name, run in runs.items()}
+    for label, name in STEPS.items():
+        assert table[label] == found[name], label
+    page = " ".join((ROOT / "docs" / "dho2.md").read_text().split())
+    (told,) = re.findall(r"`make demo`, a refresh every 50 steps, .*? are ([^.]*)\.", page)
+    names = ("SGD", "DHO2", "Adam", "DHO2 (Adam)")
+    expected = [found[name][i] for name in names for i in (0, 2)]
+    assert re.findall(r"\d+", told.replace("DHO2", "")) == expected
+
+
+def goals(run: dict[str, Any]) -> list[str]:
+    """The steps to 97 %, to 98 % and to a loss of 0.01."""
+    met = [
+        (step, (accuracy >= 0.97, accuracy >= 0.98, loss <= 0.01))
+        for step, accuracy, loss in zip(run["steps"], run["accuracies"], run["losses"], strict=True)
+    ]
+    return [str(next((step for step, ok in met if ok[i]), "never")) for i in range(3)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_pages_are_there(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
+    assert named <= targets

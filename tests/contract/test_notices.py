@@ -1,0 +1,243 @@
+"""Warnings as errors: no rank is left waiting by one that raises, and what was due has been done.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import CURVED, loss_of, mrdho2, worker
+from contract import KRONECKER, SYSTEMS, make, take
+from models import ZOO
+from ranks import agreed, replaced, shard, vector
+from torch import Tensor, nn
+
+from second_order import DHO2, KAISA, SecondOrderWarning
+from second_order.contract.notices import Notices, warns_at_its_end
+from second_order.optimizers import background_refresh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pool import World
+
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(6, n=12)
+BAD = 3  # the step at which there is something to tell
+Kept = tuple[list[Tensor], list[str]]
+
+
+@contextlib.contextmanager
+def collected(raised: bool) -> Iterator[list[str]]:
+    """The package's warnings, raised as errors or not; `told` catches those that are."""
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("error" if raised else "always", SecondOrderWarning)
+        lines: list[str] = []
+        yield lines
+        lines += [str(w.message) for w in messages if w.category is SecondOrderWarning]
+
+
+@contextlib.contextmanager
+def told(lines: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except SecondOrderWarning as warning:
+        lines.append(str(warning))
+
+
+# By themselves.
+
+
+class Teller:
+    def __init__(self) -> None:
+        self._notices = Notices()
+        self.done: list[str] = []
+
+    @warns_at_its_end
+    def outer(self) -> str:
+        self._notices.say("first")
+        self.inner()
+        self._notices.say("third")
+        self.done.append("outer")
+        return "result"
+
+    @warns_at_its_end
+    def inner(self) -> None:
+        self._notices.say("second")
+        self.done.append("inner")
+
+    @warns_at_its_end
+    def fail(self) -> None:
+        self._notices.say("why it fails")
+        raise KeyError("failed")
+
+
+def test_what_is_said_in_a_block_is_said_at_its_end_in_order() -> None:
+    teller = Teller()
+    with collected(False) as lines:
+        assert teller.outer() == "result"
+    assert lines == ["first", "second", "third"]
+
+
+def test_a_warning_names_the_line_of_the_caller() -> None:
+    with pytest.warns(SecondOrderWarning) as caught:
+        Teller().outer()
+    assert all(w.filename == __file__ for w in caught)
+
+
+def test_errors_are_raised_one_at_a_time_after_the_work() -> None:
+    teller = Teller()
+    with collected(True):
+        with pytest.raises(SecondOrderWarning, match="first"):
+            teller.outer()
+        assert teller.done == ["inner", "outer"]
+        with pytest.raises(SecondOrderWarning, match="second"):
+            teller.inner()
+        with pytest.raises(SecondOrderWarning, match="now"):
+            Teller()._notices.say("now")
+
+
+def test_an_error_of_the_work_itself_comes_first() -> None:
+    with collected(True), pytest.raises(KeyError, match="failed") as raised:
+        Teller().fail()
+    if hasattr(raised.value, "add_note"):  # Python 3.11
+        assert raised.value.__notes__ == ["why it fails"]
+    with pytest.warns(SecondOrderWarning, match="why"), pytest.raises(KeyError):
+        Teller().fail()
+
+
+def test_what_is_kept_waits_for_a_block() -> None:
+    teller = Teller()
+    with collected(False) as lines:
+        teller._notices.keep("kept")
+        assert not teller.done
+        teller.inner()
+    assert lines == ["kept", "second"]
+
+
+# In the systems.
+
+
+def no_routine(*_: Any, **__: Any) -> Any:
+    raise torch.linalg.LinAlgError("failed to converge")
+
+
+@contextlib.contextmanager
+def nothing_decomposes(now: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if now:
+            names = ("eigh", "cholesky_ex")
+            stack.enter_context(replaced(torch.linalg, dict.fromkeys(names, no_routine)))
+            # On the threads of DistKFAC a failure is no decomposition, an exception an error.
+            solve = {"_solve": lambda fetch, problems, *_: [None] * len(problems)}
+            stack.enter_context(replaced(background_refresh, solve))
+        yield
+
+
+def bad_step(rank: int, world_size: int, System: Any, strict: set[int]) -> Kept:
+    """One bad step; what is warned of is an error on some ranks, which catch it and go on."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    trajectory = []
+    with collected(rank in strict) as lines:
+        for step, batch in enumerate(BATCHES):
+            x, y = shard(batch, rank, world_size)
+            now = step == BAD
+            if System is DHO2 and now:
+                x = x * float("nan")
+            with told(lines), nothing_decomposes(now and System is not DHO2):
+                optimizer.zero_grad()
+                MLP.loss(model(x.nan_to_num()), y).backward()
+                asked = {"curvature_closure": lambda x=x, y=y: MLP.loss(model(x), y)}
+                optimizer.step(**(asked if System is DHO2 else {}))
+            trajectory.append(vector(model))
+    return trajectory, lines
+
+
+@pytest.mark.parametrize("System", SYSTEMS)
+def test_a_rank_whose_warnings_are_errors_stays_in_step(world: World, System: Any) -> None:
+    """It has taken the step that it is told of, and takes the next one with the others."""
+    results = world.run(bad_step, 2, System, {1}, timeout=20.0)
+    agreed([trajectory for trajectory, _ in results])
+    (_, lenient), (strict_trajectory, strict) = results
+    assert lenient, "something was told"
+    assert strict == lenient, "and nothing is lost where it was raised"
+    alike = world.run(bad_step, 2, System, set())
+    assert all(map(torch.equal, strict_trajectory, alike[0][0]))
+
+
+def unsound_epoch(rank: int, world_size: int, strict: set[int]) -> Kept:
+    model = ZOO["mlp"].model()
+    optimizer = mrdho2(model)
+    trajectory: list[Tensor] = []
+    step = optimizer.step
+
+    def strictly(*args: Any, **kwargs: Any) -> Any:
+        with told(lines):
+            return step(*args, **kwargs)
+
+    with collected(rank in strict) as lines, optimizer:
+        if optimizer.role == "accelerator":
+            batches = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(CURVED)]
+            optimizer.serve(batches, lambda batch: loss_of(model, batch))
+        else:
+            optimizer.step = strictly  # type: ignore[method-assign]
+            trajectory = worker(model, optimizer, rank, world_size - 1)
+    return trajectory, lines
+
+
+def test_a_worker_whose_warnings_are_errors_stays_in_step(world: World) -> None:
+    (first, lenient), (second, strict), _ = world.run(unsound_epoch, 3, {1}, timeout=30.0)
+    agreed([first, second])
+    (line,) = lenient
+    assert "eigenpairs of epoch 1 are not finite" in line
+    assert strict == lenient
+
+
+@pytest.mark.parametrize("System", KRONECKER)
+def test_a_step_that_raises_a_warning_has_been_taken(System: Any) -> None:
+    """And what is captured of the next passes is what it would have been."""
+    results = []
+    for raised in (False, True):
+        model = MLP.model()
+        optimizer = make(System, model, factor_update_steps=2, inv_update_steps=2)
+        with collected(raised) as lines:
+            for step, batch in enumerate(BATCHES):
+                with told(lines), nothing_decomposes(step == 2):
+                    take(model, optimizer, batch)
+        results.append((vector(model), sorted(lines)))
+    (lenient, said), (strict, raised_lines) = results
+    assert said
+    assert torch.equal(strict, lenient)
+    assert set(raised_lines) == set(said)
+
+
+def test_a_warning_of_a_hook_is_raised_by_the_step_not_by_backward() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = KAISA(model, lr=0.1)
+    with collected(True):
+        optimizer._collector.lose(model, "nobody has it")
+        (model(torch.randn(5, 4)).square().mean()).backward()
+        with pytest.raises(SecondOrderWarning, match="nobody has it"):
+            optimizer.step()
+    assert optimizer._steps == 1
+
+
+def test_a_checkpoint_is_loaded_whole_before_a_warning_is_raised() -> None:
+    """Of a layer that is frozen here, and was saved with another size."""
+    source = MLP.model()
+    trained = make(KAISA, source)
+    take(source, trained, BATCHES[0])
+    model = MLP.model()
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    first.requires_grad_(False)
+    optimizer = make(KAISA, model.parameters(), model=model)
+    with collected(True), pytest.raises(SecondOrderWarning, match="is frozen"):
+        optimizer.load_state_dict(trained.state_dict())
+    assert optimizer._steps == 1
+    assert all(b.factors is not None for b in optimizer._blocks if b.trainable)

@@ -1,0 +1,513 @@
+"""Ranks with different jobs: who does what, and the courier that carries their messages."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import pickle
+import threading
+import time
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import replaced
+from torch import Tensor
+
+from second_order.distributed import collectives, messages
+from second_order.distributed import mailbox as courier
+from second_order.distributed import store as stores
+from second_order.distributed.mailbox import Courier, Patience
+from second_order.distributed.roles import Roles, assign_roles
+from second_order.distributed.store import PART_BYTES, Address, open_store
+from second_order.errors import SecondOrderError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pool import World
+
+PATIENCE = 20.0  # seconds; what is waited for comes in milliseconds
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+# Roles.
+
+
+@given(st.integers(1, 40), st.integers(0, 40))
+def test_the_last_ranks_help_and_somebody_trains(world_size: int, helpers: int) -> None:
+    if helpers and helpers >= world_size > 1:
+        with pytest.raises(ValueError, match=f"use 0 to {world_size - 1}"):
+            assign_roles(world_size, helpers, "accelerator")
+        return
+    roles = assign_roles(world_size, helpers, "stats")
+    assert roles == assign_roles(world_size, helpers, "stats"), "a pure function"
+    assert [*roles.workers, *roles.helpers] == list(range(world_size))
+    assert len(roles.helpers) == (helpers if world_size > 1 else 0)
+    assert roles.of(0) == "worker", "rank 0 saves and prints"
+    named = [roles.of(rank) for rank in range(world_size)]
+    assert named == ["worker"] * len(roles.workers) + ["stats"] * len(roles.helpers)
+
+
+def test_fewer_helpers_than_none_are_refused() -> None:
+    for world_size in 1, 3:
+        with pytest.raises(ValueError, match=r"^accelerators=-1 with"):
+            assign_roles(world_size, -1, "accelerator")
+
+
+def test_one_process_alone_trains_whatever_is_asked_for() -> None:
+    assert assign_roles(1, 5, "accelerator") == Roles((0,), (), "accelerator")
+
+
+def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float, bool]]:
+    """Rank and size among one's own kind, the sum of global ranks there, and who hosts a store."""
+    found = {}
+    for helpers in range(world_size):
+        world = collectives.World()
+        roles = assign_roles(world_size, helpers, "accelerator")
+        team = roles.team(world)
+        value = torch.tensor([float(rank)])
+        team.start_sum([value]).wait()
+        store, address = open_store(world, world_size - 1, 5.0)
+        assert address.host == "127.0.0.1"
+        assert len(set(world.everybody(address))) == 1
+        found[helpers] = (team.rank, team.size, float(value), store is not None)
+        world.everybody(None)
+    return found
+
+
+def test_teams_work_apart(world: World) -> None:
+    results = world.run(in_teams, 3)
+    for helpers in range(3):
+        roles = assign_roles(3, helpers, "accelerator")
+        for rank, result in enumerate(results):
+            team = roles.helpers if rank in roles.helpers else roles.workers
+            expected = (team.index(rank), len(team), float(sum(team)), rank == 2)
+            assert result[helpers] == expected
+
+
+class Opened:
+    """What stands for a store."""
+
+    port, key = 7, b"key"
+
+
+def opened_badly(rank: int, world_size: int) -> tuple[str, Any]:
+    """What all ranks raise where the host cannot open it; and the address, by machines."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("no port is free")
+
+    world, places = collectives.World(), []
+    with replaced(stores, {"Store": fails}), pytest.raises(SecondOrderError) as caught:
+        open_store(world, 1, 5.0)
+    for kernel in "here", f"kernel {rank}":  # all of the same name
+        stand_ins = {
+            "Store": lambda *_, **__: Opened,
+            "_machine": lambda k=kernel: ("twin", k, ""),
+            "interface": lambda name: f"address of {name}",
+        }
+        with replaced(stores, stand_ins):
+            address = open_store(world, 1, 5.0)[1]
+        places.append((address.host, address.port, address.key))
+    return str(caught.value), places
+
+
+def test_a_store_is_opened_where_all_can_reach_it_or_all_raise(world: World) -> None:
+    for text, places in world.run(opened_badly, 2):
+        assert text == "rank 1 cannot open a store at '127.0.0.1': OSError: no port is free"
+        assert places == [("127.0.0.1", 7, b"key"), ("address of twin", 7, b"key")]
+
+
+# The courier.
+
+
+class Pair:
+    """Two couriers, and the store between them."""
+
+    def __init__(self, timeout: float = PATIENCE) -> None:
+        self.store, self.address = open_store(collectives.World.alone(), 0, timeout)
+        self.a = Courier(self.address, "a", "b", timeout)
+        self.b = Courier(self.address, "b", "a", timeout)
+
+    def close(self) -> None:
+        for one in self.a, self.b:
+            one.close(PATIENCE)
+
+
+@contextmanager
+def pair(timeout: float = PATIENCE) -> Iterator[tuple[Courier, Courier]]:
+    with closing(Pair(timeout)) as both:
+        yield both.a, both.b
+    assert no_thread_is_left()
+
+
+def threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "second_order courier"]
+
+
+def no_thread_is_left() -> bool:
+    return eventually(lambda: not threads())
+
+
+def eventually(condition: Callable[[], Any]) -> bool:
+    """Whether it comes true; no test waits for what is not to come."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def get(one: Courier, name: str) -> tuple[list[Tensor], dict[str, Any]]:
+    one.expect(name)
+    end = time.monotonic() + PATIENCE
+    message = one.wait(name, lambda: time.monotonic() > end)
+    assert message is not None, f"{name} has not come"
+    return message
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def test_tensors_of_any_dtype_and_shape_arrive_as_they_were() -> None:
+    shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
+    sent = [
+        (torch.randn(shape) * 50).to(torch.float64).to(dtype)
+        for dtype, shape in itertools.product(DTYPES, shapes)
+    ]
+    sent += [torch.arange(12.0).view(3, 4).t(), torch.arange(9.0)[::2]]  # not contiguous
+    sent += [torch.tensor([float("nan"), float("inf"), -0.0]).view(torch.int32)]
+    note = {"finite": True, "products": 7, "losses": [0.1, None, float("inf")], "text": "û"}
+    with pair() as (a, b):
+        a.post("all", sent, **note)
+        received, heard = get(b, "all")
+        assert heard == note
+        assert all(map(same, received, sent))
+        assert len(received) == len(sent)
+        b.post("nothing", [])
+        assert get(a, "nothing") == ([], {})
+
+
+class Slow:
+    """A store that takes a twentieth of a second for each part of a message."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, name: str, part: bytes) -> None:
+        time.sleep(0.05)
+        self._store.add(name, part)
+
+
+def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        return Slow(store(*args, **kwargs))
+
+    store, silences = courier.StoreClient, []
+    with replaced(messages, {"PART_BYTES": 8}):
+        opened, address = open_store(collectives.World.alone(), 0, 5.0)
+        with replaced(courier, {"StoreClient": slow}):
+            a, b = (Courier(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
+            b.expect("large")
+            a.post("large", [torch.zeros(20)])
+            while not b.holds("large"):
+                silences.append(b._shared.silence._waited)
+                assert not b.lost, silences[-10:]
+        for one in a, b:
+            one.close(PATIENCE)
+    assert opened is not None
+    assert len(silences) > 0
+
+
+def test_a_message_larger_than_a_part_arrives_whole() -> None:
+    elements = 2 * PART_BYTES // 4 + 17
+    sent = [torch.arange(elements, dtype=torch.int32), torch.ones(3), torch.zeros(PART_BYTES // 8)]
+    with pair() as (a, b):
+        a.post("large", sent)
+        received, _ = get(b, "large")
+        assert all(map(same, received, sent))
+
+
+def test_messages_can_be_expected_before_and_after_they_are_sent_and_in_any_order() -> None:
+    with pair() as (a, b):
+        b.expect("early/3")
+        for k in range(20):
+            a.post(f"early/{k}", [torch.tensor(k)])
+        assert eventually(lambda: b.holds("early/3"))
+        for k in [3, *reversed(range(3)), *range(4, 20)]:
+            (tensor,), _ = get(b, f"early/{k}")
+            assert tensor.item() == k
+        assert b.arrived("early/3") is None, "a message is handed over once"
+        assert not b.holds("early/3")
+        assert b.arrived("never expected") is None
+
+
+def test_numbers_replace_each_other() -> None:
+    with pair() as (a, b):
+        assert b.heard("steps") is None
+        for k in range(100):
+            a.tell("steps", k)
+        assert eventually(lambda: b.heard("steps") == 99)
+        assert a.heard("steps") is None, "what one has said oneself is not heard"
+
+
+def test_goodbye_comes_after_all_that_has_been_posted() -> None:
+    names = [f"message/{k}" for k in range(10)]
+    with pair() as (a, b):
+        for name in names:
+            b.expect(name)
+            a.post(name, [torch.zeros(1000)])
+        a.post("last", [torch.zeros(1000)])
+        a.close(0.0)
+        assert eventually(lambda: b.closed_there)
+        assert all(b.holds(name) for name in names)
+        b.expect("last")  # which the thread has seen no reason to look for
+        assert b.wait("last") is not None
+        assert b.wait("what is not to come") is None
+        assert not a.closed_there
+
+
+class Recorder(Slow):
+    """A store that takes its time, and knows what it has been told in which order."""
+
+    def __init__(self, store: Any, said: list[str]) -> None:
+        super().__init__(store)
+        self._said = said
+
+    def add(self, name: str, part: bytes) -> None:
+        super().add(name, part)
+        self._said.append(f"{name}, a part")
+
+    def post(self, name: str, heading: bytes) -> None:
+        self._store.post(name, heading)
+        self._said.append(name)
+
+    def say(self, name: str, number: int) -> None:
+        self._store.say(name, number)
+        self._said.append(name)
+
+
+def test_goodbye_is_the_last_thing_that_is_said() -> None:
+    """Whoever hears it looks for no other message."""
+    said: list[str] = []
+    store = courier.StoreClient
+    opened, address = open_store(collectives.World.alone(), 0, PATIENCE)
+    with replaced(
+        courier, {"StoreClient": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
+    ):
+        one = Courier(address, "a", "b", PATIENCE)
+    for k in range(4):
+        one.post(f"message/{k}", [torch.zeros(1)])
+    one.close(PATIENCE)
+    assert opened is not None
+    messages = [key for key in said if key.startswith("message/")]
+    assert len(set(messages)) == 4 * 2
+    assert said.index(f"a/{courier.CLOSED}") > max(map(said.index, messages))
+
+
+def test_waiting_ends_when_one_has_had_enough() -> None:
+    with pair() as (a, _):
+        a.expect("what is not to come")
+        asked = itertools.count()
+        assert a.wait("what is not to come", lambda: next(asked) == 3) is None
+        assert not a.lost
+        assert not a.closed_there
+
+
+def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
+    """And there is a text that tells of it."""
+    both = Pair()
+    a, b = both.a, both.b
+    a.post("first", [torch.ones(2)])
+    get(b, "first")
+    assert not a.lost
+    assert not b.lost
+    both.store = None
+    for one in a, b:
+        one.expect("second")
+        assert one.wait("second") is None
+        assert one.lost
+        assert "Error: " in one.failure
+        one.post("in vain", [torch.ones(2)])
+        assert one._shared.outgoing.empty(), "nobody would take it away"
+        one.tell("steps", 1)
+        one.close(PATIENCE)
+    assert no_thread_is_left()
+
+
+def test_a_peer_without_a_heartbeat_is_lost() -> None:
+    store, address = open_store(collectives.World.alone(), 0, 5.0)
+    alone = Courier(address, "a", "nobody", 0.3)
+    assert store is not None
+    assert eventually(lambda: alone.lost)
+    alone.expect("what is not to come")
+    assert alone.wait("what is not to come") is None
+    assert not alone.closed_there
+    alone.close(PATIENCE)
+    assert no_thread_is_left()
+
+
+class Clock:
+    """The clock, when all processes have been stopped for a while."""
+
+    sleep, stopped = staticmethod(time.sleep), 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.stopped
+
+
+def test_a_stop_of_all_processes_is_no_silence() -> None:
+    clock, timeout = Clock(), 2.0
+    with replaced(courier, {"time": clock}), pair(timeout) as (a, b):
+        patience = Patience(timeout)
+        for one in a, b:
+            assert eventually(lambda one=one: one._shared._beat > 0)
+        clock.stopped += 100 * timeout
+        assert not a.lost
+        assert not b.lost
+        assert not patience.ended()
+        b.post("after", [torch.ones(1)])
+        get(a, "after")
+        for _ in range(4):
+            clock.stopped += timeout
+            ended = patience.ended()
+        assert ended
+
+
+def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
+    """Heartbeats go on while its owner does something else, for several timeouts."""
+    clock, timeout = Clock(), 4.0
+    with replaced(courier, {"time": clock}), pair(timeout) as (a, b):
+        a.expect("what is not to come")
+        for _ in range(16):  # quarters of a timeout
+            before = [one._shared._beat for one in (a, b)]
+            clock.stopped += timeout / 4
+            assert eventually(
+                lambda b4=before: all(
+                    one._shared._beat > last for one, last in zip((a, b), b4, strict=True)
+                )
+            )
+            assert not a.lost
+            assert not b.lost
+        looks = itertools.count()
+        assert a.wait("what is not to come", lambda: next(looks) == 3) is None
+
+
+def test_an_address_where_nobody_listens() -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("refused")
+
+    with replaced(courier, {"StoreClient": refused}):
+        one = Courier(Address("127.0.0.1", 1, b""), "a", "b", PATIENCE)
+        one.expect("what is not to come")
+        assert one.wait("what is not to come") is None
+        one.await_connection()
+    assert one.lost
+    assert one.failure == "ConnectionError: refused"
+    one.close(PATIENCE)
+    assert no_thread_is_left()
+
+
+def test_close_twice_and_from_both_sides() -> None:
+    with pair() as (a, b):
+        for one in (a, b) * 2:
+            one.close(PATIENCE)
+        assert not a.lost
+        a.post("too late", [torch.ones(1)])
+
+
+def test_a_courier_that_is_dropped_says_goodbye_and_ends_its_thread() -> None:
+    store, address = open_store(collectives.World.alone(), 0, 5.0)
+    a, b = (Courier(address, *names, PATIENCE) for names in (("a", "b"), ("b", "a")))
+    b.expect("last")
+    a.post("last", [torch.ones(1)])
+    del a
+    gc.collect()
+    assert eventually(lambda: b.closed_there)
+    get(b, "last")
+    assert len(threads()) == 1
+    b.close(PATIENCE)
+    assert no_thread_is_left()
+    assert store is not None
+
+
+def test_what_has_been_fetched_is_not_kept_in_the_store() -> None:
+    both = Pair()
+    with closing(both):
+        assert both.store is not None
+        get_one = partial(get, both.b)
+        both.a.post("first", [torch.ones(1)])
+        get_one("first")
+        state = both.store._state
+        for k in range(10):
+            both.a.post(f"message/{k}", [torch.ones(PART_BYTES // 4 + 1), torch.ones(2)])
+            get_one(f"message/{k}")
+        both.b.expect("too early")
+        for name in "too early", "too late":
+            both.b.decline(name)
+            both.a.post(name, [torch.ones(2)])
+        both.a.post("last", [])
+        get_one("last")
+        assert eventually(lambda: not state.headings and not state.parts)
+        assert not both.b._shared.received
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_child_of_fork_closes_nothing() -> None:
+    """As the processes of a DataLoader are, which have copies of everything."""
+    both = Pair()
+    with closing(both):
+        child = os.fork()
+        if child == 0:
+            both.a.close(PATIENCE)
+            del both.a
+            gc.collect()
+            os._exit(0)
+
+        def ended() -> bool:
+            return os.waitpid(child, os.WNOHANG) != (0, 0)
+
+        assert eventually(ended), "the child hangs"
+        both.b.post("after", [torch.ones(1)])
+        get(both.a, "after")
+        both.a.post("answer", [torch.ones(1)])
+        get(both.b, "answer")
+        assert not both.b.closed_there
+    assert no_thread_is_left()
+
+
+def test_a_courier_cannot_be_pickled() -> None:
+    """Who holds one leaves it out: see `MRDHO2.__getstate__`."""
+    with pair() as (a, _), pytest.raises(TypeError, match="pickle"):
+        pickle.dumps(a)
+
+
+def test_a_model_in_ddp_would_wait_for_the_helpers() -> None:
+    with pytest.raises(ValueError, match=r"process_group=optimizer\.worker_group"):
+        assign_roles(3, 1, "accelerator", under_ddp=True)
+    assert assign_roles(3, 0, "accelerator", under_ddp=True).workers == (0, 1, 2)
+    assert assign_roles(1, 1, "accelerator", under_ddp=True).helpers == ()

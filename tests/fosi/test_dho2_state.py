@@ -1,0 +1,359 @@
+"""DHO2 with parameters of every kind, and its state: checkpoints, copies, pickles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from contract import same
+from pairs import ADAM, BATCHES, CASE, CURVED, QUICK, SGD, alike, closure_of, dho2, go, take, vector
+from ranks import assert_same_trajectory
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from second_order import DHO2, SecondOrderWarning
+from second_order.fosi.sharded_base import cut_state
+from second_order.fosi.vector import Piece
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+# Parameters of every kind.
+
+SIZE = 70_001
+CUTS: dict[str, list[tuple[int, ...]]] = {
+    "one": [(SIZE,)],
+    "many small": [(1,), *[(1000,)] * 70],
+    "large and small": [(), (30, 40), (66_000,), (5, 7, 8, 10)],
+    "transposed": [(300, 200), (), (8, 5, 25, 10)],
+    "none": [(SIZE,), (0,), (0, 3)],
+}
+
+
+def pieces(start: Tensor, cut: list[tuple[int, ...]], strided: bool = False) -> list[nn.Parameter]:
+    parts = start.split([torch.Size(shape).numel() for shape in cut])
+    found = []
+    for part, shape in zip(parts, cut, strict=True):
+        value = part.view(shape).clone()
+        if strided and value.dim() == 2:
+            value = value.t().contiguous().t()
+        if strided and value.dim() == 4:
+            value = value.to(memory_format=torch.channels_last)
+        found.append(nn.Parameter(value))
+    return found
+
+
+def train_cut(name: str, base: Any, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Of one function of a long vector, in whatever parameters it comes."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(SIZE, generator=generator).to(dtype)
+    A = torch.randn(4, SIZE, generator=generator).to(dtype) / SIZE**0.5
+    scales = torch.tensor([40.0, 20.0, 10.0, -6.0], dtype=dtype)
+    params = pieces(start, CUTS[name], strided=name == "transposed")
+    assert all(p.is_contiguous() for p in params) == (name != "transposed")
+
+    def loss() -> Tensor:
+        x = torch.cat([p.reshape(-1) for p in params])
+        return 0.5 * (scales * (A @ x).square()).sum() + (0.1 * x.square() + 0.05 * x.cos()).sum()
+
+    options = {"warmup_steps": 1, "curvature_interval": 2, "lanczos_iterations": 12}
+    half = len(params) // 2
+    groups = [{"params": params[:half]}, {"params": params[half:]}]
+    optimizer = DHO2(
+        groups if half else iter(params), base=base, lr=1e-2, largest=3, smallest=1,
+        curvature_closure=loss, lanczos_tol=1e-9, **options,
+    )  # fmt: skip
+    trajectory = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        trajectory.append(torch.cat([p.detach().reshape(-1).clone() for p in params]))
+    return trajectory
+
+
+@pytest.mark.parametrize("base", [SGD, ADAM])
+def test_how_the_vector_is_cut_into_parameters_changes_nothing(base: Any) -> None:
+    """Large, small, scalar, empty and not contiguous ones, in one group or two."""
+    expected = train_cut("one", base)
+    for name in CUTS:
+        assert_same_trajectory(train_cut(name, base), expected, rtol=1e-10, hint=name)
+
+
+def test_parameters_come_with_or_without_a_module() -> None:
+    model, other = CASE.model(), CASE.model()
+    expected = go(model, dho2(model), BATCHES)
+    assert same(go(other, dho2(other, (p for p in other.parameters())), BATCHES), expected)
+
+
+def test_a_convolution_in_channels_last_trains_as_in_any_format() -> None:
+    x = torch.randn(12, 2, 6, 6, generator=torch.Generator().manual_seed(0)).double()
+    y = torch.arange(12) % 3
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3))
+        model = model.double().to(memory_format=memory_format)  # type: ignore[call-overload]
+        optimizer = dho2(model, curvature_closure=closure_of(model, (x, y)), momentum=0.9)
+        found.append(go(model, optimizer, [(x, y)] * 8))
+    assert_same_trajectory(found[1], found[0], rtol=1e-9)
+
+
+def test_single_and_half_precision_train_much_as_double_does() -> None:
+    model = CASE.model()
+    expected = go(model, dho2(model), BATCHES)[-1]
+    moved = (expected - vector(CASE.model())).norm()
+    for dtype, rtol in ((torch.float32, 1e-3), (torch.bfloat16, 0.2)):
+        model = CASE.model(dtype)
+        batches = [(x.to(dtype), y) for x, y in BATCHES]
+        curved = CURVED[0].to(dtype), CURVED[1]
+        optimizer = dho2(model, curvature_closure=closure_of(model, curved), lanczos_tol=1e-4)
+        found = go(model, optimizer, batches)[-1]
+        assert found.dtype == dtype
+        assert optimizer._subspace.basis.vectors.dtype == torch.float32  # type: ignore[union-attr]
+        assert optimizer.curvature.failures == 0
+        assert (found.double() - expected).norm() <= rtol * moved
+    model = CASE.model(torch.float32)
+    curved = CURVED[0].float(), CURVED[1]
+    wide = dho2(model, lanczos_dtype=torch.float64, curvature_closure=closure_of(model, curved))
+    go(model, wide, [(x.float(), y) for x, y in BATCHES[:4]])
+    assert wide._subspace.basis.vectors.dtype == torch.float64  # type: ignore[union-attr]
+
+
+class Spare(nn.Module):
+    """A network with a part that the loss does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = CASE.model()
+        self.spare = nn.Linear(3, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("base", [SGD, ADAM])
+def test_a_parameter_without_a_gradient_stays_and_the_others_do_not_mind(base: Any) -> None:
+    model, plain = Spare(), CASE.model()
+    before = copy.deepcopy(model.spare)
+    kwargs = {"base": base, "weight_decay": 0.1}
+    found = go(model, dho2(model, lanczos_iterations=127, **kwargs), BATCHES)
+    assert same(model.spare, before)
+    assert all(p.grad is None for p in model.spare.parameters())
+    expected = go(plain, dho2(plain, **kwargs), BATCHES)
+    assert_same_trajectory([each[:111] for each in found], expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kwargs", [{"momentum": 0.9}, {"base": ADAM}], ids=str)
+def test_uphill_on_the_negative_loss_is_downhill(kwargs: dict[str, Any]) -> None:
+    down, up = CASE.model(), CASE.model()
+    expected = go(down, dho2(down, **kwargs), BATCHES)
+
+    def negative() -> Tensor:
+        return -closure_of(up)()
+
+    optimizer = dho2(up, maximize=True, curvature_closure=negative, **kwargs)
+    found = []
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        (-cross_entropy(up(x), y)).backward()
+        optimizer.step()
+        found.append(vector(up))
+    assert_same_trajectory(found, expected, rtol=1e-9)
+    assert optimizer.curvature.eigenvalues[0] > 0.0 > optimizer.curvature.eigenvalues[-1]
+
+
+def dropped(messages: list[warnings.WarningMessage]) -> int:
+    return sum("the eigenpairs are dropped" in str(w.message) for w in messages)
+
+
+@pytest.mark.parametrize("change", ["freeze", "thaw", "add"])
+def test_when_parameters_change_the_base_goes_on_alone_until_the_next_refresh(change: str) -> None:
+    """As plain SGD would, its momentum kept; pairs of the new vector come at the next refresh."""
+    kwargs = {"lr": 0.05, "momentum": 0.9}
+    model = CASE.model()
+    last = model.get_submodule("4")
+    if change == "thaw":
+        last.requires_grad_(False)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("4")]
+    params = rest if change == "add" else list(model.parameters())
+    optimizer = dho2(model, params, **kwargs)
+    before = copy.deepcopy(last)
+    go(model, optimizer, BATCHES[:3])
+    assert same(last, before) == (change != "freeze")
+    assert optimizer.curvature.refreshes == 1
+    if change == "add":
+        optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.01})
+    else:
+        last.requires_grad_(change == "thaw")
+        last.zero_grad()
+    twin = copy.deepcopy(model)
+    plain = SGD(twin.parameters(), **kwargs)
+    momenta = [
+        optimizer.state[p].get("base", {}).get("momentum_buffer") for p in model.parameters()
+    ]
+    for p, momentum in zip(twin.parameters(), momenta, strict=True):
+        plain.state[p]["momentum_buffer"] = None if momentum is None else momentum.clone()
+    if change == "add":
+        plain.param_groups[0]["params"] = plain.param_groups[0]["params"][:4]
+        plain.add_param_group({"params": list(twin.parameters())[4:], "lr": 0.01})
+    expected = go(twin, plain, BATCHES[3:6])
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always", SecondOrderWarning)
+        assert same(go(model, optimizer, BATCHES[3:6]), expected)
+        assert dropped(messages) == 1
+        assert all("eigenvectors" not in parts["curvature"] for parts in optimizer.state.values())
+        take(model, optimizer, BATCHES[6])
+    assert dropped(messages) == 1
+    size = 111 if change != "freeze" else 111 - 21
+    assert optimizer._subspace.basis.vectors.shape == (5, size)  # type: ignore[union-attr]
+    assert optimizer.curvature.refreshes == 2
+    assert same(last, before) is False
+
+
+# State.
+
+KINDS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9, **QUICK},
+    "SGD": QUICK,
+    "Adam": {"base": ADAM, "lr": 0.02, **QUICK},
+}
+
+
+def reloaded(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_goes_on_bit_for_bit(kind: str, at: int) -> None:
+    """From warm-up, between refreshes, and with momentum of earlier subspaces."""
+    model, other = CASE.model(), CASE.model(seed=7)
+    optimizer = dho2(model, **KINDS[kind])
+    go(model, optimizer, BATCHES[:at])
+    state = reloaded((model.state_dict(), optimizer.state_dict()))
+    assert alike(state[1], optimizer.state_dict())
+    fresh = dho2(other, **KINDS[kind])
+    go(other, fresh, BATCHES[:3])  # and what is there already is replaced
+    other.load_state_dict(state[0])
+    fresh.load_state_dict(state[1])
+    expected = go(model, optimizer, BATCHES[at:])
+    assert same(go(other, fresh, BATCHES[at:]), expected)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> None:
+    model = CASE.model()
+    optimizer = dho2(model, momentum=0.9, **QUICK)
+    go(model, optimizer, BATCHES[:8])
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def shape(state: Any) -> None:
+        vectors = state["state"][2]["curvature"]["eigenvectors"]
+        state["state"][2]["curvature"]["eigenvectors"] = vectors[:, :-1]
+
+    def count(state: Any) -> None:
+        vectors = state["state"][2]["curvature"]["eigenvectors"]
+        state["state"][2]["curvature"]["eigenvectors"] = vectors[:-1]
+
+    def groups(state: Any) -> None:
+        state["param_groups"][0]["params"].pop()
+
+    for spoil, text in (
+        (shape, r"eigenvectors of shape \(5, 7\).*\(6, 7\)"),
+        (count, r"\[4, 5\] eigenvectors"),
+        (groups, "group"),
+    ):
+        wrong = copy.deepcopy(before)
+        spoil(wrong)
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(wrong)
+        assert alike(optimizer.state_dict(), before)
+
+
+def test_a_checkpoint_of_the_base_alone_loads_and_warms_up_anew() -> None:
+    model = CASE.model()
+    plain = ADAM(model.parameters(), lr=0.02)
+    go(model, plain, BATCHES[:5])
+    other = copy.deepcopy(model)
+    optimizer = dho2(other, base=ADAM, **QUICK)
+    optimizer.load_state_dict(reloaded(plain.state_dict()))
+    expected = go(model, plain, BATCHES[5:7])
+    assert same(go(other, optimizer, BATCHES[5:7]), expected)
+    take(other, optimizer, BATCHES[7])
+    assert optimizer.curvature.step == 2
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("mid", [False, True], ids=["fresh", "mid-run"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributed_checkpoints_calls_go_on_bit_for_bit(kind: str, mid: bool, flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    for at in (1, 4, 8):
+        model, other = CASE.model(), CASE.model(seed=7)
+        optimizer, fresh = dho2(model, **KINDS[kind]), dho2(other, **KINDS[kind])
+        go(model, optimizer, BATCHES[:at])
+        state = reloaded(get_optimizer_state_dict(model, optimizer, options=options))
+        weights = copy.deepcopy(model.state_dict())
+        expected = go(model, optimizer, BATCHES[at:])
+        if mid:
+            go(other, fresh, BATCHES[:7])
+        other.load_state_dict(weights)
+        set_optimizer_state_dict(other, fresh, state, options=options)
+        assert same(go(other, fresh, BATCHES[at:]), expected), f"at {at}"
+
+
+@pytest.mark.parametrize("at", [1, 4, 8])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_go_on_alike_once_they_have_a_closure(how: str, at: int) -> None:
+    model = CASE.model()
+    optimizer = dho2(model, momentum=0.9, **QUICK)
+    go(model, optimizer, BATCHES[:at])
+    pair = (model, optimizer)
+    other, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert twin.curvature_closure is None
+    assert optimizer.curvature_closure is not None
+    twin.curvature_closure = closure_of(other)
+    expected = go(model, optimizer, BATCHES[at:])
+    assert same(go(other, twin, BATCHES[at:]), expected)
+    assert twin.curvature.refreshes == optimizer.curvature.refreshes
+
+
+def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
+    optimizer = DHO2(model, lr=0.1)
+    before = vector(model)
+    model(torch.tensor([[0, 2]])).sum().backward()
+    with pytest.raises(TypeError, match="use sparse=False"):
+        optimizer.step()
+    assert torch.equal(vector(model), before)
+
+
+def test_a_gradient_of_zero_has_no_share_in_the_subspace() -> None:
+    model = CASE.model()
+    optimizer = dho2(model, warmup_steps=0, curvature_closure=closure_of(model))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert optimizer.curvature.gradient_share == 0.0
+    assert optimizer.curvature.refreshes == 1
+
+
+def test_the_count_of_a_base_is_not_cut_to_a_piece() -> None:
+    """It has the shape of a parameter that is a scalar, and is no part of a vector."""
+    p = nn.Parameter(torch.tensor(1.0))
+    part = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}
+    cut = cut_state(part, Piece(p, 0, 0, 1, 0))
+    assert cut["step"].shape == ()
+    assert cut["exp_avg"].shape == (1,)

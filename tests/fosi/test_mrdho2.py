@@ -1,0 +1,548 @@
+"""MRDHO2 on ranks that live: its final updates, its base, its checkpoints, and how it ends.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import (
+    BATCHES,
+    CASE,
+    CURVED,
+    EPOCH,
+    STEPS,
+    base_alone,
+    gradient,
+    loss_of,
+    mrdho2,
+    noted,
+    reference,
+    train,
+    worker,
+)
+from ranks import agreed, assert_same_trajectory, replaced, vector
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
+from second_order.distributed.collectives import World as Everybody
+from second_order.fosi import worker_epochs as module
+from second_order.optimizers import mrdho2 as optimizers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+
+SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+MOMENTUM = {"momentum": 0.9, "lr": 0.05}
+RAGGED = {1: [0, 9], 2: [0, 4, 9]}  # of a curvature batch, between the accelerators
+
+
+FALL = 0.03  # that "guarded" asks for here: batches and epochs are small
+
+
+def several(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    with replaced(module, {"LEAST_FALL": FALL}):
+        return [train(rank, world_size, options) for options in choices]
+
+
+def workers_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [result for result in results if result["role"] == "worker"]
+
+
+def trajectory_of(results: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
+    return agreed([result["trajectory"] for result in workers_of(results)])
+
+
+def up_or_down(rank: int, world_size: int, sign: float) -> Any:
+    """On the loss or on its negative; trajectory, and losses as they were judged."""
+    model = CASE.model()
+    options = {"newton_scale": 0.3, "final_update": "guarded", "maximize": sign < 0}
+    with replaced(module, {"LEAST_FALL": FALL}), mrdho2(model, **options) as optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: sign * loss_of(model, batch))
+        trajectory = []
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            (sign * loss_of(model, batch)).backward()
+            optimizer.step()
+            trajectory.append(vector(model))
+        return trajectory, [(r.applied, r.loss_before, r.loss_after) for r in optimizer.epochs]
+
+
+def test_uphill_on_the_negative_loss_is_downhill(world: World) -> None:
+    (down, judged), _ = world.run(up_or_down, 2, 1.0)
+    (up, judged_too), _ = world.run(up_or_down, 2, -1.0)
+    assert_same_trajectory(up, down)
+    assert any(applied for applied, *_ in judged)
+    for found, expected in zip(judged_too, judged, strict=True):
+        assert found == pytest.approx(expected)
+
+
+# Final updates.
+
+
+ETA, ALPHA, CURVATURES = 0.01, 0.2, torch.cat([torch.linspace(0.1, 1, 16), torch.linspace(2, 8, 4)])
+
+
+def quadratic(
+    rank: int, world_size: int, accelerators: int, choices: Sequence[dict[str, Any]]
+) -> list[tuple[list[Tensor], list[EpochReport]]]:
+    """The modes' amplitudes after each epoch, of ½ wᵀHw with H = Q diag(u) Qᵀ."""
+    Q, _ = torch.linalg.qr(torch.randn(20, 20, dtype=torch.float64))
+    H = Q @ torch.diag(CURVATURES.double()) @ Q.T
+    found = []
+    for options in choices:
+        w = nn.Parameter(Q @ torch.ones(20, dtype=torch.float64))
+        choice = {"lr": ETA, "largest": 4, "smallest": 1, "epoch_steps": 5, **options}
+        optimizer = mrdho2(nn.Module(), [w], accelerators=accelerators, **choice)
+        amplitudes = []
+        with optimizer:
+            if optimizer.role == "accelerator":
+                optimizer.serve([0], lambda _, w=w: 0.5 * w @ H @ w)
+                continue
+            for _ in range(15):
+                optimizer.zero_grad()
+                (0.5 * w @ H @ w).backward()
+                optimizer.step()
+                amplitudes.append(Q.T @ w.detach())
+        found.append((amplitudes[4::5], list(optimizer.epochs)))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (4, 2)])
+def test_equation_17_on_a_quadratic_is_its_closed_form(
+    world: World, world_size: int, accelerators: int
+) -> None:
+    """Invariant 27; and the guard lets pass what lowers the loss, and nothing else."""
+    kinds = ["paper", "guarded", "guarded", "additive"]
+    alphas = [ALPHA, ALPHA, 1.0, ALPHA]
+    choices = [
+        {"final_update": kind, "newton_scale": alpha}
+        for kind, alpha in zip(kinds, alphas, strict=True)
+    ]
+    results = world.run(quadratic, world_size, accelerators, choices)
+    u, inside = CURVATURES.double(), [0, 16, 17, 18, 19]
+    alone = (1 - ETA * u) ** 5
+    phi = (1 - alone) / (ETA * u)
+    for i, (kind, alpha) in enumerate(zip(kinds, alphas, strict=True)):
+        per_worker = [result[i] for result in results[: world_size - accelerators]]
+        updated = alone.clone()
+        updated[inside] = 1 - alpha * phi[inside]
+        if kind == "additive":
+            updated[inside] = alone[inside] - alpha * phi[inside] / 5
+        expected, verdicts = torch.ones(20, dtype=torch.float64), set()
+        for epoch, amplitudes in enumerate(agreed([each for each, _ in per_worker])):
+            before, after = (0.5 * (u * (expected * f) ** 2).sum() for f in (alone, updated))
+            made = kind != "guarded" or bool(after <= 0.5 * before)
+            verdicts.add(made)
+            expected = expected * (updated if made else alone)
+            torch.testing.assert_close(amplitudes, expected, rtol=1e-9, atol=1e-12)
+            for _, epochs in per_worker:
+                assert len(epochs) == 3
+                report = epochs[epoch]
+                assert (report.epoch, report.products, report.applied) == (epoch, 20, made)
+                if kind != "guarded":
+                    assert (report.loss_before, report.loss_after) == (None, None)
+                    continue
+                assert report.loss_before == pytest.approx(before.item())
+                assert report.loss_after == pytest.approx(after.item())
+                word = "" if made else "have risen" if after > before else "by less than 50%"
+                assert word in report.reason
+                assert made == (report.reason == "")
+        assert kind != "guarded" or verdicts == ({True, False} if alpha == ALPHA else {False})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (1.0, 0.5, ""),
+        (1.0, 0.51, "would have fallen by less than 50%"),
+        (1.0, 1.01, "would have risen"),
+        (-1.0, -1.5, ""),
+        (-1.0, -1.49, "would have fallen by less than 50%"),
+        (-1.0, -0.8, "would have risen"),
+        (0.0, -1e-9, ""),
+        (0.0, 0.0, "would have fallen by less than 50%"),
+        (1.0, math.nan, "would not have been finite"),
+        (math.nan, 1.0, "is not finite"),
+        (math.inf, 1.0, "is not finite"),
+    ],
+)
+def test_the_guard_asks_for_half_the_loss(before: float, after: float, reason: str) -> None:
+    found = module.refusal(before, after)
+    assert found == (f"the loss of the accelerators' batches {reason}" if reason else "")
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"final_update": "paper", **MOMENTUM},
+    {"final_update": "additive", "base": ADAM, "lr": 0.02},
+    {"final_update": "guarded", "newton_scale": 0.3},
+]
+
+
+@pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (3, 1)])
+def test_final_updates_of_a_network_are_those_of_dense_hessians(
+    world: World, world_size: int, accelerators: int
+) -> None:
+    """The workers' mean gradient is that of the whole batch: accelerators add nothing to it."""
+    results = world.run(several, world_size, CHOICES)
+    for i, options in enumerate(CHOICES):
+        of_case = [result[i] for result in results]
+        base = {k: v for k, v in options.items() if k not in ("final_update", "newton_scale")}
+        alpha = options.get("newton_scale", 0.1)
+        expected, losses = reference(options["final_update"], alpha=alpha, fall=FALL, **base)
+        assert_same_trajectory(trajectory_of(of_case), expected, rtol=1e-7, hint=options)
+        assert [r["role"] for r in of_case] == ["worker"] * (world_size - 1) + ["accelerator"]
+        assert of_case[-1]["served"] == STEPS // EPOCH
+        assert not any(result["warned"] for result in of_case)
+        for result in workers_of(of_case):
+            found = result["epochs"]
+            assert [report.epoch for report in found] == [0, 1, 2]
+            assert all(report.waited >= 0 and 4 <= report.products <= 111 for report in found)
+            if options["final_update"] != "guarded":
+                assert all(report.applied and report.reason == "" for report in found)
+                continue
+            assert [report.applied for report in found] == [False, True, False]
+            for report, (before, after) in zip(found, losses, strict=True):
+                assert report.loss_before == pytest.approx(before)
+                assert report.loss_after == pytest.approx(after)
+            report = result["curvature"]
+            assert len(report.eigenvalues) == len(report.residuals) == 4
+            assert (report.refreshes, report.failures, report.step) == (3, 0, STEPS - EPOCH)
+            assert report.products == found[-1].products
+            assert report.total_products == sum(each.products for each in found)
+
+
+def ragged(rank: int, world_size: int) -> tuple[str, Any, int]:
+    """Two accelerators with unequal parts of a batch, and DistributedDataParallel for workers."""
+    model = CASE.model()
+    optimizer = mrdho2(model, accelerators=2, gradient_averaging=False)
+    with warnings.catch_warnings(), optimizer:
+        warnings.simplefilter("error", SecondOrderWarning)
+        if optimizer.role == "accelerator":
+            a, b = RAGGED[2][rank - (world_size - 2) :][:2]
+
+            def loss_fn(batch: Any) -> tuple[Tensor, int]:
+                x, y = batch
+                return loss_of(model, (x[a:b], y[a:b])), b - a
+
+            return optimizer.role, optimizer.serve(CURVED, loss_fn), b - a
+        wrapped = DistributedDataParallel(model, process_group=optimizer.worker_group)
+        found = worker(model, optimizer, rank, world_size - 2, wrapped=wrapped)
+        return optimizer.role, found, wrapped.process_group.size()
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_accelerators_weigh_their_examples_and_ddp_spans_the_workers(
+    world: World, world_size: int
+) -> None:
+    """One worker too: its group is one of its own, not the default one."""
+    results = world.run(ragged, world_size)
+    workers = results[:-2]
+    assert all(role == "worker" and size == world_size - 2 for role, _, size in workers)
+    assert [served for _, served, _ in results[-2:]] == [3, 3]
+    found = agreed([trajectory for _, trajectory, _ in workers])
+    assert_same_trajectory(found, reference("paper")[0], rtol=1e-7)
+
+
+def added(rank: int, world_size: int) -> dict[str, Any]:
+    with replaced(module, {"ADDED_STEPS": 3}):
+        return train(rank, world_size, {"final_update": "additive"})
+
+
+def test_the_additive_update_takes_the_last_gradients(world: World) -> None:
+    """Ten of them, which these epochs are too short for."""
+    found = trajectory_of(world.run(added, 2))
+    assert_same_trajectory(found, reference("additive", added=3)[0], rtol=1e-7)
+
+
+def without_backward(rank: int, world_size: int) -> list[EpochReport]:
+    model = CASE.model()
+    with mrdho2(model, epoch_steps=2) as optimizer:
+        if optimizer.role == "accelerator":
+            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        else:
+            gradient(model, optimizer, BATCHES[0])
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+        return list(optimizer.epochs)
+
+
+def test_a_step_without_gradients_counts(world: World) -> None:
+    (report,), _ = world.run(without_backward, 2)
+    assert report.applied
+
+
+def test_weights_are_not_rounded_to_the_vectors_dtype(world: World) -> None:
+    narrow = {"lanczos_dtype": torch.float32, "lanczos_iterations": 20, "lanczos_tol": 1e-6}
+    (found,) = world.run(several, 2, [narrow])[0]
+    last = found["trajectory"][-1]
+    assert all(report.applied for report in found["epochs"])
+    assert (last.float().double() != last).double().mean() > 0.9
+    torch.testing.assert_close(last, reference("paper")[0][-1], rtol=1e-3, atol=1e-3)
+
+
+# Nothing but the base.
+
+
+BASES = [{"base": SGD, "momentum": 0.9}, {"base": ADAM, "lr": 0.02}]
+
+
+def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
+    """All ranks work then, as nobody has anything to help with."""
+    nothing = {"largest": 0, "smallest": 0}
+    results = world.run(several, 2, [{**nothing, **options} for options in BASES])
+    for i, options in enumerate(BASES):
+        for workers in 1, 2:
+            found = (
+                [train(0, 1, {**nothing, **options})]
+                if workers == 1
+                else [result[i] for result in results]
+            )
+            assert [result["role"] for result in found] == ["worker"] * workers
+            expected = base_alone(workers=workers, **options)
+            assert all(map(torch.equal, trajectory_of(found), expected))
+            assert all(list(result["epochs"]) == [] for result in found)
+            for result in found:
+                told = [
+                    "have nothing to do, so all 2 processes train" in w for w in result["warned"]
+                ]
+                assert told == [True] * (workers - 1)
+
+
+def in_its_own_process(
+    rank: int, world_size: int, kind: str, **options: Any
+) -> tuple[list[Tensor], list[str], str]:
+    model = CASE.model()
+    curved = partial(loss_of, model, CURVED[0])
+    common = {"lr": 0.1, "largest": 3, "smallest": 1, "newton_scale": 0.2, **options}
+    with noted() as warned:
+        if kind == "DHO2":
+            optimizer: Any = DHO2(
+                model,
+                curvature_interval=EPOCH,
+                layout="column",
+                curvature_closure=curved,
+                **common,
+            )
+        else:
+            optimizer = mrdho2(
+                model,
+                accelerators=0 if world_size > 1 else 1,
+                lanczos_iterations=None,
+                lanczos_tol=1e-2,
+                curvature_closure=curved,
+                **common,
+            )
+    role = getattr(optimizer, "role", "worker")
+    return worker(model, optimizer, rank, world_size), warned, role
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_accelerators_it_is_dho2_and_says_so(world: World, world_size: int) -> None:
+    run = partial(world.run if world_size > 1 else lambda f, n, *a: [f(0, n, *a)])
+    results = run(in_its_own_process, world_size, "MRDHO2")
+    expected = run(in_its_own_process, world_size, "DHO2")
+    found = agreed([trajectory for trajectory, _, _ in results])
+    assert all(map(torch.equal, found, expected[0][0]))
+    assert not torch.equal(found[-1], base_alone(workers=world_size)[-1]), "curvature is used"
+    for _, warned, role in results:
+        assert role == "worker"
+        (line,) = warned
+        assert f"every {EPOCH} steps, as DHO2 does" in line
+        assert f"accelerators={0 if world_size > 1 else 1}" in line
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+
+    def attempt(name: str, **options: Any) -> None:
+        with pytest.raises((ValueError, TypeError, RankMismatchError)) as caught:
+            mrdho2(CASE.model(), **options)
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+
+    attempt("all", accelerators=world_size)
+    attempt("more", accelerators=world_size + 3)
+    attempt("negative", accelerators=-1)
+    attempt("different", accelerators=rank)
+    attempt("lengths", epoch_steps=3 + rank)
+    return found
+
+
+def test_impossible_roles_are_refused_on_every_rank(world: World) -> None:
+    for found in world.run(refused, 2):
+        for name in "all", "more":
+            assert found[name].startswith("ValueError")
+            assert "with 2 processes leaves none to train; use 0 to 1" in found[name]
+        assert found["negative"].startswith("ValueError: accelerators=-1 is below 0")
+        assert found["different"].startswith("RankMismatchError: the ranks built different")
+        assert found["lengths"].startswith("RankMismatchError")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"accelerators": True}, TypeError, "use 0 for none"),
+        ({"accelerators": 1.0}, TypeError, "use 0 for none"),
+        ({"epoch_steps": 0}, ValueError, "epoch_steps"),
+        ({"final_update": "none"}, ValueError, "final_update"),
+        ({"helper_timeout": 0.0}, ValueError, "helper_timeout"),
+        ({"acelerators": 1}, TypeError, "accelerators"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        mrdho2(CASE.model(), **options)
+
+
+def test_a_worker_does_not_serve() -> None:
+    optimizer = mrdho2(CASE.model(), largest=0, smallest=0)
+    with pytest.raises(SecondOrderError, match="rank 0 is a worker: it trains"):
+        optimizer.serve([0], lambda _: torch.zeros(()))
+    with optimizer as entered:
+        assert entered is optimizer
+    optimizer.close()
+
+
+# Checkpoints.
+
+
+RESUMED = {"final_update": "paper", "newton_scale": 0.3, **MOMENTUM}
+SAVED_AT = {"in the middle of an epoch": 6, "at its end": 8}
+
+
+def saved(rank: int, world_size: int) -> tuple[str, Any, dict[int, bytes]]:
+    """The trajectory, and worker 0's checkpoints with which it goes on."""
+    model = CASE.model()
+    checkpoints: dict[int, bytes] = {}
+    optimizer = mrdho2(model, **RESUMED)
+
+    def save(step: int) -> None:
+        if step in SAVED_AT.values() and rank == 0:
+            file = io.BytesIO()
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+            checkpoints[step] = file.getvalue()
+
+    with optimizer:
+        if optimizer.role == "accelerator":
+            served = optimizer.serve(CURVED[:2], lambda batch: loss_of(model, batch))
+            return optimizer.role, served, {}
+        trajectory = worker(model, optimizer, rank, world_size - 1, before=save)
+        return optimizer.role, trajectory, checkpoints
+
+
+def resumed(
+    rank: int, world_size: int, accelerators: int, checkpoints: dict[int, bytes], everywhere: bool
+) -> dict[int, Any]:
+    """Every checkpoint carried on with; accelerators load it too, and serve, or do neither."""
+    found = {}
+    for step, data in checkpoints.items():
+        model = CASE.model(seed=1)
+        optimizer = mrdho2(model, accelerators=accelerators, **RESUMED)
+        if everywhere or optimizer.role == "worker":
+            parts = torch.load(io.BytesIO(data))
+            model.load_state_dict(parts[0])
+            optimizer.load_state_dict(parts[1])
+        with optimizer:
+            if optimizer.role == "accelerator":
+                if everywhere:
+                    optimizer.serve(CURVED[:2], lambda batch, model=model: loss_of(model, batch))
+                    continue
+                for _ in BATCHES[step:]:  # the usual loop
+                    optimizer.step(curvature_closure=partial(loss_of, model, CURVED[0]))
+                continue
+            workers = world_size - accelerators
+            trajectory = worker(model, optimizer, rank, workers, BATCHES[step:])
+            found[step] = trajectory, [(each.epoch, each.applied) for each in optimizer.epochs]
+    return found
+
+
+def test_a_checkpoint_continues_on_any_number_of_workers_and_accelerators(world: World) -> None:
+    """Invariant 28; in an epoch, c and the sum of its gradients travel along.
+
+    Accelerators take the batches that they would have taken.
+    """
+    results = world.run(saved, 2)
+    _, whole, checkpoints = results[0]
+    assert set(checkpoints) == set(SAVED_AT.values())
+    for world_size, accelerators, everywhere in (2, 1, True), (3, 1, True), (3, 2, False):
+        found = world.run(resumed, world_size, accelerators, checkpoints, everywhere)
+        for step in checkpoints:
+            workers = [result[step] for result in found[: world_size - accelerators]]
+            trajectory = agreed([each for each, _ in workers])
+            hint = (world_size, accelerators, step)
+            if everywhere:  # batches are not those of `saved` otherwise
+                assert_same_trajectory(trajectory, whole[step:], rtol=1e-7, hint=hint)
+            epochs = [1, 2] if step == 6 else [2]
+            assert all(numbers == [(k, True) for k in epochs] for _, numbers in workers)
+
+
+def test_one_process_takes_up_the_checkpoint_of_many(world: World) -> None:
+    _, _, checkpoints = world.run(saved, 2)[0]
+    for step, data in checkpoints.items():
+        model = CASE.model(seed=1)
+        curved = partial(loss_of, model, CURVED[0])
+        with noted():
+            optimizer = mrdho2(model, curvature_closure=curved, **RESUMED)
+        parts = torch.load(io.BytesIO(data))
+        model.load_state_dict(parts[0])
+        optimizer.load_state_dict(parts[1])
+        trajectory = worker(model, optimizer, 0, 1, BATCHES[step:])
+        assert all(bool(w.isfinite().all()) for w in trajectory)
+        assert optimizer.curvature.refreshes >= 1
+
+
+def let_go(rank: int, world_size: int) -> Any:
+    """What the state holds of c and p before each step; and a checkpoint once they are let go."""
+    first, second = (mrdho2(CASE.model(), **RESUMED) for _ in range(2))
+    held = []
+
+    def look(step: int) -> None:
+        parts = [part["curvature"] for part in first.state.values()]
+        held.append([key for key in ("epoch_start", "gradient_sum") if key in str(parts)])
+
+    with second, first:
+        if first.role == "accelerator":
+            first.serve(CURVED, partial(loss_of, first._model))
+            return None
+        worker(first._model, first, rank, 1, BATCHES[:6], before=look)
+        first.close()
+        with replaced(optimizers, {"is_sharded_checkpoint": lambda: True}):
+            state = first.state_dict()
+        assert not state["state"][0]["curvature"]["epoch_start"].any(), "what keeps its place"
+        second.load_state_dict(state)
+        assert (second._epochs.number, second._epochs.step) == (1, 2)
+        assert second._epochs.start is second._epochs.total is None
+    return held
+
+
+def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> None:
+    """Zeros stand for it where a checkpoint is read in place; they are no point to return to."""
+    held, _ = world.run(let_go, 2)
+    both = ["epoch_start", "gradient_sum"]
+    assert held == [[], both, both, both, [], []]
+
+
+def test_pairs_under_way_are_declined_when_a_checkpoint_is_loaded() -> None:
+    epochs, declined = module.Epochs(4, "paper", 0.1, 1.0, "SGD", print), []
+    courier: Any = SimpleNamespace(decline=declined.append)
+    epochs.connect(courier, Everybody.alone(), 2, 4)
+    epochs.resume(3, 1)
+    assert declined == [], "none have been asked for"
+    epochs._asked, epochs._request = 3, 5
+    epochs.resume(0, 0)
+    assert declined == ["pairs/5/0/0", "pairs/5/0/1"]

@@ -1,0 +1,193 @@
+"""The accelerators of MRDHO2: whose orders they follow, their batches, and whose model it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import CASE, OPTIONS, loss_of, worker
+from ranks import assert_same_trajectory
+from torch import Tensor, nn
+
+from second_order import MRDHO2, SecondOrderError
+from second_order.distributed.collectives import World
+from second_order.fosi.accelerator import Accelerator, Batches
+
+if TYPE_CHECKING:
+    from pool import World as Pool
+
+
+class Silence:
+    """A courier of the second accelerator, with some orders; None where a wait ends without."""
+
+    closed_there = False
+
+    def __init__(self, *orders: dict[str, str] | None, failure: str = "") -> None:
+        self._orders, self.failure = list(orders), failure
+
+    @property
+    def lost(self) -> bool:
+        return not self._orders
+
+    def expect(self, name: str) -> None:
+        assert name == "order/0/1"
+
+    def wait(self, name: str, until: Any) -> Any:
+        order = self._orders.pop(0) if self._orders else None
+        return None if order is None else ([], order)
+
+
+LEAVE = {"do": "leave", "lost": "W"}
+
+
+@pytest.mark.parametrize(
+    ("courier", "who"),
+    [
+        (Silence(), "the first accelerator has not been heard of any more"),
+        (Silence(failure="E: e"), "the first accelerator has not been heard of any more (E: e)"),
+        (Silence(LEAVE), "W"),
+        (Silence(None, None, LEAVE), "W"),
+    ],
+)
+def test_the_other_accelerators_leave_with_the_first(courier: Any, who: str) -> None:
+    """When it tells them to, and when it is lost; not when a wait ends and neither is so."""
+    team = World.alone(1, 2)
+    other: Any = Accelerator(courier, team, None, workers=1, judges=True)  # type: ignore[arg-type]
+    for _ in range(2):
+        other.help(None, None, None)
+        assert other.lost == who
+    assert other.answered == 0
+
+
+class Unsized:
+    """As a DataLoader of a dataset without a length is."""
+
+    def __init__(self, *batches: int) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        raise TypeError("has no len()")
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([0, 1, 2], {4: 1, 5: 2, 6: 0, 8: 2, 2: 2}),
+        (Unsized(0, 1, 2), {4: 0, 5: 1, 6: 2, 8: 0, 2: 1}),
+        ((k for k in range(3)), {4: 0, 5: 1, 6: 2}),
+    ],
+)
+def test_an_epoch_has_the_batch_of_its_number(batches: Any, expected: dict[int, int]) -> None:
+    taken = Batches(batches, lambda batch: batch)
+    assert [taken.closure(epoch)() for epoch in expected] == list(expected.values())
+
+
+class Counting(nn.Module):
+    """Two layers of one size, and buffers of two dtypes that the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+        self.layers[0].requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(1))
+
+    def loss(self) -> Tensor:
+        x = self.shift
+        for layer in self.layers:
+            x = torch.tanh(layer(x + 1))
+        return x.square().sum() * self.count
+
+
+def whole(model: nn.Module) -> tuple[list[Tensor], list[bool]]:
+    tensors = model.state_dict(keep_vars=True).values()
+    return [t.detach().clone() for t in tensors], [t.requires_grad for t in tensors]
+
+
+def followed(rank: int, world_size: int) -> dict[str, Any]:
+    """The whole model at the start of each epoch, and where the last verdict is given."""
+    model = Counting()
+    found: dict[str, Any] = {}
+    optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, epoch_steps=2, largest=2)
+    if optimizer.role == "accelerator":
+
+        def loss_fn(epoch: int) -> Tensor:
+            found.setdefault(f"epoch {epoch}", whole(model))
+            found["verdict"] = whole(model)
+            return model.loss()
+
+        with optimizer:
+            optimizer.serve(range(3), loss_fn)
+        del found["verdict"][0][2:]  # the update may not have been made
+        return found
+    with torch.no_grad():  # as a checkpoint that is loaded here alone
+        for t in model.parameters():
+            t.add_(torch.randn_like(t))
+    with optimizer:
+        for step in range(6):
+            model.shift += 0.1
+            model.count += 1
+            if step == 4:  # others train, as many as before
+                for layer, trains in zip(model.layers, (True, False), strict=True):
+                    layer.requires_grad_(trains)
+            if step % 2 == 0:
+                found[f"epoch {step // 2}"] = whole(model)
+            optimizer.zero_grad()
+            model.loss().backward()
+            optimizer.step()
+    found["verdict"] = whole(model)
+    del found["verdict"][0][2:]
+    return found
+
+
+def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
+    """Frozen parameters and buffers too, and what trains there trains here."""
+    there, here = world.run(followed, 2)
+    assert list(there) == ["epoch 0", "epoch 1", "epoch 2", "verdict"]
+    for when, (tensors, train) in there.items():
+        assert here[when][1] == train
+        assert all(map(torch.equal, here[when][0], tensors)), when
+
+
+def test_another_model_than_the_workers_is_refused() -> None:
+    model = Counting()
+    optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, largest=0)
+    with pytest.raises(SecondOrderError, match="have 3 parameters and buffers, this accelerator 6"):
+        optimizer._subject_at([True] * 3)
+    subject = optimizer._subject_at([False] * 2 + [True] * 2 + [False] * 2)
+    assert subject.params == list(model.layers[1].parameters())
+    with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
+        subject.write(torch.zeros(24))
+
+
+def test_an_optimizer_without_a_model_knows_its_groups() -> None:
+    model = Counting()
+    optimizer = MRDHO2(model.layers[1].parameters(), lr=0.1, largest=0)
+    optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+    assert len(optimizer._whole_model()) == 4
+
+
+def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:
+    """Of `serve`; the loss itself is evaluated without."""
+    model = CASE.model(torch.float32)
+    batches = CASE.batches(4, 12, torch.float32)
+    options = {**OPTIONS, "lanczos_iterations": 40, "lanczos_tol": 1e-5}
+    with MRDHO2(model, **options) as optimizer:
+        if optimizer.role == "accelerator":
+
+            def loss_fn(batch: Any) -> Tensor:
+                with torch.autocast("cpu", enabled=False):
+                    return loss_of(model, batch)
+
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                return optimizer.serve(batches, loss_fn)
+        return worker(model, optimizer, 0, 1, batches)
+
+
+def test_autocast_around_serve_does_not_round_the_vectors(world: Pool) -> None:
+    plain, within = (world.run(autocast_around, 2, enabled)[0] for enabled in (False, True))
+    assert_same_trajectory(within, plain, rtol=1e-6)

@@ -1,0 +1,169 @@
+"""MRDHO2 where processes are killed or stopped: the others go on, and all end by themselves."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from accelerated import STEPS, base_alone, reference
+from ranks import agreed, assert_same_trajectory
+
+import second_order
+
+if TYPE_CHECKING:
+    from conftest import Launcher
+    from pool import Launch
+
+MOMENTUM = {"momentum": 0.9, "lr": 0.05}
+HERE = f"{Path(__file__).parents[1]}:{Path(second_order.__file__).parents[1]}"
+TIMEOUT = 60.0  # seconds, of what takes a few
+
+# Arguments: directory; epoch in which the accelerators stall; helper_timeout; accelerators.
+SCRIPT = """
+    import sys, time
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    from accelerated import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
+
+    torch.set_num_threads(1)
+    directory, stalls, patience = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    accelerators = int(sys.argv[4])
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = CASE.model()
+    optimizer = mrdho2(
+        model, momentum=0.9, lr=0.05, helper_timeout=patience, accelerators=accelerators
+    )
+
+    def held(name):
+        print(f"holds at {name}", flush=True)
+        while not (directory / name).exists():
+            time.sleep(0.01)
+
+    def before(step):
+        if step == stalls * EPOCH + 2:
+            held("middle")
+
+    def loss_fn(batch):
+        if batch is CURVED[stalls]:
+            held("loss")
+        return loss_of(model, batch)
+
+    with noted() as warned, optimizer:
+        if optimizer.role == "accelerator":
+            found = optimizer.serve(CURVED, loss_fn)
+        else:
+            found = worker(model, optimizer, rank, world_size - accelerators, before=before)
+    reports = [(report.applied, report.reason) for report in optimizer.epochs]
+    torch.save((found, warned, reports), directory / f"{rank}.pt")
+    print("the end", flush=True)
+"""
+GONE = "the accelerators are gone"
+
+
+def start(
+    launch: Launcher, nproc: int, directory: Path, stalls: int, patience: float, helpers: int = 1
+) -> Launch:
+    arguments = (directory, stalls, patience, helpers)
+    return launch(SCRIPT, nproc, *arguments, environment={"PYTHONPATH": HERE})
+
+
+def result(directory: Path, rank: int) -> tuple[object, list[str], list[tuple[bool, str]]]:
+    found: tuple[object, list[str], list[tuple[bool, str]]] = torch.load(directory / f"{rank}.pt")
+    return found
+
+
+def trajectory(directory: Path, epochs: int, workers: int = 2) -> list[torch.Tensor]:
+    """Of workers who agree, and have gone on without a break after so many epochs."""
+    results = [result(directory, rank) for rank in range(workers)]
+    for _, warned, reports in results:
+        (line,) = warned
+        assert "SGD goes on alone" in line
+        assert reports == [(True, "")] * epochs + [(False, GONE)]
+    found = agreed([each for each, _, _ in results])
+    assert len(found) == STEPS, "no step is lost"
+    return list(found)
+
+
+def expected(epochs: int) -> list[torch.Tensor]:
+    return reference("paper", with_update=lambda epoch: epoch < epochs, **MOMENTUM)[0]
+
+
+def test_the_accelerator_with_the_store_killed_in_mid_epoch(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    """Slow: processes of their own."""
+    run = start(launch, 2, tmp_path, 0, 5.0)
+    run.wait_for("holds at middle", 0, TIMEOUT)
+    run.wait_for("holds at loss", 1, TIMEOUT)
+    run.kill(1)
+    (tmp_path / "middle").touch()
+    assert run.wait(TIMEOUT) == [0, -signal.SIGKILL]
+    found = trajectory(tmp_path, 0, workers=1)
+    assert all(map(torch.equal, found, base_alone(**MOMENTUM))), "before any pairs"
+    assert "Error: " in result(tmp_path, 0)[1][0], "what the courier has met with"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_accelerator_without_the_store_lost_in_mid_epoch(
+    launch: Launcher, tmp_path: Path, how: signal.Signals
+) -> None:
+    """The other one, who waits for it, raises; gloo's default is half an hour.
+
+    Slow: processes of their own.
+    """
+    run = start(launch, 3, tmp_path, 0, 2.0, helpers=2)
+    run.wait_for("holds at middle", 0, TIMEOUT)
+    for rank in 1, 2:
+        run.wait_for("holds at loss", rank, TIMEOUT)
+    run.processes[2].send_signal(how)
+    for name in "middle", "loss":
+        (tmp_path / name).touch()
+    assert [run.processes[rank].wait(TIMEOUT) for rank in range(2)] == [0, 1]
+    assert "Error: " in run.output(1)
+    found = trajectory(tmp_path, 0, workers=1)
+    assert all(map(torch.equal, found, base_alone(**MOMENTUM)))
+
+
+def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Path) -> None:
+    """After an epoch that went well; it returns from serve() when it is let go on.
+
+    Slow: processes of their own.
+    """
+    run = start(launch, 3, tmp_path, 1, 1.5)
+    for rank in range(2):
+        run.wait_for("holds at middle", rank, TIMEOUT)
+    run.wait_for("holds at loss", 2, TIMEOUT)
+    run.processes[2].send_signal(signal.SIGSTOP)
+    try:
+        (tmp_path / "middle").touch()
+        for rank in range(2):
+            run.wait_for("the end", rank, TIMEOUT)
+            assert run.processes[rank].wait(TIMEOUT) == 0
+        assert run.processes[2].poll() is None
+        assert_same_trajectory(trajectory(tmp_path, 1), expected(1), rtol=1e-7)
+    finally:
+        run.processes[2].send_signal(signal.SIGCONT)
+    (tmp_path / "loss").touch()
+    assert run.wait(TIMEOUT) == [0, 0, 0]
+    served, warned, _ = result(tmp_path, 2)
+    assert served == 2
+    assert len(warned) <= 1
+
+
+def test_a_worker_killed_lets_accelerators_go(launch: Launcher, tmp_path: Path) -> None:
+    """Slow: processes of their own."""
+    run = start(launch, 2, tmp_path, 1, 1.0)
+    run.wait_for("holds at middle", 0, TIMEOUT)
+    run.kill(0)
+    (tmp_path / "loss").touch()
+    assert run.wait(TIMEOUT) == [-signal.SIGKILL, 0]
+    served, warned, _ = result(tmp_path, 1)
+    assert served in (1, 2), "the second may have been asked for"
+    (line,) = warned
+    assert "the workers have not been heard of any more" in line

@@ -1,0 +1,523 @@
+"""What gradient workers and stats workers say to each other, with a courier of one's own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import noted
+from contract import EXACT
+from models import Attention
+from threaded import BATCHES, CASE, LAYERS, distkfac
+from torch import Tensor, nn
+
+from second_order import DecompositionError
+from second_order.distributed.collectives import World
+from second_order.distributed.mailbox import Courier
+from second_order.distributed.messages import MalformedError, as_refused
+from second_order.distributed.store import open_store
+from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, Helpers
+from second_order.optimizers.distkfac import STEP_DECAY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+TO_WORKER = "stats/{}/0"
+
+
+class Post:
+    """A courier whose messages are here at once.
+
+    Attributes:
+        sent: by name.
+        came: what is to arrive, by name.
+        numbers: what the other side has said.
+    """
+
+    lost = closed_there = False
+
+    def __init__(self) -> None:
+        self.refused, self.complaint = 0, ""
+        self.sent: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
+        self.came: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
+        self.numbers: dict[str, int] = {}
+        self.expected: list[str] = []
+
+    def post(self, name: str, tensors: list[Tensor], **note: Any) -> None:
+        self.sent[name] = [t.clone() for t in tensors], note
+
+    def heard(self, name: str) -> int | None:
+        return self.numbers.get(name)
+
+    def tell(self, name: str, value: int) -> None:
+        self.numbers[name] = value
+
+    def expect(self, name: str) -> None:
+        self.expected.append(name)
+
+    def arrived(self, name: str) -> Any:
+        return self.came.pop(name, None)
+
+    def wait(self, name: str) -> Any:
+        return self.came.pop(name, None)
+
+    def refuse(self, name: str, why: MalformedError) -> None:
+        self.refused += 1
+        self.complaint = self.complaint or f"{name}: {why}"
+
+    def close(self, patience: float) -> None:
+        pass
+
+
+def helped(optimizer: Any) -> Post:
+    """Make an optimizer of one process a worker with a stats worker."""
+    post: Any = Post()
+    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)], couriers=[post])
+    helpers.begin_with(optimizer._whole_model(), optimizer.param_groups)
+    optimizer._helpers = helpers
+    return post
+
+
+def helping(optimizer: Any) -> Post:
+    """Make it a stats worker of one worker."""
+    post: Any = Post()
+    post.closed_there = True
+    helper = Helper("stats worker 1", post)
+    optimizer._helpers = Helpers("stats", workers=1, active=[helper], couriers=[post])
+    return post
+
+
+def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: str) -> Any:
+    """What a stats worker sends of a pass, and its factors by layer."""
+    post = helping(optimizer)
+    optimizer._capture.enabled = True
+    if how == "serve":
+        tensors = list(model.parameters())
+        flat = torch.cat([p.detach().reshape(-1) for p in tensors])
+        post.came["point/0"] = (
+            [flat],
+            {"train": [True] * len(tensors), "optimized": [True] * len(tensors), "edition": 0},
+        )
+        optimizer.serve([None], lambda _: loss())
+    else:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    return post.sent[TO_WORKER.format(0)]
+
+
+def loss_on(model: nn.Module) -> Tensor:
+    return CASE.loss(model(BATCHES[0][0]), BATCHES[0][1])
+
+
+@pytest.mark.parametrize("how", ["serve", "step"])
+def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
+    model = CASE.model()
+    plain = distkfac(model)
+    loss_on(model).backward()
+    plain.step()
+    expected = {b.name: b.factors.matrices(torch.float64) for b in plain._blocks}
+    other = CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), how)
+    model = CASE.model()
+    worker = distkfac(model)
+    helped(worker).came[TO_WORKER.format(0)] = sent
+    worker._take_statistics()
+    for block in worker._blocks:
+        for ours, theirs in zip(
+            block.factors.matrices(torch.float64), expected[block.name], strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_what_is_served_is_neither_scaled_nor_divided() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    sent = []
+    for options in ({}, {"accumulation_steps": 4}, {"grad_scaler": scaler}):
+        model = CASE.model()
+        optimizer = distkfac(model, **options)
+        sent.append(message(model, optimizer, lambda model=model: loss_on(model), "serve")[0])
+    for other in sent[1:]:
+        torch.testing.assert_close(other, sent[0])
+
+
+def test_layers_that_share_an_input_share_what_messages_say() -> None:
+    """As often as their statistics come, and no more, and not longer than they share it."""
+
+    def loss(model: Attention) -> Tensor:
+        x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(3))
+        return nn.functional.cross_entropy(model(x), torch.arange(4) % 3)
+
+    found = []
+    for one_tensor in (True, False):
+        torch.manual_seed(0)
+        model = Attention()
+        model.one_tensor = one_tensor
+        worker = distkfac(model, **EXACT, factor_decay=0.5)
+        for i in range(3):
+            torch.manual_seed(i)
+            other = Attention()
+            other.one_tensor = one_tensor and i != 1
+            sent = message(other, distkfac(other, **EXACT), lambda other=other: loss(other), "step")
+            helped(worker).came[TO_WORKER.format(0)] = sent
+            worker._take_statistics()
+            shared = {b.name for b in worker._blocks if b.shares_a}
+            assert len(shared) == (2 if other.one_tensor else 0)
+        found.append({b.name: b.factors.matrices(torch.float64) for b in worker._blocks})
+    for name, matrices in found[0].items():
+        for ours, theirs in zip(matrices, found[1][name], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
+    """A worker's model, optimizer and courier, and what a stats worker might send it."""
+    other, model = CASE.model(), CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    worker = distkfac(model)
+    return model, worker, helped(worker), sent
+
+
+def spoiled(sent: Any) -> Any:
+    tensors, note = sent
+    return [t * math.nan for t in tensors], note
+
+
+def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
+    _, worker, post, sent = beside_a_stats_worker()
+
+    def hear(content: Any, number: int) -> bool:
+        post.came[TO_WORKER.format(number)] = content
+        for _ in worker._helpers.statistics({b.name: b for b in worker._blocks}):
+            pass
+        worker._helpers.hear(worker._helpers.news())
+        return worker._helpers.own_passes
+
+    assert worker._helpers.own_passes
+    assert not hear(sent, 0)
+    told = [hear(spoiled(sent), 1 + i) for i in range(ENOUGH_MESSAGES)]
+    assert told == [False] * (ENOUGH_MESSAGES - 1) + [True]
+    assert worker._helpers.nonfinite == ENOUGH_MESSAGES * len(LAYERS)
+    assert not hear(sent, 1 + ENOUGH_MESSAGES)
+    worker._helpers.known.add("new")  # as of a group that was added
+    helpers = worker._helpers
+    helpers.begin_anew()
+    assert helpers.own_passes
+    list(helpers.statistics({"new": worker._blocks[0]}))
+    helpers.hear(helpers.news())
+    assert helpers.own_passes
+
+
+def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
+    """Its layer alone; the others of the message count."""
+    _, worker, post, (tensors, note) = beside_a_stats_worker()
+    heads, numbers = tensors
+    numbers[0] = math.inf  # of the first layer's A
+    post.came[TO_WORKER.format(0)] = [heads, numbers], note
+    with noted() as warned:
+        worker._take_statistics()
+    assert len(warned) == 1
+    weights = [float(block.factors.weight) for block in worker._blocks if block.factors]
+    assert sum(weights) == len(LAYERS) - 1
+    assert worker._blocks[0].factors is None or worker._blocks[0].factors.weight == 0
+
+
+@pytest.mark.filterwarnings("ignore:no layer gave statistics")
+def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
+    other, model = CASE.model(), CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    worker = distkfac(model, factor_decay=None)
+    post, expected, last = helped(worker), 0.0, 0
+    for number, step in enumerate((2, 5, 7)):
+        while worker._steps < step:
+            worker.step()
+        hear(worker, post, number, sent, 0)
+        expected = expected * STEP_DECAY ** (step - last) + 1.0
+        last = step
+        for block in worker._blocks:
+            assert float(block.factors.weight) == pytest.approx(expected)
+
+
+def test_a_stats_workers_gradients_do_not_pile_up() -> None:
+    model, seen = CASE.model(), []
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    note = {"train": [True] * 6, "optimized": [True] * 6, "edition": 0}
+    post.came |= {f"point/{i}": ([flat], note) for i in range(3)}
+
+    def loss(_: Any) -> Tensor:
+        seen.append(all(p.grad is None for p in model.parameters()))
+        return loss_on(model)
+
+    assert optimizer.serve([None], loss) == 3
+    assert seen == [True] * 3
+
+
+def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
+    post: Any = Post()
+    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)])
+    sent: list[int] = []
+
+    def send(copies: list[Tensor], deliver: Any) -> None:
+        sent.append(len(sent))
+        deliver(copies)
+
+    for wanted, heard, expected in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (2, 0, 2), (2, 1, 3)):
+        post.numbers["want"] = wanted
+        helpers.active[0].heard = heard
+        helpers.offer(lambda: [torch.ones(2)], send, [])
+        assert len(sent) == expected
+    assert list(post.sent) == ["point/0", "point/1", "point/2"]
+
+
+def test_a_message_that_is_here_is_not_expected_any_more() -> None:
+    store, address = open_store(World(), 0, 5.0)
+    here, there = (Courier(address, *names, 5.0) for names in (("a", "b"), ("b", "a")))
+    try:
+        there.post("news", [torch.ones(2)])
+        here.expect("news")
+        while not here.holds("news"):
+            pass
+        here.expect("news")
+        assert here.arrived("news") is not None
+        assert not here._shared.expected
+    finally:
+        for courier in (here, there):
+            courier.close(1.0)
+        del store
+
+
+def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = CASE.model()
+    with distkfac(model, max_staleness=1, inv_update_steps=2) as optimizer:
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                loss_on(model).backward()
+                optimizer.step()
+
+        train(1)
+        submit = optimizer._pool.submit
+        calls: list[int] = []
+
+        def failing(work: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return submit(work)
+
+        monkeypatch.setattr(optimizer._pool, "submit", failing)
+        with pytest.raises(DecompositionError, match="no memory"):
+            train(3)
+        train(6)
+        assert max(optimizer.staleness.values()) <= 4
+
+
+def test_checkpointing_code_steps_a_stats_worker_without_waiting() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    get_optimizer_state_dict(model, optimizer)
+    assert not post.sent
+    assert "want" not in post.numbers
+
+
+def hear(worker: Any, post: Post, number: int, sent: Any, edition: int) -> None:
+    """Take a step, with a message that is about layers as they were at an edition."""
+    tensors, note = sent
+    post.came[TO_WORKER.format(number)] = tensors, note | {"edition": edition}
+    worker.step()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_layers_of_others_are_told_but_not_while_messages_from_before_a_change_come(
+    stale: bool,
+) -> None:
+    """However many were on their way when layers were frozen."""
+    model, worker, post, sent = beside_a_stats_worker()
+    model[2].requires_grad_(False)
+    with noted() as warned:
+        for i in range(3 * ENOUGH_MESSAGES):
+            loss_on(model).backward()
+            hear(worker, post, i, sent, 0 if stale else 1)
+    assert len(warned) == (0 if stale else 1)
+    assert stale or "layers that this rank does not own" in warned[0]
+    assert worker._helpers.active[0].heard == 3 * ENOUGH_MESSAGES
+
+
+def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
+    """One that was on its way feeds nobody, whatever fits."""
+    model, worker, post, sent = beside_a_stats_worker()
+    captured = []
+    for i, edition in enumerate([0, 0, 1, 1, 2]):
+        model[2].requires_grad_(i != 1)  # frozen for one step
+        worker.zero_grad()
+        loss_on(model).backward()
+        captured.append(not worker._nothing_captured())
+        hear(worker, post, i, sent, edition)
+        assert worker._helpers.own_passes == (i in (1, 2, 3))
+    assert captured[3:] == [True, True]
+
+
+def test_points_and_statistics_say_of_which_layers_they_are() -> None:
+    """The edition goes from a worker to a stats worker, and comes back."""
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    optimizer._capture.enabled = True
+    point = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
+    post.came["point/0"] = point, {"train": [True] * 6, "optimized": [True] * 6, "edition": 7}
+    optimizer.serve([None], lambda _: loss_on(model))
+    assert post.sent[TO_WORKER.format(0)][1]["edition"] == 7
+    helpers = Helpers(workers=1, active=[Helper("stats worker 1", Post())])  # type: ignore[arg-type]
+    helpers.begin_anew()
+    helpers.active[0].courier.tell("want", 0)
+    helpers.offer(lambda: [torch.ones(2)], lambda copies, deliver: deliver(copies), [])
+    sent = helpers.active[0].courier.sent["point/0"]  # type: ignore[attr-defined]
+    assert sent[1]["edition"] == 1
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_a_layer_that_begins_to_train_is_not_said_to_be_without_statistics(how: str) -> None:
+    """Passes were not captured until then: it is added before those of a step, unfrozen after."""
+    model, other = CASE.model(), CASE.model()
+    late = list(model[4].parameters())
+    params = [p for name in "02" for p in model.get_submodule(name).parameters()]
+    if how == "unfrozen":
+        params += late
+        for p in late:
+            p.requires_grad_(False)
+    other[4].requires_grad_(False)
+    with noted() as warned:
+        worker = distkfac(params, model=model)
+        post = helped(worker)
+        sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+
+        def step(number: int) -> None:
+            if number < 2:
+                post.came[TO_WORKER.format(number)] = sent
+            worker.zero_grad()
+            loss_on(model).backward()
+            if how == "unfrozen" and number == 1:
+                model[4].requires_grad_(True)
+            worker.step()
+
+        step(0)
+        assert not worker._helpers.own_passes
+        if how == "added":
+            worker.add_param_group({"params": late})
+        step(1)
+        taken = worker._blocks[2].factors is not None and worker._blocks[2].factors.weight > 0
+        assert taken == (how == "added")
+    assert warned == []
+
+
+def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
+    """Those that are placed after a compiled model's first run do not fire."""
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    tensors = list(model.parameters())
+    optimizer._helpers.begin_with(tensors, optimizer.param_groups)
+    before = optimizer._capture
+    train = [True] * len(tensors)
+    for number in range(2):
+        flat = torch.cat([p.detach().reshape(-1) for p in tensors])
+        note = {"train": train, "optimized": [*train[:-2], number == 0, number == 0], "edition": 0}
+        post.came[f"point/{number}"] = [flat], note
+        loss_on(model).backward()
+        optimizer.step()
+        assert (optimizer._capture is before) == (number == 0)
+    assert [block.name for block in optimizer._blocks] == list(LAYERS[:2])
+
+
+# Messages that are not as they have to be.
+
+SPOILT: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {
+    "could not be read": lambda tensors, note: as_refused("its heading cannot be read"),
+    "no note": lambda tensors, note: (tensors, {}),
+    "no edition": lambda tensors, note: (tensors, {k: note[k] for k in ("layers", "sharing")}),
+    "edition in text": lambda tensors, note: (tensors, note | {"edition": "0"}),
+    "layers in text": lambda tensors, note: (tensors, note | {"layers": "0"}),
+    "layers of numbers": lambda tensors, note: (tensors, note | {"layers": [0, 2, 4]}),
+    "a layer twice": lambda tensors, note: (tensors, note | {"layers": ["0", "0", "4"]}),
+    "sharing in a list": lambda tensors, note: (tensors, note | {"sharing": ["0"]}),
+    "sharing with numbers": lambda tensors, note: (tensors, note | {"sharing": {"0": 2}}),
+    "no tensors": lambda tensors, note: ([], note),
+    "one tensor": lambda tensors, note: (tensors[:1], note),
+    "three tensors": lambda tensors, note: ([*tensors, tensors[0]], note),
+    "tensors of nothing": lambda tensors, note: (tensors, note | {"layers": []}),
+    "whole numbers": lambda tensors, note: ([t.long() for t in tensors], note),
+    "a matrix": lambda tensors, note: ([t[None] for t in tensors], note),
+    "a scalar": lambda tensors, note: ([tensors[0], tensors[1].sum()], note),
+}
+
+
+def test_malformed_statistics_are_refused_and_training_goes_on() -> None:
+    """Of each kind, one after the other: with what comes too seldom then, own passes go on."""
+    model, worker, post, sent = beside_a_stats_worker()
+    loss_on(model).backward()
+    hear(worker, post, 0, sent, 0)
+    assert not worker._helpers.own_passes
+    with noted() as warned:
+        for i, (what, spoil) in enumerate(SPOILT.items()):
+            post.came[TO_WORKER.format(1 + i)] = spoil(*sent)
+            worker.step()
+            assert post.refused == worker.refused_messages == 1 + i, what
+            assert worker._helpers.own_passes == (i + 1 >= ENOUGH_MESSAGES)
+    (line,) = warned
+    assert line.startswith("refused: stats/1/0: its heading cannot be read; training goes on")
+    assert f"messages refused: {len(SPOILT)}" in str(worker.summary())
+    hear(worker, post, 1 + len(SPOILT), sent, 0)
+    assert not worker._helpers.own_passes, "sound ones are taken as ever"
+
+
+@pytest.mark.filterwarnings("ignore:no layer gave statistics")
+@pytest.mark.parametrize("short", [True, False])
+def test_statistics_of_other_lengths_are_dropped(short: bool) -> None:
+    _, worker, post, (tensors, note) = beside_a_stats_worker()
+    other = [t[:-1] if short else torch.cat([t, t[:1]]) for t in tensors]
+    hear(worker, post, 0, (other, note), 0)
+    assert worker._helpers.foreign == 1
+    assert not worker._helpers.last
+
+
+def test_malformed_points_are_refused_and_answered_by_nothing() -> None:
+    """So that worker 0 goes on sending others, and no worker waits for their statistics."""
+    model = CASE.model()
+    optimizer = distkfac(model)
+    post = helping(optimizer)
+    before = [p.clone() for p in model.parameters()]
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    note = {"train": [True] * 6, "optimized": [True] * 6, "edition": 0}
+    spoilt: list[Any] = [
+        as_refused("part 0 of 1 has 3 bytes, not 4"),
+        ([flat], {}),
+        ([flat], note | {"train": "yes"}),
+        ([flat], note | {"train": [1] * 6}),
+        ([flat], note | {"optimized": [True] * 5}),
+        ([flat], note | {"edition": None}),
+        ([flat.double() if flat.dtype == torch.float32 else flat.float()], note),
+        ([flat[None]], note),
+        ([flat[:10], flat[10:]], note),
+    ]
+    for k, content in enumerate([*spoilt, ([flat + 1], note)]):
+        post.came[f"point/{k}"] = content
+    with noted() as warned:
+        assert optimizer.serve([None] * 99, lambda _: loss_on(model)) == 1
+    assert optimizer.refused_messages == len(spoilt)
+    assert [line.partition(";")[0] for line in warned] == [
+        "refused: point/0: part 0 of 1 has 3 bytes, not 4"
+    ]
+    answers = [post.sent[TO_WORKER.format(k)] for k in range(len(spoilt) + 1)]
+    assert [note["layers"] for _, note in answers] == [[]] * len(spoilt) + [[*LAYERS]]
+    for p, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p, old + 1)

@@ -1,0 +1,389 @@
+"""Which parameters get which curvature block, and what the summary says of the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import make
+from models import CLASSES, ZOO
+from torch import Tensor, nn
+
+from second_order import KAISA, DistKFAC
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.doubly_factored import DoublyFactoredBlock
+from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.model_blocks import BlockRules, find_blocks
+
+if TYPE_CHECKING:
+    from second_order.kronecker.model_blocks import LeftToBase
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*trained by SGD alone")
+EXACT = BlockRules(max_exact_dim=256)
+
+
+def find(
+    model: nn.Module, rules: BlockRules | None = EXACT, *, skip: tuple[str, ...] = (), **kept: Any
+) -> tuple[dict[str, KroneckerBlock], dict[str, LeftToBase]]:
+    """Blocks and what is left to the base, by name; of all parameters, or of those in `only`."""
+    only = kept.get("only", list(model.parameters()))
+    owned = {id(p): p.numel() for p in only}
+    blocks, left = find_blocks(
+        model, owned, skip, kept.get("known", {}), torch.float32, True, rules
+    )
+    assert sum(row.parameters for row in left) + sum(
+        p.numel() for block in blocks for p in everything(block)
+    ) == sum(owned.values())
+    assert len({block.name for block in blocks}) == len(blocks)
+    return {block.name: block for block in blocks}, {row.name: row for row in left}
+
+
+def everything(block: KroneckerBlock) -> list[nn.Parameter]:
+    """What a block has, whether it trains now or not."""
+    if isinstance(block, ExactBlock):
+        return block.owned
+    return [p for p in (block.weight, block.bias) if p is not None]
+
+
+def kinds(blocks: dict[str, KroneckerBlock]) -> dict[str, type[KroneckerBlock]]:
+    return {name: type(block) for name, block in blocks.items()}
+
+
+def vgg() -> nn.Sequential:
+    """A feature map of 6 channels of 2 x 2, flattened into wide Linears."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(24, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, CLASSES),
+    )  # fmt: skip
+
+
+def distkfac(params_or_model: Any, **options: Any) -> Any:
+    return make(
+        DistKFAC, params_or_model, **{"async_inverse": False, "exact_blocks": True, **options}
+    )
+
+
+# Every parameter once.
+
+
+MIXED = ["norms", "batch_norm", "transformer", "attention", "embedding", "tied", "lora", "conv3d"]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_every_parameter_is_in_one_block_or_row(name: str) -> None:
+    """What `find` checks of the sizes; and no parameter is in two blocks."""
+    model = ZOO[name].model()
+    for rules in (None, EXACT, BlockRules(max_factor_dim=5, max_exact_dim=2)):
+        blocks, _ = find(model, rules)
+        held = [id(p) for block in blocks.values() for p in everything(block)]
+        assert len(held) == len(set(held))
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "not exact"])
+@pytest.mark.parametrize("name", MIXED)
+def test_the_summary_counts_every_parameter_once(name: str, exact: bool) -> None:
+    model = ZOO[name].model()
+    optimizer = distkfac(model, exact_blocks=exact)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(row.parameters for row in optimizer.summary().rows) == trained
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"exact_blocks": False}, {"max_factor_dim": 7}, {"doubly_factored": None}],
+    ids=str,
+)
+def test_the_summary_counts_a_doubly_factored_linear_and_its_bias(options: dict[str, Any]) -> None:
+    model = vgg()
+    del model[1]  # the norm
+    optimizer = distkfac(model, **{"max_factor_dim": 20, **options})
+    rows = optimizer.summary().rows
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_summary_counts_the_bias_of_a_frozen_weight_once() -> None:
+    model = ZOO["conv"].model()
+    model[0].weight.requires_grad_(False)
+    optimizer = distkfac(model.parameters(), model=model)
+    for _ in range(2):
+        counted = sum(row.parameters for row in optimizer.summary().rows)
+        assert counted == sum(p.numel() for p in model.parameters())
+        model[0].weight.requires_grad_(True)  # and when it thaws
+
+
+# Kinds.
+
+
+def test_norms_have_exact_blocks_and_the_rest_kronecker_blocks() -> None:
+    blocks, left = find(ZOO["norms"].model())
+    assert not left
+    assert kinds(blocks) == {
+        "0": KroneckerBlock,
+        "1": ExactBlock,
+        "4": KroneckerBlock,
+        "5": ExactBlock,
+        "7": KroneckerBlock,
+    }
+
+
+def test_without_exact_blocks_norms_are_left_to_the_base() -> None:
+    blocks, left = find(ZOO["norms"].model(), BlockRules())
+    assert set(kinds(blocks).values()) == {KroneckerBlock}
+    assert {name: row.parameters for name, row in left.items()} == {"1": 8, "5": 12}
+    assert "no Kronecker factors" in left["1"].reason
+
+
+def test_max_exact_dim_is_the_last_size_that_is_a_matrix() -> None:
+    for most, groups in [(12, 1), (11, 12)]:
+        blocks, _ = find(ZOO["norms"].model(), BlockRules(max_exact_dim=most))
+        assert blocks["5"].shape.groups == groups
+        assert blocks["5"].shape.exact
+        assert blocks["1"].shape.groups == 1
+
+
+def test_a_bias_whose_weight_is_not_the_optimizers() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, CLASSES))
+    only = [model[0].bias, *model[1].parameters()]
+    blocks, left = find(model, only=only)
+    assert kinds(blocks) == {"0.bias": ExactBlock, "1": KroneckerBlock}
+    assert not left
+    blocks, left = find(model, None, only=only)
+    assert left["0"].parameters == 3
+    assert "weight is not in the optimizer's groups" in left["0"].reason
+
+
+def test_a_bias_whose_weight_is_frozen_is_in_one_block() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, CLASSES))
+    model[0].weight.requires_grad_(False)
+    blocks, _ = find(model)
+    assert kinds(blocks) == {"0.bias": ExactBlock, "0": KroneckerBlock, "2": KroneckerBlock}
+    assert blocks["0"].bias is None
+    known = {id(block.weight): block for block in blocks.values()}
+    again, _ = find(model, known=known)
+    assert list(again.values()) == list(blocks.values())
+
+
+def test_blocks_are_kept_over_another_search() -> None:
+    model, rules = vgg(), BlockRules(20, "auto", 256)
+    blocks, _ = find(model, rules)
+    assert DoublyFactoredBlock in kinds(blocks).values()
+    known = {id(block.weight): block for block in blocks.values()}
+    assert list(find(model, rules, known=known)[0].values()) == list(blocks.values())
+    other, _ = find(model, BlockRules(), known=known)
+    assert set(kinds(other).values()) == {KroneckerBlock}
+
+
+class Renormalised(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Relabelled(nn.BatchNorm1d):
+    """As it was."""
+
+
+@pytest.mark.parametrize(
+    "norm", [Renormalised(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, affine=True)], ids=str
+)
+def test_norms_of_another_forward_are_left_to_the_base(norm: nn.Module) -> None:
+    blocks, left = find(nn.Sequential(nn.Linear(4, 4), norm))
+    assert kinds(blocks) == {"0": KroneckerBlock}
+    assert left["1"].parameters == 8
+    assert type(norm).__name__ in left["1"].reason
+
+
+def test_a_subclass_with_the_same_forward_has_a_block() -> None:
+    blocks, left = find(nn.Sequential(Relabelled(4), nn.LayerNorm(4, elementwise_affine=False)))
+    assert kinds(blocks) == {"0": ExactBlock}
+    assert not left
+
+
+class Sharing(nn.Module):
+    """A norm that is used twice under two names, or two that share their gain."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
+        self.second = nn.LayerNorm(4) if tied else self.first
+        self.second.weight = self.first.weight
+
+
+def test_a_norm_under_two_names_has_one_block() -> None:
+    blocks, left = find(Sharing(tied=False))
+    assert kinds(blocks) == {"first": ExactBlock, "head": KroneckerBlock}
+    assert not left
+
+
+def test_norms_that_share_a_gain_are_left_to_the_base() -> None:
+    """The block of one would not see what the other does with it."""
+    blocks, left = find(Sharing(tied=True))
+    assert kinds(blocks) == {"head": KroneckerBlock}
+    assert {name: row.parameters for name, row in left.items()} == {"first": 8, "second": 4}
+    assert "tied" in left["first"].reason
+
+
+@pytest.mark.parametrize("skipped", ["first", "second"])
+def test_a_gain_that_is_shared_with_a_skipped_norm_is_left_too(skipped: str) -> None:
+    blocks, left = find(Sharing(tied=True), skip=(skipped,))
+    assert kinds(blocks) == {"head": KroneckerBlock}
+    assert left.keys() == {"first", "second"}
+
+
+def test_an_embedding_with_sparse_gradients_is_left_to_the_base() -> None:
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Flatten(), nn.Linear(12, CLASSES))
+    optimizer = KAISA(model, lr=0.1)
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert (rows["0"].status, rows["0"].detail) == ("base", "its gradient is sparse")
+    x, y = torch.randint(6, (5, 3)), torch.randint(CLASSES, (5,))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# skip_layers, max_factor_dim.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "skipped"),
+    [
+        ("1", {"1"}),
+        ("BatchNorm*", {"1"}),
+        ("Conv2d", {"0", "4"}),
+        ("*", {"0", "1", "4", "8", "11"}),
+        ("1*", {"1", "11"}),
+    ],
+)
+def test_skip_layers(pattern: str, skipped: set[str]) -> None:
+    blocks, left = find(vgg(), skip=(pattern,))
+    assert left.keys() == skipped
+    assert blocks.keys() == {"0", "1", "4", "8", "11"} - skipped
+    assert all(row.reason == f"skip_layers: {pattern!r}" for row in left.values())
+
+
+def test_a_skipped_layers_bias_is_skipped_too() -> None:
+    model = vgg()
+    model[8].weight.requires_grad_(False)
+    for rules in (EXACT, BlockRules(20, "auto", 256)):
+        blocks, left = find(model, rules, skip=("8",))
+        assert not {"8", "8.bias"} & blocks.keys()
+        assert left["8"].parameters == 24 * 8 + 8
+
+
+@pytest.mark.parametrize(("bound", "large"), [(37, set()), (36, {"4"}), (24, {"4", "8"})])
+def test_layers_with_a_larger_factor_are_left_to_the_base(bound: int, large: set[str]) -> None:
+    """Of the conv, 4 channels of 3 x 3 and 1; of the Linear, 24 inputs and 1."""
+    blocks, left = find(vgg(), BlockRules(max_factor_dim=bound, max_exact_dim=256))
+    assert left.keys() == large
+    assert not large & blocks.keys()
+    for name, size in (("4", 37), ("8", 25)):
+        if name in large:
+            reason = f"a factor of {size} rows exceeds max_factor_dim={bound}"
+            assert left[name].reason == reason
+
+
+def test_the_summary_tells_of_large_factors() -> None:
+    optimizer = distkfac(vgg(), max_factor_dim=36)
+    (row,) = (row for row in optimizer.summary().rows if row.name == "4")
+    assert row.status == "base"
+    assert "max_factor_dim=36" in row.detail
+    assert "a factor of 37 rows" in str(optimizer.summary())
+
+
+def test_a_large_g_is_too_large_and_a_diagonal_a_is_not() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Flatten(), nn.Linear(4, 30))
+    blocks, left = find(model, BlockRules(max_factor_dim=10))
+    assert blocks.keys() == {"0"}
+    assert "a factor of 30 rows" in left["2"].reason
+
+
+# Double factoring.
+
+
+def test_auto_factors_the_first_wide_linear_after_a_convolution() -> None:
+    blocks, left = find(vgg(), BlockRules(20, "auto", 256))
+    assert left.keys() == {"4"}  # 37 rows
+    assert kinds(blocks) == {
+        "0": KroneckerBlock,
+        "1": ExactBlock,
+        "8.bias": ExactBlock,
+        "8": DoublyFactoredBlock,
+        "11": KroneckerBlock,
+    }
+    assert [blocks["8"].shape.dim(k) for k in "AGL"] == [6, 8, 4]  # channels, out, locations
+    assert blocks["8"].bias is None
+
+
+@pytest.mark.parametrize("bound", [24, 25])
+def test_auto_counts_the_bias(bound: int) -> None:
+    blocks, _ = find(vgg(), BlockRules(bound, "auto", 256))
+    assert kinds(blocks)["8"] == (DoublyFactoredBlock if bound == 24 else KroneckerBlock)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(nn.Sequential(nn.Linear(24, 3)), id="no convolution before it"),
+        pytest.param(
+            nn.Sequential(nn.Conv2d(2, 7, 2), nn.Flatten(), nn.Linear(24, 3)), id="no multiple"
+        ),
+        pytest.param(
+            nn.Sequential(nn.Conv2d(2, 24, 2), nn.Flatten(), nn.Linear(24, 3)), id="one location"
+        ),
+        pytest.param(
+            nn.Sequential(nn.Linear(24, 3), nn.Conv1d(2, 6, 1)), id="a convolution after it"
+        ),
+    ],
+)
+def test_auto_leaves_what_it_cannot_factor_to_the_base(model: nn.Sequential) -> None:
+    blocks, left = find(model, BlockRules(23, "auto", 256))
+    assert DoublyFactoredBlock not in kinds(blocks).values()
+    assert any("max_factor_dim=23" in row.reason for row in left.values())
+
+
+def test_auto_leaves_a_linear_whose_small_factors_are_too_large() -> None:
+    _, left = find(vgg(), BlockRules(7, "auto", 256))
+    assert left["8"].reason == "a factor of 8 rows exceeds max_factor_dim=7"
+
+
+def test_by_name_whatever_its_size() -> None:
+    blocks, _ = find(vgg(), BlockRules(None, {"8": (4, 6)}, 256))
+    assert kinds(blocks)["8"] is DoublyFactoredBlock
+    assert kinds(blocks)["8.bias"] is ExactBlock
+    assert blocks["8"].shape.locations == 4
+
+
+def test_without_exact_blocks_its_bias_is_left_to_the_base() -> None:
+    blocks, left = find(vgg(), BlockRules(None, {"8": (4, 6)}, None))
+    assert kinds(blocks)["8"] is DoublyFactoredBlock
+    assert left["8.bias"].parameters == 8
+    assert "doubly factored" in left["8.bias"].reason
+    assert "(no module)" not in left
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"nowhere": (4, 6)}, "'nowhere' is not in the model; name an nn.Linear"),
+        ({"4": (4, 6)}, "'4' is a Conv2d; name an nn.Linear"),
+        ({"8": (4, 5)}, "'8' has 24 inputs, not 4 locations x 5 channels; give (locations,"),
+        ({"8": (-4, -6)}, "'8' has 24 inputs, not -4 locations x -6 channels"),
+        ({"8": (0, 6)}, "'8' has 24 inputs, not 0 locations x 6 channels"),
+        ({"8": (24,)}, "is not 'auto', None, or a dict of layer names"),
+        ({"8": 24}, "is not 'auto', None, or a dict of layer names"),
+        ("all", "doubly_factored='all' is not 'auto', None, or a dict"),
+        (["8"], "is not 'auto', None, or a dict of layer names"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_remedy(chosen: Any, said: str) -> None:
+    with pytest.raises(ValueError, match="doubly_factored") as raised:
+        distkfac(vgg(), doubly_factored=chosen)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["max_factor_dim", "max_exact_dim"])
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_bounds_that_are_no_counts_are_refused(name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        distkfac(vgg(), **{name: value})

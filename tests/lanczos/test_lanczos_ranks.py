@@ -1,0 +1,313 @@
+"""Lanczos over processes: what one process finds on the union of their batches.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ZOO
+from ranks import counted, replaced
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from second_order.distributed.collectives import World as Processes
+from second_order.errors import CurvatureError
+from second_order.lanczos import Eigenpairs, SpectralDensity, eigenpairs, spectral_density
+from second_order.lanczos.spectrum import mean_loss
+from second_order.lanczos.vector_space import row_bounds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pool import World
+
+MLP = ZOO["mlp"]
+ESTIMATES = {"pairs": eigenpairs, "density": spectral_density}
+PAIRS = {"largest": 3, "smallest": 2, "iterations": 40, "tol": 1e-9}
+
+
+def uneven(total: int, parts: int) -> list[int]:
+    """Sizes of shards, no two the same."""
+    sizes = [2 * i + 1 for i in range(parts - 1)]
+    return [*sizes, total - sum(sizes)]
+
+
+def on_shards(
+    rank: int, world_size: int, sizes: Sequence[int], weighted: bool, options: dict[str, Any]
+) -> Eigenpairs:
+    """Eigenpairs of the union of the ranks' batches."""
+    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
+    mine, labels = x.split(list(sizes))[rank], y.split(list(sizes))[rank]
+
+    def loss() -> Any:
+        value = cross_entropy(model(mine), labels)
+        return (value, len(mine)) if weighted else value
+
+    with counted() as collectives:
+        pairs = eigenpairs(loss, model, process_group=dist.group.WORLD, **{**PAIRS, **options})
+    assert collectives.total() <= 5 * pairs.products + 15
+    return pairs
+
+
+def alone(total: int, options: dict[str, Any]) -> Eigenpairs:
+    model, (x, y) = MLP.model(), MLP.batch(total)
+    return eigenpairs(lambda: cross_entropy(model(x), y), model, **{**PAIRS, **options})
+
+
+def assert_same_pairs(a: Eigenpairs, b: Eigenpairs, tol: float = 1e-9) -> None:
+    """Up to rounding; vectors up to their signs."""
+    scale = float(b.eigenvalues.abs().max())
+    torch.testing.assert_close(a.eigenvalues, b.eigenvalues, rtol=0, atol=tol * scale)
+    torch.testing.assert_close(a.residuals, b.residuals, rtol=0, atol=tol * scale)
+    signs = (a.eigenvectors * b.eigenvectors).sum(1, keepdim=True).sign()
+    torch.testing.assert_close(a.eigenvectors * signs, b.eigenvectors, rtol=0, atol=tol**0.5)
+    assert a.products == b.products
+
+
+def bitwise(results: Sequence[Any]) -> Any:
+    """What all ranks have, bit for bit."""
+    for result in results:
+        for name, value in vars(results[0]).items():
+            mine = getattr(result, name)
+            assert torch.equal(mine, value) if isinstance(value, Tensor) else mine == value, name
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hvp": "recomputed"}, {"dtype": torch.float32, "tol": 1e-3}, {"iterations": 9}],
+    ids=["retained", "recomputed", "float32", "not converged"],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_eigenpairs_are_those_of_the_union(
+    world: World, world_size: int, options: dict[str, Any]
+) -> None:
+    """111 unknowns, which no two processes share evenly, and shards of one to many examples."""
+    sizes = uneven(13, world_size)
+    found = bitwise(world.run(on_shards, world_size, sizes, True, options))
+    assert found.eigenvectors.shape == (5, 111)
+    assert_same_pairs(found, alone(13, options), 1e-4 if "dtype" in options else 1e-9)
+
+
+def test_without_counts_shards_weigh_the_same(world: World) -> None:
+    """Equal shards need none; others are off."""
+    assert_same_pairs(bitwise(world.run(on_shards, 2, [6, 6], False, {})), alone(12, {}))
+    unweighted = bitwise(world.run(on_shards, 2, [1, 11], False, {}))
+    with pytest.raises(AssertionError):
+        assert_same_pairs(unweighted, alone(12, {}), 0.01)
+
+
+def micro_batches(rank: int, world_size: int, sizes: Sequence[Sequence[int]]) -> Eigenpairs:
+    """Each rank has several, ragged, and not the same number of them."""
+    flat = [size for own in sizes for size in own]
+    model, (x, y) = MLP.model(), MLP.batch(sum(flat))
+    before = sum(len(own) for own in sizes[:rank])
+    mine = list(zip(x.split(flat), y.split(flat), strict=True))[before : before + len(sizes[rank])]
+    losses = [lambda x=x, y=y: (cross_entropy(model(x), y), len(x)) for x, y in mine]
+    return eigenpairs(losses, model, process_group=dist.group.WORLD, **PAIRS)
+
+
+def test_micro_batches_of_many_processes(world: World) -> None:
+    found = bitwise(world.run(micro_batches, 2, [[2, 3, 1], [5]]))
+    assert_same_pairs(found, alone(11, {}))
+
+
+def of_few_unknowns(rank: int, world_size: int, size: int) -> Eigenpairs:
+    w = nn.Parameter(torch.ones(size).double())
+    weights = torch.arange(1.0, size + 1).double() * (rank + 1)
+    return eigenpairs(
+        lambda: (0.5 * (weights * w * w).sum(), rank + 1), [w], largest=size,
+        process_group=dist.group.WORLD,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fewer_unknowns_than_processes(world: World, size: int) -> None:
+    """Some have no row at all."""
+    found = bitwise(world.run(of_few_unknowns, 3, size))
+    mean = (1 + 4 + 9) / (1 + 2 + 3)
+    expected = mean * torch.arange(size, 0, -1.0).double()
+    torch.testing.assert_close(found.eigenvalues, expected)
+    assert row_bounds(size, 3) == {1: [0, 0, 0, 1], 2: [0, 0, 1, 2], 4: [0, 1, 2, 4]}[size]
+
+
+def from_one_start(rank: int, world_size: int, start: Tensor) -> Eigenpairs:
+    return on_shards(rank, world_size, [5, 7], True, {"start": start, "tol": 1e-6})
+
+
+def test_a_warm_start_is_the_whole_vector_everywhere(world: World) -> None:
+    start = alone(12, {"iterations": 111, "tol": 1e-12}).eigenvectors.sum(0)
+    found = bitwise(world.run(from_one_start, 2, start))
+    assert_same_pairs(found, alone(12, {"start": start, "tol": 1e-6}), 1e-7)
+    assert found.products < 10
+
+
+def with_other_rounding(rank: int, world_size: int) -> Eigenpairs:
+    """Rank 1's decompositions are its own, and far off, which shows more than rounding would."""
+    native = torch.linalg.eigh
+
+    def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = native(matrix)
+        return (values, vectors) if rank != 1 else (2 * values, -1e3 * vectors)
+
+    with replaced(torch.linalg, {"eigh": eigh}):
+        return on_shards(rank, world_size, [5, 7], True, {"tol": 1e-3})
+
+
+def test_one_process_decides(world: World) -> None:
+    """When to stop, and about the signs and values of all."""
+    found = bitwise(world.run(with_other_rounding, 2, timeout=20))
+    assert_same_pairs(found, alone(12, {"tol": 1e-3}))
+
+
+def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity:
+    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
+    mine, labels = x.split(list(sizes))[rank], y.split(list(sizes))[rank]
+    return spectral_density(
+        lambda: (cross_entropy(model(mine), labels), len(mine)), model,
+        probes=2, iterations=15, process_group=dist.group.WORLD,
+    )  # fmt: skip
+
+
+def test_the_density_is_that_of_the_union(world: World) -> None:
+    found = bitwise(world.run(density, 3, uneven(13, 3)))
+    model, (x, y) = MLP.model(), MLP.batch(13)
+    loss = lambda: cross_entropy(model(x), y)  # noqa: E731
+    expected = spectral_density(loss, model, probes=2, iterations=15)
+    for function in (lambda x: x, torch.square, torch.exp):
+        assert found.expectation(function) == pytest.approx(expected.expectation(function))
+    assert found.products == expected.products == 30
+
+
+# A failure on one process.
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def failing(rank: int, world_size: int, where: int, fault: str, hvp: Any, estimate: str) -> None:
+    """Raises; with the model as it was, and the ranks in step."""
+    model, (x, y) = MLP.model(), MLP.batch(6)
+    calls = 0
+    faults: dict[str, Callable[[Tensor], Any]] = {
+        "raises": lambda loss: 1 / 0,
+        "returns nonsense": lambda loss: "loss",
+        "no examples": lambda loss: (loss, 0),
+        "not twice": Square.apply,
+        "nan": lambda loss: loss * math.nan,
+        "freed": lambda loss: (loss.backward(), loss)[1],
+    }
+
+    def loss() -> Any:
+        nonlocal calls
+        calls += 1
+        value = cross_entropy(model(x), y)
+        if rank != where:
+            return value
+        if fault == "raises later":
+            return value if calls < 3 else 1 / 0
+        return faults[fault](value)
+
+    mine: Any = [] if fault == "no micro-batch" and rank == where else [loss]
+    try:
+        ESTIMATES[estimate](mine, model, hvp=hvp, process_group=dist.group.WORLD)
+    finally:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == world_size
+        assert all(p.grad is None for p in model.parameters())
+
+
+FAULTS = ["raises", "returns nonsense", "no examples", "not twice", "nan", "freed"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "hvp", "estimate"),
+    [
+        *((fault, "retained", "pairs") for fault in [*FAULTS, "no micro-batch"]),
+        *((fault, "recomputed", "pairs") for fault in [*FAULTS, "raises later"]),
+        ("raises later", "differences", "pairs"),
+        ("raises", "retained", "density"),
+        ("raises later", "recomputed", "density"),
+        ("nan", "recomputed", "density"),
+    ],
+)
+def test_a_failure_on_one_process_is_everyones(
+    world: World, fault: str, hvp: str, estimate: str
+) -> None:
+    """Its own error where it happened, an error that names that process elsewhere; nobody waits."""
+    errors = world.run(failing, 3, 1, fault, hvp, estimate, expect_errors=True, timeout=20)
+    own = {"raises": ZeroDivisionError, "raises later": ZeroDivisionError,
+           "no micro-batch": ValueError}.get(fault, CurvatureError)  # fmt: skip
+    for rank, error in enumerate(errors):
+        assert type(error) is (own if rank == 1 else CurvatureError), f"rank {rank}: {error!r}"
+        if fault == "nan":
+            assert "not finite" in str(error)
+        elif rank != 1:
+            assert "failed on rank 1" in str(error)
+
+
+def judged(rank: int, world_size: int) -> float:
+    """Two micro-batches of 1 and 4 examples on the first process, one of 7 on the second."""
+    model, (x, y) = MLP.model(), MLP.batch(12)
+    cuts = [0, 1, 5, 12]
+    mine = [(0, 1), (2,)][rank] if world_size > 1 else range(3)
+    losses = [
+        lambda a=cuts[i], b=cuts[i + 1]: (cross_entropy(model(x[a:b]), y[a:b]), b - a) for i in mine
+    ]
+    return mean_loss(losses, list(model.parameters()), Processes(), model)
+
+
+def test_a_mean_loss_is_weighted_by_examples(world: World) -> None:
+    model, (x, y) = MLP.model(), MLP.batch(12)
+    expected = float(cross_entropy(model(x), y).detach())
+    for losses in ([judged(0, 1)], world.run(judged, 2)):
+        assert losses == pytest.approx([expected] * len(losses))
+
+
+def undecomposed(rank: int, world_size: int, where: int | None, estimate: str) -> Any:
+    """Of the rank's own batch; `where` cannot decompose the tridiagonal matrix."""
+    model, (x, y) = MLP.model(), MLP.batch(4 * world_size)
+    mine, labels = x.split(4)[rank], y.split(4)[rank]
+
+    def broken(*_: Any) -> Any:
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    options: dict[str, Any] = {"iterations": 6}
+    if estimate == "pairs":
+        options |= {"largest": 2}
+    with replaced(torch.linalg, {"eigh": broken} if rank == where else {}):
+        found = ESTIMATES[estimate](
+            lambda: cross_entropy(model(mine), labels),
+            model,
+            process_group=dist.group.WORLD,
+            **options,
+        )
+    return found.eigenvalues if isinstance(found, Eigenpairs) else found.nodes
+
+
+@pytest.mark.parametrize("estimate", ["pairs", "density"])
+def test_the_small_matrix_that_one_process_cannot_decompose(world: World, estimate: str) -> None:
+    """Nobody waits: it is the first process's that counts, for better and for worse."""
+    sound = world.run(undecomposed, 3, None, estimate)
+    for result in world.run(undecomposed, 3, 1, estimate, timeout=20):
+        assert torch.equal(result, sound[0])
+    for error in world.run(undecomposed, 3, 0, estimate, expect_errors=True, timeout=20):
+        assert type(error) is CurvatureError
+        assert "could not be decomposed on the first process" in str(error)

@@ -1,0 +1,342 @@
+"""Models whose layers cannot all be preconditioned: trained all the same, and told of by name.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import KRONECKER, SYSTEMS, asking, make
+from ranks import agreed, vector
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from second_order import DHO2, DPKFAC, MRDHO2, SecondOrderWarning
+from second_order.kronecker.model_blocks import BlockRules, find_blocks
+
+if TYPE_CHECKING:
+    from pool import World
+
+each_kronecker = pytest.mark.parametrize("System", KRONECKER)
+each_system = pytest.mark.parametrize("System", SYSTEMS)
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def warned(System: Any, model: nn.Module, step: Any, steps: int = 2, **options: Any) -> list[str]:
+    """What is said while a model is trained by a function that leaves gradients."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"warmup_steps": 0, **options} if System not in KRONECKER else options
+        optimizer = System(model, lr=0.1, **options)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            step(model)
+            more = {} if System in KRONECKER else asking(model, optimizer, (X, Y))
+            before = vector(model)
+            optimizer.step(**more)
+            assert not torch.equal(vector(model), before), "nothing was trained"
+    return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+
+
+def backward(model: nn.Module) -> None:
+    cross_entropy(model(X), Y).backward()
+
+
+# Transforms of torch.func.
+
+
+def by_func_grad(model: nn.Module) -> None:
+    params = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(torch.func.functional_call(model, values, (X,)), Y)
+
+    for name, gradient in torch.func.grad(loss)(params).items():
+        params[name].grad = gradient.detach()
+
+
+def by_vmap(model: nn.Module) -> None:
+    cross_entropy(torch.vmap(model)(X), Y).backward()
+
+
+@each_kronecker
+@pytest.mark.parametrize("step", [by_func_grad, by_vmap])
+def test_transforms_are_named_as_what_hides_gradients(System: Any, step: Any) -> None:
+    (message,) = warned(System, net(), step)
+    assert "no layer gave statistics" in message
+    assert "torch.func transforms (vmap, grad) show a layer's hooks no gradients" in message
+    assert "torch.compile" not in message
+
+
+def by_autograd_grad(model: nn.Module) -> None:
+    params = list(model.parameters())
+    for p, gradient in zip(
+        params, torch.autograd.grad(cross_entropy(model(X), Y), params), strict=True
+    ):
+        p.grad = gradient
+
+
+@each_kronecker
+def test_gradients_that_are_put_into_grad_by_hand_are_named(System: Any) -> None:
+    (message,) = warned(System, net(), by_autograd_grad)
+    assert "no layer gave statistics" in message
+    assert "torch.autograd.grad" in message
+    assert "torch.compile" not in message
+
+
+class Half(nn.Module):
+    """One layer inside of vmap, and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.outside(torch.tanh(torch.vmap(self.inside)(x)))
+        return y
+
+
+@each_kronecker
+def test_one_layer_inside_of_a_transform_is_named(System: Any) -> None:
+    (message,) = warned(System, Half(), backward)
+    assert message.startswith("no statistics arrived for 'inside': torch.func transforms")
+
+
+@each_kronecker
+def test_per_sample_gradients_beside_training_take_nothing_away(System: Any) -> None:
+    def step(model: nn.Module) -> None:
+        with torch.no_grad():
+            torch.vmap(model)(X)
+        backward(model)
+
+    assert warned(System, net(), step) == []
+
+
+# torch.jit.
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@each_system
+@pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
+def test_compiled_modules_are_trained_by_the_base_and_named(System: Any, how: Any) -> None:
+    said = warned(System, nn.Sequential(how(net()), nn.Linear(3, 3)), backward)
+    whole = warned(System, how(net()), backward)
+    if System not in KRONECKER:
+        assert not [message for message in said + whole if "torch.jit" in message]
+        return
+    assert len(said) == len(whole) == 1
+    for message, names in ((said[0], ("0.0", "0.2")), (whole[0], ("0", "2"))):
+        assert "without curvature" in message
+        for name in names:
+            assert f"{name} (" in message
+        assert "torch.jit has compiled it and runs no hooks; train the plain module" in message
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_is_tied_to_a_compiled_module_goes_with_it() -> None:
+    plain = nn.Linear(4, 4)
+    model = nn.Sequential(plain, torch.jit.script(nn.Sequential(plain)), nn.Linear(4, 3))
+    owned = {id(p): p.numel() for p in model.parameters()}
+    blocks, left = find_blocks(model, owned, (), {}, torch.float32, True, BlockRules())
+    assert [block.name for block in blocks] == ["2"]
+    assert {row.name: row.parameters for row in left} in ({"0": 20, "1.0": 0}, {"1.0": 20, "0": 0})
+
+
+# Sizes.
+
+
+class Wide(nn.Module):
+    """A head of 20,000 outputs, one of 20,000 inputs, and an embedding of as many words."""
+
+    def __init__(self, size: int = 20_000) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size, 4)
+        self.body, self.head, self.tail = nn.Linear(4, 2), nn.Linear(2, size), nn.Linear(size, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self.words(torch.arange(len(x)))
+        y: Tensor = self.tail(torch.tanh(self.head(self.body(x + words))))
+        return y
+
+
+@each_kronecker
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_huge_factors_cost_no_time_and_their_layers_are_named(System: Any, solver: str) -> None:
+    model, began = Wide(), time.process_time()
+    (message,) = warned(System, model, backward, steps=3, solver=solver)
+    assert time.process_time() - began < 20.0  # minutes, with a decomposition
+    assert "head (Linear: a factor of 20000 rows exceeds max_factor_dim=8192)" in message
+    assert "tail (Linear: a factor of 20001 rows exceeds max_factor_dim=8192)" in message
+    assert "words" not in message
+    assert "body" not in message
+
+
+@each_kronecker
+def test_max_factor_dim_is_the_largest_factor_that_there_is(System: Any) -> None:
+    for most, left in ((6, []), (5, ["2"]), (2, ["0", "2"])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = make(System, net(), max_factor_dim=most)
+        rows = {row.name: row for row in optimizer.summary().rows}
+        assert [name for name, row in rows.items() if row.status == "base"] == left
+        assert all("max_factor_dim" in rows[name].detail for name in left)
+
+
+class Empty(nn.Module):
+    """A layer without inputs, one without outputs, and one that has both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of an empty initialisation
+            self.inputs, self.outputs = nn.Linear(0, 4), nn.Linear(4, 0)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nothing = self.outputs(x)
+        y: Tensor = self.head(x + self.inputs(nothing)) + nothing.sum()
+        return y
+
+
+@each_system
+def test_layers_of_no_size_are_left_to_the_base_and_named(System: Any) -> None:
+    said = warned(System, Empty(), backward)
+    if System not in KRONECKER:
+        assert said == []
+        return
+    (message,) = said
+    assert "inputs (Linear: its weight is empty: (4, 0))" in message
+    assert "outputs (Linear: its weight is empty: (0, 4))" in message
+    assert "head" not in message
+
+
+# FullyShardedDataParallel of the first version.
+
+
+def flattened(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for original in (False, True):
+        inner = FullyShardedDataParallel(
+            nn.Linear(5, 3), use_orig_params=original, device_id=torch.device("cpu")
+        )
+        model = nn.Sequential(nn.Linear(4, 5), inner)
+        messages += [refusal(System, model) for System in [*SYSTEMS, MRDHO2]]
+        if not original:
+            messages.append(refusal(DHO2, inner.parameters()))
+    return messages
+
+
+def refusal(System: Any, params_or_model: Any) -> str:
+    with pytest.raises(TypeError) as caught:
+        System(params_or_model, lr=0.1)
+    return str(caught.value)
+
+
+def test_flattened_parameters_are_refused_with_the_remedy(world: World) -> None:
+    (messages,) = world.run(flattened, 1)
+    for message in messages:
+        assert re.search(
+            "flatten.*FullyShardedDataParallel|FullyShardedDataParallel.*flatten", message
+        )
+        assert "use DistributedDataParallel, or build the optimizer on an unsharded" in message
+
+
+# Frozen.
+
+
+def frozen_for_a_while(rank: int, world_size: int, system: int) -> list[Tensor]:
+    """All parameters are frozen for three steps, then train again."""
+    model = net()
+    optimizer = make(SYSTEMS[system], model)
+    found = []
+    for step in range(6):
+        model.requires_grad_(not 1 <= step <= 3)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(X[rank::world_size]), Y[rank::world_size])
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step(**asking(model, optimizer, (X, Y)))
+        found.append(vector(model))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+@pytest.mark.parametrize("system", range(len(SYSTEMS)))
+def test_everything_may_be_frozen_for_three_steps(world: World, system: int) -> None:
+    found = agreed(world.run(frozen_for_a_while, 2, system))
+    assert all(torch.equal(found[0], found[step]) for step in (1, 2, 3))
+    assert not torch.equal(found[4], found[3])
+    assert not torch.equal(found[5], found[4])
+
+
+# Statistics that are finite on each rank, and not together.
+
+HUGE = 1.4e19  # whose square fits into float32, and twice it does not
+NARROW = {"factor_dtype": torch.float32, "inv_dtype": torch.float32, "lr": 0.0}
+SPREAD: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (0, {"factor_exchange": "reduce", "grad_worker_fraction": 0.5}),
+    (1, {"passes": 2, "accumulation_steps": 1}),  # whose factors see one rank's passes alone
+    (2, {}),
+]
+
+
+def overflowing(rank: int, world_size: int, system: int, options: dict[str, Any]) -> Any:
+    """The first layer's inputs are huge in some steps; its weight is as much smaller."""
+    passes, begin = options.pop("passes", 1), options.pop("begin", 1)
+    model = nn.Sequential(nn.Linear(1, 5, bias=False), nn.Linear(5, 3))
+    optimizer = make(KRONECKER[system], model, **{**NARROW, **options})
+    history = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SecondOrderWarning)
+        for step in range(begin + 5):
+            huge = HUGE if step >= begin else 1.0
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model[0].weight.fill_(0.1 / huge)
+            for _ in range(passes):
+                y = torch.zeros(1, dtype=torch.int64)
+                cross_entropy(model(torch.full((1, 1), huge)), y).backward()
+            optimizer.step()
+            first, second = optimizer._blocks
+            kept = [f.clone() for f in first.ensure_factors().stored.values() if f is not None]
+            history.append((kept, float(second.ensure_factors().weight)))
+    said = [str(w.message) for w in caught]
+    return history, said, optimizer.summary().dropped
+
+
+@pytest.mark.parametrize(("system", "options"), SPREAD)
+def test_statistics_that_overflow_in_the_sum_are_dropped_and_told_of(
+    world: World, system: int, options: dict[str, Any]
+) -> None:
+    """Not taken for factors that cannot be decomposed; the other layer goes on."""
+    results = world.run(overflowing, 2, system, options)
+    assert max(history[-1][1] for history, *_ in results) > 1.0  # decayed sum of weights
+    told = 0
+    for history, said, dropped in results:
+        assert all(map(torch.equal, history[-1][0], history[0][0]))
+        assert dropped in (0, 5)
+        assert len(said) == bool(dropped)
+        for message in said:
+            told += 1
+            assert "the statistics of '0' overflow torch.float32 when they are added up" in message
+    assert told == (1 if KRONECKER[system] is DPKFAC else 2)  # whose owner alone knows
+
+
+def test_a_layer_whose_statistics_always_overflow_is_not_called_unused(world: World) -> None:
+    for _, said, dropped in world.run(overflowing, 2, 0, {"begin": 0}):
+        (message,) = said
+        assert message.startswith("the statistics of '0' overflow torch.float32")
+        assert dropped == 5
