@@ -346,8 +346,8 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(5, 5) for _ in range(3))
-        self.out = nn.Linear(5, 3)
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+        self.out = nn.Linear(6, 3)
         self.one_tensor = True
 
     def forward(self, x: Tensor) -> Tensor:
