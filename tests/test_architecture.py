@@ -32,7 +32,7 @@ BELOW: dict[str, set[str]] = {
     "lanczos": {"errors", "distributed"},
     "distributed": {"errors", "farewell"},
     "options": {"errors"},
-    "contract": {"errors", "distributed", "options"},
+    "contract": {"errors", "report", "distributed", "options"},
     "kfac": {"errors", "report", "options", "contract", "kronecker", "distributed"},
     "fosi": {"errors", "report", "options", "contract", "lanczos", "distributed"},
     "optimizers": {

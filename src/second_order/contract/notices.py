@@ -79,11 +79,11 @@ class Notices:
 
 
 def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of an object with ``_notices``, which are held back until it has returned."""
+    """A method of an optimizer, whose notices are held back until it has returned."""
 
     @functools.wraps(method)
     def told(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._notices:
+        with self._training.notices:
             return method(self, *args, **kwargs)
 
     return told

@@ -1,18 +1,20 @@
 """The contract of a ``torch.optim`` optimizer that wraps another.
 
     loss = closure()                   once, first, with gradients enabled
+    curvature.prepare()                plans anew, refreshes what is due
     gradients <- mean over processes   unless DistributedDataParallel has done it
-    gradients <- curvature⁻¹ gradients in place, what a subclass adds
+    curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
     base.step()                        the wrapped optimizer, on the same groups and state
+    curvature.correct()                what is left to do to the parameters
 
 Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer
-sees as its whole state for p, and ``"curvature"``, which belongs to the subclass.
+sees as its whole state for p, and ``"curvature"``, which belongs to the curvature.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.base_state import CURVATURE, BaseState
+from second_order.contract.averaging import PendingAverage
+from second_order.contract.base_state import BASE, CURVATURE, BaseState
 from second_order.contract.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
+from second_order.contract.curvature import Curvature
 from second_order.contract.given import check_scaler, look_through, refuse_unknown_scaler
 from second_order.contract.groups import (
     check_assigned,
@@ -35,17 +38,23 @@ from second_order.contract.groups import (
     shallow,
     trainable,
 )
-from second_order.contract.notices import Notices, warns_at_its_end
+from second_order.contract.notices import warns_at_its_end
 from second_order.contract.outline import Outline
-from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
+from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
+from second_order.errors import SecondOrderError
 from second_order.options import (
+    PEAK_LR,
     check_base,
     check_choice,
     check_learning_rate,
     check_params,
+    check_rank,
+    follow_learning_rates,
     split_base_keywords,
 )
+from second_order.report import Summary
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -54,10 +63,7 @@ Self = TypeVar("Self", bound="SecondOrderOptimizer")
 
 
 class SecondOrderOptimizer(torch.optim.Optimizer):
-    """Base class: everything a wrapper of ``torch.optim`` owes its surroundings.
-
-    Subclasses set up their own parts, call :meth:`_finish_construction`, and implement
-    :meth:`_transform_gradients`.
+    """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
     Args:
         params_or_model: A module, whose trainable parameters are optimized, or parameters or
@@ -65,20 +71,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         model: The module, where ``params_or_model`` is not one.
         base: Class of the first-order optimizer.
         base_kwargs: Its keyword arguments.
-        own_keywords: Names of the subclass's options, for messages.
+        own_keywords: Names of the other options, for messages.
+        curvature: Makes the curvature of a training.
+        needs_model: Whether parameters alone will not do.
         gradient_averaging: "auto": average gradients over the processes unless the model is wrapped
             in DistributedDataParallel; True or False: always or never.
         grad_scaler: The GradScaler that scales the loss, if one does.
         process_group: The processes to work with; None for the default group.
-        group_defaults: Further entries of every parameter group, primitives.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
         ValueError: For a value outside its bounds.
+        RankMismatchError: On every rank, if descriptions or parameters' shapes differ.
     """
-
-    _needs_model = True
-    _scaler_matters = "the gradients it has captured carry the scale"
 
     def __init__(
         self,
@@ -88,22 +93,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         base: type[torch.optim.Optimizer],
         base_kwargs: dict[str, Any],
         own_keywords: Iterable[str],
+        curvature: Callable[[Training], Curvature],
+        needs_model: bool = True,
         gradient_averaging: str | bool,
         grad_scaler: Any,
         process_group: Any,
-        group_defaults: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
         split_base_keywords(base, own_keywords, base_kwargs)
         check_learning_rate(base_kwargs.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
+        known = model is not None or isinstance(params_or_model, nn.Module)
         if isinstance(params_or_model, nn.Module):
             if model is not None and model is not params_or_model:
                 raise TypeError(f"{name} got two models; pass the model once")
             model = params_or_model
             groups: list[Any] = trainable(look_through(model)[0])
-        elif model is None and self._needs_model:
+        elif model is None and needs_model:
             raise TypeError(
                 f"{name} needs the model to see its layers; write "
                 f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
@@ -115,143 +122,106 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r} is not a torch.nn.Module")
 
-        self._model, self._under_ddp = look_through(model)
+        inner, under_ddp = look_through(model)
         params = members_of(groups)
-        strange = check_ownership(name, base.__name__, params, self._model)
-        self._world = World(process_group)
-        self._averages = (
-            self._world.size > 1 and not self._under_ddp
-            if gradient_averaging == "auto"
-            else bool(gradient_averaging) and self._world.size > 1
+        strange = check_ownership(name, base.__name__, params, inner)
+        world = World(process_group)
+        averages = gradient_averaging is True or (gradient_averaging == "auto" and not under_ddp)
+        self._training = training = Training(
+            name, inner, known, under_ddp, world, averages and world.size > 1, grad_scaler
         )
-        self._grad_scaler = grad_scaler
-        check_scaler(grad_scaler, self._averages, self._averaging_processes())
-        self._notices = Notices()
-        self._steps = 0
         launched = os.environ.get("WORLD_SIZE", "1")
-        if launched.isdigit() and int(launched) > 1 and self._world.group is None:
-            self._warn(
+        if launched.isdigit() and int(launched) > 1 and world.group is None:
+            training.warn(
                 f"WORLD_SIZE is {launched}, but no process group is initialised: each process "
                 f"trains alone; call torch.distributed.init_process_group() before making the "
                 f"optimizer"
             )
         self._constructed, self._outline = False, Outline()
+        self._gathered: dict[Tensor, dict[str, dict[str, Any]]] | None = None
+        self._gathered_to: int | None = None
 
-        if strange and self._needs_model:
-            self._warn(
+        if strange and needs_model:
+            training.warn(
                 f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
                 f"by {base.__name__} alone, without curvature: of shapes {', '.join(strange[:10])}"
             )
         # Groups of a model are named, as named_parameters() are; a base may not know of names.
         of_model = isinstance(params_or_model, nn.Module)
         self._base = base(params if of_model else [shallow(g) for g in groups], **base_kwargs)
-        super().__init__(
-            [shallow(g) for g in groups], {**self._base.defaults, **(group_defaults or {})}
-        )
+        super().__init__([shallow(g) for g in groups], {**self._base.defaults, PEAK_LR: 0.0})
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
-        self._trained = set(self._training())  # at the last step
+        self._trained = set(self._training_params())  # at the last step
+        self._curvature = curvature(training)
+        check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
+        self._start_together()
 
-    def _finish_construction(self, description: list[str]) -> None:
-        """Agree with the other processes, and start from the same parameters.
-
-        Raises:
-            RankMismatchError: On every rank, if descriptions or parameters' shapes differ.
-            ValueError: On every rank, if the processes cannot do what the options say.
-        """
-        named = dict(self._model.named_parameters())
+    def _start_together(self) -> None:
+        """Agree with the other processes, and start from the same parameters."""
+        training, world = self._training, self._training.world
+        named = dict(training.model.named_parameters())
         lines = [
             f"{name}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
             for name, p in named.items()
         ]
-        lines += [f"{n}: {tuple(b.shape)} {b.dtype}" for n, b in self._model.named_buffers()]
-        names = {id(p): name for name, p in named.items()}
+        lines += [f"{n}: {tuple(b.shape)} {b.dtype}" for n, b in training.model.named_buffers()]
+        names = training.names()
         for i, group in enumerate(self.param_groups):
             entries = {k: _printable(v) for k, v in group.items() if k != "params"}
             members = [names.get(id(p), "(not in the model)") for p in group["params"]]
-            group_name = f"{type(self._base).__name__} group {i}"
+            group_name = f"{training.base_name} group {i}"
             lines += [f"{group_name}: {entries}", f"{group_name}: parameters {members}"]
-        lines.append(f"gradients averaged by the optimizer: {self._averages}")
-        self._world.require_equal([*lines, *description], "models or options")
-        self._check_processes()  # of equal options, so that all raise or none
-        if self._averages:
+        lines.append(f"gradients averaged by the optimizer: {training.averages}")
+        world.require_equal([*lines, *self._curvature.description()], "models or options")
+        self._curvature.check_processes()  # of equal options, so that all raise or none
+        if training.averages:
             with torch.no_grad():
-                tensors = [*self._model.parameters(), *self._model.buffers()]
-                self._world.broadcast_from_first(tensors)
-        if self._world.size > 1:
-            self._world.level()
-            self._world.aside()  # made now, while every rank is here
+                world.broadcast_from_first(
+                    [*training.model.parameters(), *training.model.buffers()]
+                )
+        if world.size > 1:
+            world.level()
+            world.aside()  # made now, while every rank is here
         self._constructed = True
+        self._curvature.begin()
 
     def _agree(self, doing: str) -> None:
         """Raise RankMismatchError on every rank unless all are about to do this; a collective."""
-        self._outline.compare(
-            self._world,
-            f"{doing} of {type(self).__name__}",
-            self._steps,
-            self.param_groups,
-            self._facts,
-            lambda: {id(p): name for name, p in self._model.named_parameters()},
-        )
-
-    # ---------------------------------------------------------------- what subclasses implement
-
-    def _check_processes(self) -> None:
-        """Raise what these processes and devices cannot do, before anything has changed."""
-
-    def _averaging_processes(self) -> int:
-        """How many average gradients, where the optimizer does; asked at construction."""
-        return self._world.size
-
-    def _transform_gradients(self, average: Callable[[], None]) -> None:
-        """Replace ``p.grad`` in place by the preconditioned gradient.
-
-        Args:
-            average: Waits until gradients are the mean over the processes; to be called before
-                gradients are read, as often as it suits.
-        """
-        raise NotImplementedError
-
-    def _facts(self) -> list[tuple[str, Any]]:
-        """What else decides which collectives a step has, by name; primitives."""
-        return []
-
-    def _replan(self) -> None:
-        """Parameters or groups have changed: look at the model again."""
-
-    def _nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return True
-
-    def _curvature_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The ``"curvature"`` part of each parameter that has one; tensors are shared."""
-        return {}
-
-    def _adopt_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over the ``"curvature"`` parts of a checkpoint, in the dtypes they were saved in."""
-
-    def _check_curvature(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
+        if self._curvature.instead is None:  # a helper does as it is told
+            self._outline.compare(
+                self._training.world,
+                f"{doing} of {type(self).__name__}",
+                self._training.steps,
+                self.param_groups,
+                self._curvature.facts,
+                self._training.names,
+            )
 
     # ------------------------------------------------------------------------------- stepping
 
     @warns_at_its_end
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
+        """Take one step; on a helper, do what the others wait for until they have taken it.
 
         Args:
             closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
 
         Returns:
             What the closure returned, or None.
+
+        Raises:
+            RankMismatchError: On every rank, if another does something else.
+            SecondOrderError: On every rank, if the curvature cannot be had.
         """
+        training, curvature = self._training, self._curvature
         loss = None
         if closure is not None and not callable(closure):
             raise TypeError(f"closure={closure!r} is not a function; use step() without one")
-        if self._steps == 0 and self._grad_scaler is None and self._scaler_matters:
-            refuse_unknown_scaler(type(self).__name__, self._scaler_matters)
+        if training.steps == 0 and training.scaler is None and curvature.scaler_matters:
+            refuse_unknown_scaler(training.name, curvature.scaler_matters)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -259,26 +229,36 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._share_state()
             self._base_step()
             return loss
-        self._agree("take a step")
-        average = self._start_averaging()
-        self._transform_gradients(average)
-        with record_function("second_order.base"), self._set_aside():
-            self._base_step()
-        self._trained = set(self._training())
-        self._steps += 1
-        if self._steps == 1:
+        if curvature.instead is not None:
+            curvature.instead()
+            return loss
+        gathered, self._gathered = self._gathered, None
+        if gathered:
             self._share_state()
+        self._agree("take a step")
+        follow_learning_rates(self.param_groups)
+        curvature.prepare()
+        average = self._start_averaging()
+        curvature.precondition(average)
+        with record_function("second_order.base"), self._set_aside():
+            curvature.step_base(self._base_step)
+        curvature.correct()
+        self._trained = set(self._training_params())
+        training.steps += 1
+        if training.steps == 1:
+            self._share_state()
+        curvature.watch()
         return loss
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
         """Step no parameter by gradients that differ between processes."""
-        params = self._without_average() if self._averages else []
+        params = self._without_average() if self._training.averages else []
         gradients = [p.grad for p in params]
-        if params and self._first_time("frozen gradients"):
-            names = {id(p): name for name, p in self._model.named_parameters()}
+        if params and self._training.first_time("frozen gradients"):
+            names = self._training.names()
             listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in params[:20])
-            self._warn(
+            self._training.warn(
                 f"frozen parameters have gradients that the processes have not averaged, and are "
                 f"not stepped: {listed}; call zero_grad() after freezing"
             )
@@ -298,9 +278,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         return (
             not self.state
-            and self._steps == 0
+            and self._training.steps == 0
             and all(float(group["lr"]) == 0.0 for group in self.param_groups)
-            and self._nothing_captured()
+            and self._curvature.nothing_captured()
             and all(
                 p.grad is not None and not bool(p.grad.count_nonzero())
                 for group in self.param_groups
@@ -310,12 +290,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
 
     def _start_averaging(self) -> Callable[[], None]:
-        if not self._averages:
+        if not self._training.averages:
             return lambda: None
         params = self._averaged_params()
-        return PendingAverage(params, self._world, self._route_gradients).wait
+        return PendingAverage(params, self._training.world, self._curvature.route).wait
 
-    def _training(self) -> list[Tensor]:
+    def _training_params(self) -> list[Tensor]:
         return [p for g in self.param_groups for p in g["params"] if p.requires_grad]
 
     def _averaged_params(self) -> list[Tensor]:
@@ -329,10 +309,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         frozen = [p for p in params if not p.requires_grad and p not in self._trained]
         return [p for p in frozen if p.grad is not None]
 
-    def _route_gradients(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Parts of the gradients, and the rank that alone gets the mean of each; None: all do."""
-        return None
-
     def _base_step(self) -> None:
         """Step the base without the hooks that this optimizer's own step already runs."""
         step = type(self._base).step
@@ -342,14 +318,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def _share_state(self) -> None:
         """Show counters and curvature in ``state``, where checkpoints look."""
-        parts = self._curvature_state()
+        parts = self._curvature.state()
+        steps = self._training.steps
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p][CURVATURE] = {**parts.get(p, {}), **header(self._steps, self._base)}
+                self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, self._base)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them what else the last backward left."""
         super().zero_grad(set_to_none)
+        if "_curvature" in self.__dict__:
+            self._curvature.drop_pending()
 
     # ------------------------------------------------------------------- groups and checkpoints
 
@@ -367,8 +346,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return
         check_assigned(groups, self.defaults)
         params = members_of(groups)
-        check_ownership(type(self).__name__, type(self._base).__name__, params, self._model)
-        rename_assigned(groups, self._model)
+        check_ownership(
+            type(self).__name__, type(self._base).__name__, params, self._training.model
+        )
+        rename_assigned(groups, self._training.model)
         before = self.param_groups
         members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
         others = next(members) != next(members)
@@ -377,18 +358,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._take_groups(groups)
         if others:
             try:
-                with self._notices:
-                    self._replan()
+                with self._training.notices:
+                    self._curvature.replan()
             except Exception:
                 self._take_groups(before)
                 raise
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = self._base.param_groups = groups
-
-    def _device(self) -> torch.device:
-        """Where the first parameter is; groups may be empty."""
-        return next((p.device for p in members_of(self.param_groups)), torch.device("cpu"))
 
     @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -399,14 +376,63 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         if self.__dict__.get("_constructed"):
             self._agree("add a parameter group")
-            param_group = named_like(self.param_groups, param_group, self._model)
+            param_group = named_like(self.param_groups, param_group, self._training.model)
         super().add_param_group(param_group)
         if self.__dict__.get("_constructed"):
             self._trained |= {p for p in self.param_groups[-1]["params"] if p.requires_grad}
-            self._replan()
+            self._curvature.replan()
+
+    @warns_at_its_end
+    def consolidate(self, to: int | None = 0) -> None:
+        """Collect what other processes keep, for the next :meth:`state_dict`.
+
+        A collective: every process calls it. What is collected is let go at the next step. Nothing
+        happens where every process keeps everything.
+
+        Args:
+            to: The rank that is going to save; None if all are.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        size = self._training.world.size
+        check_rank("consolidate", to, size)
+        if self._curvature.kept_elsewhere:
+            self._agree(f"consolidate(to={to})")
+            self._gathered = self._curvature.gather(range(size) if to is None else [to])
+            self._gathered_to = to
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as primitives and tensors, as ``torch.load`` accepts with its defaults."""
+        """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
+
+        Raises:
+            SecondOrderError: If other processes keep some of it, it has not been collected by
+                :meth:`consolidate` since the last step, and it is not
+                ``torch.distributed.checkpoint`` that asks for this process's part.
+        """
+        training, curvature, gathered = self._training, self._curvature, self._gathered
+        lacking, rank = curvature.kept_elsewhere, training.world.rank
+        if (
+            lacking
+            and gathered is None
+            and not (curvature.parts_suffice and is_sharded_checkpoint())
+        ):
+            sharded = (
+                "save with torch.distributed.checkpoint"
+                if curvature.parts_suffice
+                else "consolidate(to=None) for torch.distributed.checkpoint"
+            )
+            raise SecondOrderError(
+                f"{training.name}.state_dict() would lack {lacking}; call "
+                f"optimizer.consolidate(to=0) on every process first, or {sharded}"
+            )
+        elsewhere = gathered is not None and self._gathered_to not in (None, rank)
+        if lacking and elsewhere and training.first_time("partial"):
+            training.warn(
+                f"state_dict() on rank {rank} has no more than this process's part: "
+                f"consolidate(to={self._gathered_to}) collected the rest elsewhere; save it there, "
+                f"or use to=None"
+            )
         if self.state:
             self._share_state()
         # That of parameters which no group has any more waits here for their return.
@@ -414,9 +440,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         away = [p for p in self.state if p not in here]
         parked = {p: self.state.pop(p) for p in away}
         try:
-            return super().state_dict()
+            found = super().state_dict()
         finally:
             self.state.update(parked)
+        for index, p in enumerate(members_of(self.param_groups)):
+            if gathered and p in gathered:
+                parts, entry = gathered[p], found["state"].get(index, {})
+                rest = {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}
+                found["state"][index] = {
+                    BASE: parts.get(BASE, entry.get(BASE, {})),
+                    CURVATURE: rest,
+                }
+        return found
 
     @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -431,13 +466,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 or unknown, or another base's; nothing has changed then.
         """
         check_is_state(state_dict)
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = self._training.names()
         found = Checkpoint({}, {}, 0, [])
 
         def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             nonlocal found
             found = read_checkpoint(state, self._base, self.param_groups, names)
-            self._check_curvature(found.curvature)
+            self._curvature.check(found.curvature)
             # Loading casts floating state to the parameter's dtype, so curvature goes around it.
             return {**state, "state": found.base}
 
@@ -447,10 +482,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         saved = found.curvature
-        self._outline.loaded = True
-        self._steps = found.steps
+        self._outline.loaded, self._gathered = True, None
+        self._training.steps = found.steps
         if found.absent:
-            self._warn(
+            self._training.warn(
                 f"the checkpoint has nothing of {', '.join(found.absent[:20])}: their state begins "
                 f"anew"
             )
@@ -460,13 +495,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._bind_base()
         if len(self._base.state):  # some bases look at their first entry without asking
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
-        self._adopt_curvature(saved)
+        self._curvature.load(saved)
         self._share_state()
 
     def _bind_base(self) -> None:
         """Let the base work on the very groups and state of this optimizer."""
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
+        self._training.base, self._training.publish = self._base, self._share_state
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -488,24 +524,28 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._bind_base()
         if len(self._base.state):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
+        self._curvature.awake()
 
     # ------------------------------------------------------------------------------ odds and ends
 
+    def summary(self) -> Summary:
+        """A table of what is preconditioned, by whom, and of what is left to the base, and why.
+
+        Bytes are those of this process. Reading it waits for the device.
+        """
+        return self._curvature.summary()
+
     def close(self) -> None:
         """End what goes on beside training; from now on the base steps alone."""
-        raise NotImplementedError
+        self._curvature.close()
+        if self.state:
+            self._share_state()
 
     def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _first_time(self, key: str) -> bool:
-        return self._notices.first_time(key)
-
-    def _warn(self, message: str) -> None:
-        self._notices.say(message)
 
 
 def _printable(value: Any) -> Any:

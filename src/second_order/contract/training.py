@@ -1,0 +1,97 @@
+"""What an optimizer and its curvature both know of the training they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from second_order.contract.groups import members_of
+from second_order.contract.notices import Notices
+from second_order.distributed.collectives import World
+
+__all__ = ["Training"]
+
+
+def _nowhere() -> None:
+    pass
+
+
+@dataclass
+class Training:
+    """One training, as this process takes part in it.
+
+    A copy has no base and publishes nowhere, until the copied optimizer gives it both.
+
+    Attributes:
+        name: Of the optimizer's class, for messages.
+        model: The user's module, without wrappers.
+        known: Whether the user gave that module, and not its parameters alone.
+        under_ddp: Whether it was wrapped in DistributedDataParallel.
+        world: The processes that train together; on a helper, those that help together.
+        averages: Whether the optimizer averages gradients over them.
+        scaler: The GradScaler that scales the loss, or None.
+        notices: What the user is to be told.
+        steps: How many have been taken.
+        base: The wrapped optimizer.
+        publish: Shows counters and curvature in the optimizer's ``state``.
+    """
+
+    name: str
+    model: nn.Module
+    known: bool
+    under_ddp: bool
+    world: World
+    averages: bool
+    scaler: Any
+    notices: Notices = field(default_factory=Notices)
+    steps: int = 0
+    base: torch.optim.Optimizer = None  # type: ignore[assignment]
+    publish: Callable[[], None] = _nowhere
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, one list with the base's."""
+        groups: list[dict[str, Any]] = self.base.param_groups
+        return groups
+
+    @property
+    def base_name(self) -> str:
+        """What the base is called, in messages."""
+        return type(self.base).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is; groups may be empty."""
+        return next((p.device for p in members_of(self.groups)), torch.device("cpu"))
+
+    def names(self) -> dict[int, str]:
+        """The names of the model's parameters, by id."""
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    def whole_model(self) -> list[Tensor]:
+        """All parameters, the model's and others in the groups, and buffers."""
+        params = [*self.model.parameters(), *members_of(self.groups)]
+        return list(dict.fromkeys([*params, *self.model.buffers()]))
+
+    def first_time(self, key: str) -> bool:
+        """True once for each key, so that a warning is given once."""
+        return self.notices.first_time(key)
+
+    def warn(self, message: str) -> None:
+        """Tell the user, now or once no rank waits for another."""
+        self.notices.say(message)
+
+    def titled(self, *what: str) -> str:
+        """The first line of a summary: of what it is, at which step."""
+        size = self.world.size
+        rate = f"lr {self.groups[0]['lr']}"
+        processes = f"{size} process{'es' if size > 1 else ''}"
+        parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
+        return f"{self.name} over {self.base_name}, {parts}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "base": None, "publish": _nowhere}
