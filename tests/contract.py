@@ -139,7 +139,7 @@ def factors(optimizer: Any) -> dict[str, Factors]:
     """Copies of the running averages (A, G) of every layer that has any, in float64."""
     return {
         block.name: tuple(block.factors.matrices(torch.float64))
-        for block in optimizer._blocks
+        for block in optimizer._curvature.layers.blocks
         if block.factors is not None
     }
 

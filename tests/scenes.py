@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-from second_order.optimizers import background_refresh
+from second_order.kfac import solves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ class Scene:
             self.step()
             time.sleep(0.02)
         if "hang" in self.told:
-            solve = background_refresh._solve
+            solve = solves.solve
             hang(self.told["hang"], solve)
             if self.told.get("waits"):
                 say("ready")
@@ -142,7 +142,7 @@ def hang(how: str, solve: Any) -> None:
                 torch.linalg.eigh(x @ x.T)
         return solve(*args)
 
-    background_refresh._solve = hanging
+    solves.solve = hanging
 
 
 def say(what: str) -> None:

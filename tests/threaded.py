@@ -22,8 +22,8 @@ from ranks import replaced
 from reference import ReferenceKFAC
 
 from second_order import DistKFAC
+from second_order.kfac import solves
 from second_order.kronecker.background import Ticket
-from second_order.optimizers import background_refresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +44,8 @@ def distkfac(params_or_model: Any, **options: Any) -> DistKFAC:
 @contextmanager
 def solving(work: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """What is submitted to the threads from now on goes through `work`, which gets the solve."""
-    solve = background_refresh._solve
-    with replaced(background_refresh, {"_solve": lambda *args: work(partial(solve, *args))}):
+    solve = solves.solve
+    with replaced(solves, {"solve": lambda *args: work(partial(solve, *args))}):
         yield
 
 
@@ -104,7 +104,7 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
-    tickets = [flight.ticket for flight in optimizer._flights.values()]
+    tickets = [flight.ticket for flight in optimizer._curvature.solves.flights.values()]
     return all(ticket is None or ticket.done for ticket in tickets)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from second_order import DHO2, KAISA, SecondOrderWarning
 from second_order.contract.notices import Notices, warns_at_its_end
-from second_order.optimizers import background_refresh
+from second_order.kfac import solves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,8 +134,8 @@ def nothing_decomposes(now: bool) -> Iterator[None]:
             names = ("eigh", "cholesky_ex")
             stack.enter_context(replaced(torch.linalg, dict.fromkeys(names, no_routine)))
             # On the threads of DistKFAC a failure is no decomposition, an exception an error.
-            solve = {"_solve": lambda fetch, problems, *_: [None] * len(problems)}
-            stack.enter_context(replaced(background_refresh, solve))
+            solve = {"solve": lambda *_: {}}
+            stack.enter_context(replaced(solves, solve))
         yield
 
 
@@ -221,11 +221,11 @@ def test_a_warning_of_a_hook_is_raised_by_the_step_not_by_backward() -> None:
     model = nn.Linear(4, 3)
     optimizer = KAISA(model, lr=0.1)
     with collected(True):
-        optimizer._collector.lose(model, "nobody has it")
+        optimizer._curvature.layers.collector.lose(model, "nobody has it")
         (model(torch.randn(5, 4)).square().mean()).backward()
         with pytest.raises(SecondOrderWarning, match="nobody has it"):
             optimizer.step()
-    assert optimizer._steps == 1
+    assert optimizer._training.steps == 1
 
 
 def test_a_checkpoint_is_loaded_whole_before_a_warning_is_raised() -> None:
@@ -239,5 +239,5 @@ def test_a_checkpoint_is_loaded_whole_before_a_warning_is_raised() -> None:
     optimizer = make(KAISA, model.parameters(), model=model)
     with collected(True), pytest.raises(SecondOrderWarning, match="is frozen"):
         optimizer.load_state_dict(trained.state_dict())
-    assert optimizer._steps == 1
-    assert all(b.factors is not None for b in optimizer._blocks if b.trainable)
+    assert optimizer._training.steps == 1
+    assert all(b.factors is not None for b in optimizer._curvature.layers.blocks if b.trainable)

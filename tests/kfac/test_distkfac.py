@@ -127,11 +127,11 @@ def test_without_a_bound_nobody_waits_after_the_warm_up() -> None:
     go(model, optimizer, CASE, BATCHES[:2])
     assert optimizer.delays == dict.fromkeys(LAYERS, 0)
     assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
-    inverses = [block.inverse for block in optimizer._blocks]
+    inverses = [block.inverse for block in optimizer._curvature.layers.blocks]
     with solving(gate):
         go(model, optimizer, CASE, BATCHES[2:6])
         eventually(lambda: gate.waiting == 1)
-        assert [block.inverse for block in optimizer._blocks] == inverses
+        assert [block.inverse for block in optimizer._curvature.layers.blocks] == inverses
         assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
         assert optimizer.delays == dict.fromkeys(LAYERS, 0), "of the last that came"
         age = "inverses are 5 to 5 steps old; the last solves took 0 to 0 steps; 3 under way"
@@ -139,7 +139,10 @@ def test_without_a_bound_nobody_waits_after_the_warm_up() -> None:
         gate.open()
         eventually(lambda: landed(optimizer))
         go(model, optimizer, CASE, BATCHES[6:7])
-    assert all(a is not b.inverse for a, b in zip(inverses, optimizer._blocks, strict=True))
+    assert all(
+        a is not b.inverse
+        for a, b in zip(inverses, optimizer._curvature.layers.blocks, strict=True)
+    )
     assert optimizer.delays == dict.fromkeys(LAYERS, 4), "from step 2 to step 6"
     assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
     age = "inverses are 5 to 5 steps old; the last solves took 4 to 4 steps; 0 under way"
@@ -235,10 +238,10 @@ def test_a_failing_decomposition_keeps_the_last_inverse_and_says_so_once() -> No
     options = {"max_staleness": 0, "inv_update_steps": 2, "max_consecutive_failures": 3}
     with distkfac(model, **options) as optimizer, noted() as warned:
         go(model, optimizer, CASE, BATCHES[:2])
-        inverses = [block.inverse for block in optimizer._blocks]
+        inverses = [block.inverse for block in optimizer._curvature.layers.blocks]
         with solving(failing):
             go(model, optimizer, CASE, BATCHES[2:6])  # fails twice
-        assert [block.inverse for block in optimizer._blocks] == inverses
+        assert [block.inverse for block in optimizer._curvature.layers.blocks] == inverses
         assert optimizer.staleness == dict.fromkeys(LAYERS, 6)
         assert optimizer.summary().failed == 3
         go(model, optimizer, CASE, BATCHES[6:7])
@@ -276,7 +279,7 @@ def in_flight(model: nn.Module, gate: Gate, **options: Any) -> DistKFAC:
     go(model, optimizer, CASE, BATCHES[:1])
     with solving(gate):
         go(model, optimizer, CASE, BATCHES[1:3])
-    assert len(optimizer._flights) == 3
+    assert len(optimizer._curvature.solves.flights) == 3
     return optimizer
 
 
@@ -294,7 +297,7 @@ def test_a_copy_in_mid_flight_goes_on_with_threads_of_its_own(how: str) -> None:
         twin, copied = copy.deepcopy((model, optimizer))
     else:
         twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
-    assert copied._flights == {}
+    assert copied._curvature.solves.flights == {}
     assert copied.staleness == optimizer.staleness == dict.fromkeys(LAYERS, 3)
     before = threads_of()
     go(twin, copied, CASE, BATCHES[3:6])
@@ -361,7 +364,7 @@ def test_a_checkpoint_is_one_line(staleness: int) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         found = go(model, optimizer, CASE, BATCHES[4:])
-        assert optimizer._steps == len(BATCHES)
+        assert optimizer._training.steps == len(BATCHES)
     if staleness == 0:
         assert_same_trajectory(found, went_on)
     else:
@@ -515,7 +518,7 @@ optimizer = distkfac(model)
 go(model, optimizer, CASE, BATCHES[:1])
 with solving(slow):
     go(model, optimizer, CASE, BATCHES[1:2])
-assert len(optimizer._flights) == 16
+assert len(optimizer._curvature.solves.flights) == 16
 print("end", flush=True)
 """
 

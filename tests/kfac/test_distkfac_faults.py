@@ -58,15 +58,15 @@ SCRIPT = """
                     held("middle")
                 x, y = BATCHES[step % len(BATCHES)]
                 found += go(model, optimizer, CASE, [shard((x, y), rank, workers)])
-                own.append(optimizer._helpers.own_passes)
+                own.append(optimizer._curvature.helpers.own_passes)
                 time.sleep(0.02)
             while not own[-1]:
                 found += go(model, optimizer, CASE, [shard((x, y), rank, workers)])
-                own.append(optimizer._helpers.own_passes)
+                own.append(optimizer._curvature.helpers.own_passes)
                 time.sleep(0.02)
-            before = [float(block.factors.weight) for block in optimizer._blocks]
+            before = [float(block.factors.weight) for block in optimizer._curvature.layers.blocks]
             found += go(model, optimizer, CASE, [shard((x, y), rank, workers)])
-            after = [float(block.factors.weight) for block in optimizer._blocks]
+            after = [float(block.factors.weight) for block in optimizer._curvature.layers.blocks]
             assert all(a != b for a, b in zip(after, before)), "statistics of its own passes"
             assert set(optimizer.staleness) == {"0", "2", "4"}
     torch.save((found, warned, own), directory / f"{rank}.pt")

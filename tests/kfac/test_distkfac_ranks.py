@@ -248,10 +248,10 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
     """Of workers that have got their statistics from their own passes alone."""
     model = CASE.model()
     with distkfac(model, max_staleness=0) as optimizer:
-        optimizer._helpers = Helpers(workers=world_size)
+        optimizer._curvature.helpers = Helpers(workers=world_size)
         optimizer._signature = None  # plan anew: each factor goes to its owner
         go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))
-        known = [block.factors for block in optimizer._blocks]
+        known = [block.factors for block in optimizer._curvature.layers.blocks]
     return [(float(f.weight), f.means, (f.a is not None, f.g is not None)) for f in known]  # type: ignore[union-attr]
 
 
@@ -408,7 +408,7 @@ def in_flight(
     found, other = go(model, optimizer, CASE, batches[:1]), []
     with solving(gate):
         found += go(model, optimizer, CASE, batches[1:3])
-    assert len(optimizer._flights) == 3
+    assert len(optimizer._curvature.solves.flights) == 3
     if how == "load":
         state = torch.load(io.BytesIO(data))
         model.load_state_dict(state["model"])
@@ -496,7 +496,7 @@ def told_once(results: Sequence[dict[str, Any]], *texts: str) -> None:
 
 def everywhere(optimizer: Any, number: float) -> float:
     """The least that any worker says."""
-    if optimizer._world.size == 1:
+    if optimizer._training.world.size == 1:
         return number
     least = torch.tensor([number])
     dist.all_reduce(least, dist.ReduceOp.MIN, group=optimizer.worker_group)
@@ -505,7 +505,7 @@ def everywhere(optimizer: Any, number: float) -> float:
 
 def mine(optimizer: Any, batch: Batch) -> Batch:
     """A worker's shard."""
-    return shard(batch, optimizer._world.rank, optimizer._world.size)
+    return shard(batch, optimizer._training.world.rank, optimizer._training.world.size)
 
 
 def train_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> list[Tensor]:
@@ -516,7 +516,7 @@ def until_fed(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Until all workers have stopped taking statistics from their own passes."""
     found: list[Tensor] = []
     end = time.monotonic() + LONG
-    while optimizer._helpers.own_passes:
+    while optimizer._curvature.helpers.own_passes:
         assert time.monotonic() < end, "no statistics have come"
         found += train_on(model, optimizer, BATCHES[:1])
         time.sleep(0.002)
@@ -533,10 +533,10 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             messages.append((helper.name, name))
         return message
 
-    for helper in optimizer._helpers.active:
+    for helper in optimizer._curvature.helpers.active:
         original = helper.courier.arrived
         helper.courier.arrived = lambda name, h=helper, o=original: arrived(h, o, name)
-    names = [helper.name for helper in optimizer._helpers.active]
+    names = [helper.name for helper in optimizer._curvature.helpers.active]
     trajectory: list[Tensor] = [vector(model)]
     end = time.monotonic() + LONG
     with optimizer:
@@ -544,9 +544,9 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             assert time.monotonic() < end
             trajectory += train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
-        for helper in optimizer._helpers.active:
+        for helper in optimizer._curvature.helpers.active:
             assert len(helper.courier._shared.expected) <= 1, "what is listened for grows"
-        rank = optimizer._world.rank
+        rank = optimizer._training.world.rank
         owned = [block.name for block, owner in optimizer._owned() if owner == rank]
         found = factors_here(optimizer)
         assert sorted(found) == sorted(owned)
@@ -555,7 +555,7 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def watched_stats(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Which batches it had, at which points."""
-    index = optimizer._world.rank
+    index = optimizer._training.world.rank
     points: list[tuple[int, Tensor]] = []
 
     def loss(number: int) -> tuple[Tensor, str]:
@@ -613,8 +613,8 @@ def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any
     )
     with optimizer:
         found = train_on(wrapped, optimizer, BATCHES)
-        assert optimizer._helpers.own_passes
-        optimizer._world.group and everywhere(optimizer, 0.0)
+        assert optimizer._curvature.helpers.own_passes
+        optimizer._training.world.group and everywhere(optimizer, 0.0)
         sign.touch()
         until_fed(wrapped, optimizer)
         optimizer.zero_grad()
@@ -660,7 +660,7 @@ def test_nobody_waits_for_stats_workers(
 
 def scaled_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> list[Tensor]:
     """As `train_on`, with the optimizer's scaler; the fourth batch overflows, and is skipped."""
-    scaler, found = optimizer._grad_scaler, []
+    scaler, found = optimizer._training.scaler, []
     for i, (x, y) in enumerate(batches):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, (x * float("inf") if i == 3 else x, y))).backward()
@@ -673,15 +673,15 @@ def scaled_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> lis
 def scaled_worker(model: nn.Module, optimizer: Any, sign: Path, how: str) -> Any:
     with optimizer:
         found = scaled_on(model, optimizer, BATCHES)
-        assert optimizer._helpers.own_passes
+        assert optimizer._curvature.helpers.own_passes
         sign.touch()
         end = time.monotonic() + LONG
-        while optimizer._helpers.own_passes:
+        while optimizer._curvature.helpers.own_passes:
             assert time.monotonic() < end, "no statistics have come"
             scaled_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
         fed = scaled_on(model, optimizer, BATCHES)
-    return found, fed, optimizer._grad_scaler.get_scale()
+    return found, fed, optimizer._training.scaler.get_scale()
 
 
 def scaled_stats(model: nn.Module, optimizer: Any, sign: Path, how: str) -> int:
@@ -690,7 +690,7 @@ def scaled_stats(model: nn.Module, optimizer: Any, sign: Path, how: str) -> int:
         return held_stats(model, optimizer, sign, wrap=False)
     eventually(sign.exists)
     with optimizer:
-        while not optimizer._helpers.dismissed:
+        while not optimizer._curvature.helpers.dismissed:
             scaled_on(model, optimizer, BATCHES)
     return 0
 
@@ -733,7 +733,7 @@ def loop_stats(model: nn.Module, optimizer: Any, how: str) -> int:
                 loss_of(model, batch).backward()
                 optimizer.step()
             loop_end(model, optimizer, how, epoch)
-    return optimizer._helpers.rank
+    return optimizer._curvature.helpers.rank
 
 
 def loop_end(model: nn.Module, optimizer: Any, how: str, epoch: int) -> None:
@@ -761,7 +761,7 @@ def test_the_usual_loop_on_every_rank(
 
 
 def owned_here(optimizer: Any) -> list[Any]:
-    rank = optimizer._world.rank
+    rank = optimizer._training.world.rank
     return [block for block, owner in optimizer._owned() if owner == rank]
 
 
@@ -773,7 +773,7 @@ def until_all_come(model: nn.Module, optimizer: Any) -> list[Tensor]:
     end = time.monotonic() + LONG
     while not everywhere(
         optimizer,
-        not optimizer._helpers.own_passes
+        not optimizer._curvature.helpers.own_passes
         and all(b.factors.weight != w for b, w in zip(owned, before, strict=True)),
     ):
         assert time.monotonic() < end, "nothing comes of some layers"
@@ -832,7 +832,7 @@ def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) ->
         return ends_stats(model, optimizer, "")
     batches = itertools.cycle(BATCHES)
     with optimizer:
-        while not optimizer._helpers.dismissed:
+        while not optimizer._curvature.helpers.dismissed:
             there = when == "sooner" or (directory / "fed").exists()
             if there and not (directory / "added").exists():
                 optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
@@ -901,7 +901,7 @@ def test_a_model_that_grows_beside_a_stats_worker_is_refused(
 
 
 def at_once_worker(model: nn.Module, optimizer: Any) -> list[str]:
-    couriers = [helper.courier for helper in optimizer._helpers.active]
+    couriers = [helper.courier for helper in optimizer._curvature.helpers.active]
     assert all(courier._shared.connected.is_set() for courier in couriers)
     optimizer.close()
     return [courier.failure for courier in couriers]
@@ -977,14 +977,16 @@ def fails_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
     """It goes on when the helper is gone, and its own passes count again."""
     with optimizer:
         end = time.monotonic() + LONG
-        while optimizer._helpers.active:
+        while optimizer._curvature.helpers.active:
             assert time.monotonic() < end, "the loss is not noticed"
             train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
-        assert optimizer._helpers.own_passes
-        before = [block.factors.weight.clone() for block in optimizer._blocks]
+        assert optimizer._curvature.helpers.own_passes
+        before = [block.factors.weight.clone() for block in optimizer._curvature.layers.blocks]
         trajectory = train_on(model, optimizer, BATCHES)
-        assert not any(map(torch.equal, before, [b.factors.weight for b in optimizer._blocks]))
+        assert not any(
+            map(torch.equal, before, [b.factors.weight for b in optimizer._curvature.layers.blocks])
+        )
         assert max(optimizer.staleness.values()) < len(BATCHES)
         return trajectory
 
@@ -1036,22 +1038,22 @@ def one_left_worker(model: nn.Module, optimizer: Any) -> Any:
     with optimizer:
         until_fed(model, optimizer)
         end = time.monotonic() + LONG
-        while len(optimizer._helpers.active) == 2:
+        while len(optimizer._curvature.helpers.active) == 2:
             assert time.monotonic() < end
             train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
-        heard = optimizer._helpers.active[0].heard
-        while everywhere(optimizer, optimizer._helpers.active[0].heard - heard) < 2:
+        heard = optimizer._curvature.helpers.active[0].heard
+        while everywhere(optimizer, optimizer._curvature.helpers.active[0].heard - heard) < 2:
             assert time.monotonic() < end
             train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
-        return optimizer._helpers.own_passes
+        return optimizer._curvature.helpers.own_passes
 
 
 def one_left_stats(model: nn.Module, optimizer: Any) -> str:
     return (
         str(fails_stats(model, optimizer, "raises"))
-        if optimizer._world.rank == 0
+        if optimizer._training.world.rank == 0
         else str(ends_stats(model, optimizer, ""))
     )
 
@@ -1067,14 +1069,14 @@ def spoiled_worker(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> 
     with optimizer:
         trajectory: list[Tensor] = []
         end = time.monotonic() + LONG
-        while everywhere(optimizer, min(h.heard for h in optimizer._helpers.active)) < 10:
+        while everywhere(optimizer, min(h.heard for h in optimizer._curvature.helpers.active)) < 10:
             assert time.monotonic() < end
             trajectory += train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
         trajectory += train_on(model, optimizer, BATCHES)
-        weights = [float(block.factors.weight) for block in optimizer._blocks]
+        weights = [float(block.factors.weight) for block in optimizer._curvature.layers.blocks]
         ages = optimizer.staleness
-        return trajectory, optimizer._helpers.own_passes, weights, ages
+        return trajectory, optimizer._curvature.helpers.own_passes, weights, ages
 
 
 def spoiled_stats(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> int:
@@ -1130,7 +1132,7 @@ def saves_worker(model: nn.Module, optimizer: Any, path: str) -> Any:
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, buffer)
-        rank = optimizer._world.rank
+        rank = optimizer._training.world.rank
         kept = {b.name for b, owner in optimizer._owned() if owner == rank}
         parts = {name: pair for name, pair in factors_here(optimizer).items() if name in kept}
     return buffer.getvalue(), refused, parts, found
@@ -1145,7 +1147,7 @@ def factors_here(optimizer: Any) -> dict[str, Any]:
     """Of layers whose factors are kept by this process."""
     return {
         block.name: tuple(block.factors.matrices(torch.float64))
-        for block in optimizer._blocks
+        for block in optimizer._curvature.layers.blocks
         if block.factors is not None and block.factors.a is not None
     }
 
@@ -1238,15 +1240,19 @@ def kinds(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any
                 found = []
             else:
                 end = time.monotonic() + LONG
-                while optimizer._helpers.own_passes:
+                while optimizer._curvature.helpers.own_passes:
                     assert time.monotonic() < end
                     go(model, optimizer, case, [mine(optimizer, batches[0])])
-                heard = optimizer._helpers.active[0].heard
-                while everywhere(optimizer, optimizer._helpers.active[0].heard - heard) < 2:
+                heard = optimizer._curvature.helpers.active[0].heard
+                while (
+                    everywhere(optimizer, optimizer._curvature.helpers.active[0].heard - heard) < 2
+                ):
                     assert time.monotonic() < end
                     go(model, optimizer, case, [mine(optimizer, batches[0])])
                 found = go(model, optimizer, case, [mine(optimizer, batch) for batch in batches])
-                assert set(optimizer.staleness) == {block.name for block in optimizer._blocks}
+                assert set(optimizer.staleness) == {
+                    block.name for block in optimizer._curvature.layers.blocks
+                }
                 optimizer.consolidate(to=0)
                 if rank == 0:
                     torch.save(optimizer.state_dict(), buffer)
@@ -1266,7 +1272,7 @@ def test_statistics_of_every_kind_of_layer_travel(
     model = ZOO[name].model()
     with distkfac(model, **options) as optimizer:
         optimizer.load_state_dict(state)
-        for block in optimizer._blocks:
+        for block in optimizer._curvature.layers.blocks:
             assert all(factor is not None for factor in block.factors.stored.values())
             assert float(block.factors.weight) > 2.0
 

@@ -36,6 +36,7 @@ from ranks import (
     vector,
 )
 from reference import cross_entropy, empirical_factors
+from second_order.kfac.placement import layer_dims
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -47,7 +48,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DPKFAC, KAISA, DecompositionError, SecondOrderError, SecondOrderWarning
 from second_order.distributed.assignment import assign_owners
-from second_order.kfac.placement import layer_dims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -269,7 +269,7 @@ def own_factors(
     start = [vector(model)]
     shards = [shard(batch, rank, world_size) for batch in batches]
     trajectory = start + go(model, optimizer, case, shards)
-    for block in optimizer._blocks:
+    for block in optimizer._curvature.layers.blocks:
         assert block.factors is not None
         assert (block.factors.a is None) == (block.factors.g is None)
         if block.factors.a is None:
@@ -452,7 +452,7 @@ def sampled_factors(rank: int, world_size: int) -> dict[str, Any]:
     model = MLP.model()
     optimizer = dpkfac(model, fisher="sampled")
     take(model, optimizer, BATCHES[0])
-    for block in optimizer._blocks:
+    for block in optimizer._curvature.layers.blocks:
         if block.factors is not None and block.factors.a is None:
             block.factors = None
     return factors(optimizer)
@@ -808,7 +808,7 @@ def possessions(
     hooks = {name: hook_count(model.get_submodule(name)) for name in rows}
     storages = {
         part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for block in optimizer._blocks
+        for block in optimizer._curvature.layers.blocks
         if block.inverse is not None
         for part in vars(block.inverse).values()
     }
@@ -952,7 +952,7 @@ def train_forked(
         gradients.append(None if before is None else before.clone())
         optimizer.step()
         trajectory.append(vector(model))
-        (block,) = (b for b in optimizer._blocks if b.name == "branch")
+        (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "branch")
         solved.append((block.solved, f"owner {optimizer._owners[block]}"))
         if not users and not wrap:
             assert model.branch.weight.grad is None
@@ -1016,7 +1016,7 @@ def train_uncaptured(rank: int, world_size: int) -> tuple[list[Tensor], list[str
     """Hooks have gone, as with a model that was compiled before."""
     model = MLP.model()
     optimizer = dpkfac(model)
-    optimizer._capture.detach()
+    optimizer._curvature.layers.capture.detach()
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         return go(model, optimizer, MLP, BATCHES[:3]), caught(messages)
@@ -1238,12 +1238,14 @@ def resume(
         optimizer.load_state_dict(state["optimizer"])
         kept = {
             block.name: block.factors.matrices(torch.float64)
-            for block in optimizer._blocks
+            for block in optimizer._curvature.layers.blocks
             if block.factors is not None and block.factors.a is not None
         }
         for batch in BATCHES[3:]:
             trajectory += go(model, optimizer, MLP, [batch])
-            unsolved.append([block.name for block in optimizer._blocks if not block.solved])
+            unsolved.append(
+                [block.name for block in optimizer._curvature.layers.blocks if not block.solved]
+            )
     return trajectory, kept, caught(messages), unsolved
 
 

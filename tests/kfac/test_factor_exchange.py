@@ -249,12 +249,14 @@ def kept(
     for _ in range(2):
         take(model, optimizer, (x + rank, torch.zeros(4, dtype=torch.int64)))
     held = []
-    for index, block in enumerate(optimizer._blocks):
+    for index, block in enumerate(optimizer._curvature.layers.blocks):
         assert block.factors is not None
         held.append((block.factors.a is not None, block.factors.g is not None))
         if options.get("factor_exchange") == "reduce":
             assert held[-1] == optimizer._solves(index)
-    everywhere = [t for b in optimizer._blocks for t in (b.factors.weight, b.factors.means)]  # type: ignore[union-attr]
+    everywhere = [
+        t for b in optimizer._curvature.layers.blocks for t in (b.factors.weight, b.factors.means)
+    ]  # type: ignore[union-attr]
     summary = optimizer.summary()
     return held, everywhere, summary.factor_bytes, summary.inverse_bytes
 
@@ -395,8 +397,8 @@ def train_thawing(
         for name, p in model.named_parameters():
             p.requires_grad_(not any(name.startswith(n) for n in frozen.get(step, ())))
         trajectory += follow(rank, world_size, model, optimizer, MLP, [batch])
-        keepers.append([optimizer._keepers[block] for block in optimizer._blocks])
-        for index, block in enumerate(optimizer._active):
+        keepers.append([optimizer._keepers[block] for block in optimizer._curvature.layers.blocks])
+        for index, block in enumerate(optimizer._curvature.layers.active):
             held = tuple(block.stored(which) is not None for which in "AG")
             spread = options.get("factor_exchange") == "reduce"
             assert held == (optimizer._solves(index) if spread else (True, True))
@@ -586,7 +588,9 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
                     optimizer.state_dict()
                 allowed = False
             curvature = [parts["curvature"] for parts in optimizer.state.values()]
-            kept_here = {id(b.stored(which)) for b in optimizer._blocks for which in "AG"}
+            kept_here = {
+                id(b.stored(which)) for b in optimizer._curvature.layers.blocks for which in "AG"
+            }
             copies = [
                 part[which]
                 for part in curvature
@@ -777,7 +781,9 @@ def resume_damaged(
         optimizer.load_state_dict(saved["optimizer"])
         for batch in BATCHES[3:]:
             trajectory += follow(rank, world_size, model, optimizer, MLP, [batch])
-            unsolved.append([block.name for block in optimizer._blocks if not block.solved])
+            unsolved.append(
+                [block.name for block in optimizer._curvature.layers.blocks if not block.solved]
+            )
     messages = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
     return trajectory, unsolved, messages
 

@@ -112,7 +112,7 @@ def test_the_clip_of_the_tests_is_active_at_some_steps_and_not_at_others() -> No
     optimizer = kaisa(model)
     for batch in BATCHES:
         twin = copy.deepcopy((model, optimizer))
-        twin[1]._options = dataclasses.replace(optimizer._options, kl_clip=None)
+        twin[1]._options = dataclasses.replace(optimizer._curvature._options, kl_clip=None)
         for one, its in ((model, optimizer), twin):
             take(one, its, batch)
         clipped.append(not torch.allclose(vector(model), vector(twin[0]), rtol=1e-9))
@@ -313,7 +313,7 @@ def widest_dtypes(rank: int, world_size: int, dtype: torch.dtype) -> list[set[to
     take(model, optimizer, shard(MLP.batch(8, torch.float32), rank, world_size))
     kept = [
         {part.dtype for part in vars(block.inverse).values()}
-        for block in optimizer._blocks
+        for block in optimizer._curvature.layers.blocks
         if block.inverse is not None
     ]
     state = optimizer.state_dict()["state"]
@@ -851,7 +851,7 @@ def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str],
     summary = optimizer.summary()
     storages = {
         part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for block in optimizer._blocks
+        for block in optimizer._curvature.layers.blocks
         if block.inverse is not None
         for part in vars(block.inverse).values()
     }
@@ -1083,7 +1083,7 @@ def labels_by_rank(rank: int, world_size: int) -> Any:
     staged = []
     for _ in range(6):
         model(MLP.batch(1)[0]).sum().backward()
-        block = optimizer._blocks[-1]
+        block = optimizer._curvature.layers.blocks[-1]
         staged.append(block.staged.sums().g.clone())
         block.staged.clear()
     return torch.stack(staged)
@@ -1194,7 +1194,7 @@ def test_alone_a_refresh_takes_a_few_layers_at_a_time() -> None:
     for most in (1, 1800, 2**20):
         model, parts = MLP.model(), []
         optimizer = kaisa(model)
-        decompose = optimizer._solver.decompose
+        decompose = optimizer._curvature.solves._solver.decompose
 
         def noted(problems: Any, *args: Any, parts: Any = parts, go_on: Any = decompose) -> Any:
             parts.append(len(problems) // 2)
@@ -1202,7 +1202,7 @@ def test_alone_a_refresh_takes_a_few_layers_at_a_time() -> None:
 
         with (
             replaced(refresh, {"PART_BYTES": most}),
-            replaced(optimizer._solver, {"decompose": noted}),
+            replaced(optimizer._curvature.solves._solver, {"decompose": noted}),
         ):
             take(model, optimizer, BATCHES[0])
         found.append(parts)
@@ -1226,7 +1226,7 @@ def test_the_warm_up_is_so_many_steps_and_no_more(warmup: int) -> None:
     optimizer = kaisa(model, refresh_warmup_steps=warmup, **never)
     for step, batch in enumerate(MLP.batches(6)):
         take(model, optimizer, batch)
-        now = optimizer._blocks[0].inverse
+        now = optimizer._curvature.layers.blocks[0].inverse
         if now is not before:
             changed.append(step)
         before = now
@@ -1266,7 +1266,7 @@ def test_a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors() -> No
         entry["curvature"].pop("mean_eigenvalues", None)
     loaded = kaisa(model, relative_damping=True)
     loaded.load_state_dict(saved)
-    for mine, its in zip(loaded._blocks, donor._blocks, strict=True):
+    for mine, its in zip(loaded._curvature.layers.blocks, donor._blocks, strict=True):
         torch.testing.assert_close(mine.factors.means, its.factors.means)
 
 

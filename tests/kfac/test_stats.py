@@ -77,7 +77,7 @@ def helped(optimizer: Any) -> Post:
     post: Any = Post()
     helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)], couriers=[post])
     helpers.begin_with(optimizer._whole_model(), optimizer.param_groups)
-    optimizer._helpers = helpers
+    optimizer._curvature.helpers = helpers
     return post
 
 
@@ -86,14 +86,14 @@ def helping(optimizer: Any) -> Post:
     post: Any = Post()
     post.closed_there = True
     helper = Helper("stats worker 1", post)
-    optimizer._helpers = Helpers("stats", workers=1, active=[helper], couriers=[post])
+    optimizer._curvature.helpers = Helpers("stats", workers=1, active=[helper], couriers=[post])
     return post
 
 
 def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: str) -> Any:
     """What a stats worker sends of a pass, and its factors by layer."""
     post = helping(optimizer)
-    optimizer._capture.enabled = True
+    optimizer._curvature.layers.capture.enabled = True
     if how == "serve":
         tensors = list(model.parameters())
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
@@ -119,14 +119,14 @@ def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
     plain = distkfac(model)
     loss_on(model).backward()
     plain.step()
-    expected = {b.name: b.factors.matrices(torch.float64) for b in plain._blocks}
+    expected = {b.name: b.factors.matrices(torch.float64) for b in plain._curvature.layers.blocks}
     other = CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), how)
     model = CASE.model()
     worker = distkfac(model)
     helped(worker).came[TO_WORKER.format(0)] = sent
     worker._take_statistics()
-    for block in worker._blocks:
+    for block in worker._curvature.layers.blocks:
         for ours, theirs in zip(
             block.factors.matrices(torch.float64), expected[block.name], strict=True
         ):
@@ -164,9 +164,11 @@ def test_layers_that_share_an_input_share_what_messages_say() -> None:
             sent = message(other, distkfac(other, **EXACT), lambda other=other: loss(other), "step")
             helped(worker).came[TO_WORKER.format(0)] = sent
             worker._take_statistics()
-            shared = {b.name for b in worker._blocks if b.shares_a}
+            shared = {b.name for b in worker._curvature.layers.blocks if b.shares_a}
             assert len(shared) == (2 if other.one_tensor else 0)
-        found.append({b.name: b.factors.matrices(torch.float64) for b in worker._blocks})
+        found.append(
+            {b.name: b.factors.matrices(torch.float64) for b in worker._curvature.layers.blocks}
+        )
     for name, matrices in found[0].items():
         for ours, theirs in zip(matrices, found[1][name], strict=True):
             torch.testing.assert_close(ours, theirs)
@@ -190,22 +192,24 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
 
     def hear(content: Any, number: int) -> bool:
         post.came[TO_WORKER.format(number)] = content
-        for _ in worker._helpers.statistics({b.name: b for b in worker._blocks}):
+        for _ in worker._curvature.helpers.statistics(
+            {b.name: b for b in worker._curvature.layers.blocks}
+        ):
             pass
-        worker._helpers.hear(worker._helpers.news())
-        return worker._helpers.own_passes
+        worker._curvature.helpers.hear(worker._curvature.helpers.news())
+        return worker._curvature.helpers.own_passes
 
-    assert worker._helpers.own_passes
+    assert worker._curvature.helpers.own_passes
     assert not hear(sent, 0)
     told = [hear(spoiled(sent), 1 + i) for i in range(ENOUGH_MESSAGES)]
     assert told == [False] * (ENOUGH_MESSAGES - 1) + [True]
-    assert worker._helpers.nonfinite == ENOUGH_MESSAGES * len(LAYERS)
+    assert worker._curvature.helpers.nonfinite == ENOUGH_MESSAGES * len(LAYERS)
     assert not hear(sent, 1 + ENOUGH_MESSAGES)
-    worker._helpers.known.add("new")  # as of a group that was added
-    helpers = worker._helpers
+    worker._curvature.helpers.known.add("new")  # as of a group that was added
+    helpers = worker._curvature.helpers
     helpers.begin_anew()
     assert helpers.own_passes
-    list(helpers.statistics({"new": worker._blocks[0]}))
+    list(helpers.statistics({"new": worker._curvature.layers.blocks[0]}))
     helpers.hear(helpers.news())
     assert helpers.own_passes
 
@@ -219,9 +223,14 @@ def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
     with noted() as warned:
         worker._take_statistics()
     assert len(warned) == 1
-    weights = [float(block.factors.weight) for block in worker._blocks if block.factors]
+    weights = [
+        float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors
+    ]
     assert sum(weights) == len(LAYERS) - 1
-    assert worker._blocks[0].factors is None or worker._blocks[0].factors.weight == 0
+    assert (
+        worker._curvature.layers.blocks[0].factors is None
+        or worker._curvature.layers.blocks[0].factors.weight == 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore:no layer gave statistics")
@@ -231,12 +240,12 @@ def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
     worker = distkfac(model, factor_decay=None)
     post, expected, last = helped(worker), 0.0, 0
     for number, step in enumerate((2, 5, 7)):
-        while worker._steps < step:
+        while worker._training.steps < step:
             worker.step()
         hear(worker, post, number, sent, 0)
         expected = expected * STEP_DECAY ** (step - last) + 1.0
         last = step
-        for block in worker._blocks:
+        for block in worker._curvature.layers.blocks:
             assert float(block.factors.weight) == pytest.approx(expected)
 
 
@@ -303,7 +312,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 optimizer.step()
 
         train(1)
-        submit = optimizer._pool.submit
+        submit = optimizer._curvature.solves._pool.submit
         calls: list[int] = []
 
         def failing(work: Any) -> Any:
@@ -312,7 +321,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 raise torch.OutOfMemoryError("no memory")
             return submit(work)
 
-        monkeypatch.setattr(optimizer._pool, "submit", failing)
+        monkeypatch.setattr(optimizer._curvature.solves._pool, "submit", failing)
         with pytest.raises(DecompositionError, match="no memory"):
             train(3)
         train(6)
@@ -350,7 +359,7 @@ def test_layers_of_others_are_told_but_not_while_messages_from_before_a_change_c
             hear(worker, post, i, sent, 0 if stale else 1)
     assert len(warned) == (0 if stale else 1)
     assert stale or "layers that this rank does not own" in warned[0]
-    assert worker._helpers.active[0].heard == 3 * ENOUGH_MESSAGES
+    assert worker._curvature.helpers.active[0].heard == 3 * ENOUGH_MESSAGES
 
 
 def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
@@ -363,7 +372,7 @@ def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
         loss_on(model).backward()
         captured.append(not worker._nothing_captured())
         hear(worker, post, i, sent, edition)
-        assert worker._helpers.own_passes == (i in (1, 2, 3))
+        assert worker._curvature.helpers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]
 
 
@@ -372,7 +381,7 @@ def test_points_and_statistics_say_of_which_layers_they_are() -> None:
     model = CASE.model()
     optimizer = distkfac(model)
     post = helping(optimizer)
-    optimizer._capture.enabled = True
+    optimizer._curvature.layers.capture.enabled = True
     point = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
     post.came["point/0"] = point, {"train": [True] * 6, "optimized": [True] * 6, "edition": 7}
     optimizer.serve([None], lambda _: loss_on(model))
@@ -411,11 +420,14 @@ def test_a_layer_that_begins_to_train_is_not_said_to_be_without_statistics(how: 
             worker.step()
 
         step(0)
-        assert not worker._helpers.own_passes
+        assert not worker._curvature.helpers.own_passes
         if how == "added":
             worker.add_param_group({"params": late})
         step(1)
-        taken = worker._blocks[2].factors is not None and worker._blocks[2].factors.weight > 0
+        taken = (
+            worker._curvature.layers.blocks[2].factors is not None
+            and worker._curvature.layers.blocks[2].factors.weight > 0
+        )
         assert taken == (how == "added")
     assert warned == []
 
@@ -426,8 +438,8 @@ def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
     optimizer = distkfac(model)
     post = helping(optimizer)
     tensors = list(model.parameters())
-    optimizer._helpers.begin_with(tensors, optimizer.param_groups)
-    before = optimizer._capture
+    optimizer._curvature.helpers.begin_with(tensors, optimizer.param_groups)
+    before = optimizer._curvature.layers.capture
     train = [True] * len(tensors)
     for number in range(2):
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
@@ -435,8 +447,8 @@ def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
         post.came[f"point/{number}"] = [flat], note
         loss_on(model).backward()
         optimizer.step()
-        assert (optimizer._capture is before) == (number == 0)
-    assert [block.name for block in optimizer._blocks] == list(LAYERS[:2])
+        assert (optimizer._curvature.layers.capture is before) == (number == 0)
+    assert [block.name for block in optimizer._curvature.layers.blocks] == list(LAYERS[:2])
 
 
 # Messages that are not as they have to be.
@@ -466,18 +478,18 @@ def test_malformed_statistics_are_refused_and_training_goes_on() -> None:
     model, worker, post, sent = beside_a_stats_worker()
     loss_on(model).backward()
     hear(worker, post, 0, sent, 0)
-    assert not worker._helpers.own_passes
+    assert not worker._curvature.helpers.own_passes
     with noted() as warned:
         for i, (what, spoil) in enumerate(SPOILT.items()):
             post.came[TO_WORKER.format(1 + i)] = spoil(*sent)
             worker.step()
             assert post.refused == worker.refused_messages == 1 + i, what
-            assert worker._helpers.own_passes == (i + 1 >= ENOUGH_MESSAGES)
+            assert worker._curvature.helpers.own_passes == (i + 1 >= ENOUGH_MESSAGES)
     (line,) = warned
     assert line.startswith("refused: stats/1/0: its heading cannot be read; training goes on")
     assert f"messages refused: {len(SPOILT)}" in str(worker.summary())
     hear(worker, post, 1 + len(SPOILT), sent, 0)
-    assert not worker._helpers.own_passes, "sound ones are taken as ever"
+    assert not worker._curvature.helpers.own_passes, "sound ones are taken as ever"
 
 
 @pytest.mark.filterwarnings("ignore:no layer gave statistics")
@@ -486,8 +498,8 @@ def test_statistics_of_other_lengths_are_dropped(short: bool) -> None:
     _, worker, post, (tensors, note) = beside_a_stats_worker()
     other = [t[:-1] if short else torch.cat([t, t[:1]]) for t in tensors]
     hear(worker, post, 0, (other, note), 0)
-    assert worker._helpers.foreign == 1
-    assert not worker._helpers.last
+    assert worker._curvature.helpers.foreign == 1
+    assert not worker._curvature.helpers.last
 
 
 def test_malformed_points_are_refused_and_answered_by_nothing() -> None:

@@ -60,7 +60,7 @@ def doubly_factored(
     model: nn.Module, channels: int, locations: int, **options: Any
 ) -> tuple[Any, DoublyFactoredBlock]:
     optimizer = distkfac(model, doubly_factored={"1": (locations, channels)}, **options)
-    (block,) = (b for b in optimizer._blocks if b.name == "1")
+    (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "1")
     assert isinstance(block, DoublyFactoredBlock)
     return optimizer, block
 
@@ -474,7 +474,7 @@ def test_a_wide_linear_after_a_feature_map_trains_in_little_memory() -> None:
 def test_a_wide_linear_has_three_small_factors() -> None:
     model = nn.Sequential(nn.Conv2d(1, 256, 3), nn.Flatten(), nn.Linear(2304, 512))
     optimizer = DistKFAC(model, lr=0.05, max_factor_dim=1024, refresh_warmup_steps=0)
-    (block,) = (b for b in optimizer._blocks if b.name == "2")
+    (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "2")
     assert isinstance(block, DoublyFactoredBlock)
     assert [block.shape.dim(k) for k in block.shape.letters] == [256, 512, 9]
     model(torch.randn(4, 1, 5, 5)).square().mean().backward()

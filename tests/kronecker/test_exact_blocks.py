@@ -72,7 +72,7 @@ def distkfac(params_or_model: Any, **options: Any) -> Any:
 
 
 def exact_block(optimizer: Any, name: str = "0") -> ExactBlock:
-    (block,) = (b for b in optimizer._blocks if b.name == name)
+    (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == name)
     assert isinstance(block, ExactBlock)
     return block
 
@@ -360,9 +360,13 @@ def test_a_bias_keeps_its_block_when_its_weight_thaws() -> None:
     model[0].weight.requires_grad_(True)
     take(model, optimizer, batch)
     take(model, optimizer, batch)
-    owners = [b.name for b in optimizer._blocks if any(p is model[0].bias for p in b.params)]
+    owners = [
+        b.name
+        for b in optimizer._curvature.layers.blocks
+        if any(p is model[0].bias for p in b.params)
+    ]
     assert owners == ["0.bias"]
-    (weight,) = (b for b in optimizer._blocks if b.name == "0")
+    (weight,) = (b for b in optimizer._curvature.layers.blocks if b.name == "0")
     assert weight.shape.in_dim == 4
     assert weight.solved
 

@@ -110,7 +110,11 @@ def test_a_pass_into_one_weight_is_of_that_layer() -> None:
     model, (x, y) = MLP.model(), MLP.batch()
     optimizer = make(KAISA, model)
     cross_entropy(model(x), y).backward(inputs=[model[2].weight])
-    assert [block.staged.empty for block in optimizer._blocks] == [True, False, True]
+    assert [block.staged.empty for block in optimizer._curvature.layers.blocks] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @each_kronecker

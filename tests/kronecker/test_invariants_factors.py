@@ -79,7 +79,7 @@ def empirical(
     """By layer, what the package has after one batch with the data's labels."""
     optimizer = make(KAISA, model, lr=0.0, **options)
     take(model, optimizer, batch, loss)
-    return {block.name: block.ensure_factors() for block in optimizer._blocks}
+    return {block.name: block.ensure_factors() for block in optimizer._curvature.layers.blocks}
 
 
 def exact(
@@ -107,7 +107,7 @@ def exact(
         for _ in todo:
             model(x).sum().backward()  # the user's own, which the sampled gradients wait for
     optimizer.step()
-    averages = {block.name: block.ensure_factors() for block in optimizer._blocks}
+    averages = {block.name: block.ensure_factors() for block in optimizer._curvature.layers.blocks}
     for found in averages.values():
         found.g.mul_(len(todo))
         found.means[1] *= len(todo)

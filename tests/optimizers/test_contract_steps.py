@@ -519,7 +519,7 @@ def test_sums_under_autocast_are_not_rounded_wherever_the_backward_runs(
     if where != "inside":
         loss.backward()
     optimizer.step()
-    A = factors(optimizer)[optimizer._blocks[0].name][0][0]
+    A = factors(optimizer)[optimizer._curvature.layers.blocks[0].name][0][0]
     exact = x.double().T @ x.double() / 64
     assert torch.equal(A, exact)
     assert not torch.equal(exact.bfloat16().double(), exact)
@@ -1692,7 +1692,7 @@ def test_sampled_fisher_under_autocast(System: Any) -> None:
     # And with labels of its own, in half precision logits.
     optimizer = sampled(System, case.model(torch.float32), **own)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = cross_entropy(optimizer._model(x.float()), y)
+        loss = cross_entropy(optimizer._training.model(x.float()), y)
     loss.backward()
     optimizer.step()
     assert all(bool(f.isfinite().all()) for pair in factors(optimizer).values() for f in pair)

@@ -310,7 +310,7 @@ def overflowing(rank: int, world_size: int, system: int, options: dict[str, Any]
                 y = torch.zeros(1, dtype=torch.int64)
                 cross_entropy(model(torch.full((1, 1), huge)), y).backward()
             optimizer.step()
-            first, second = optimizer._blocks
+            first, second = optimizer._curvature.layers.blocks
             kept = [f.clone() for f in first.ensure_factors().stored.values() if f is not None]
             history.append((kept, float(second.ensure_factors().weight)))
     said = [str(w.message) for w in caught]

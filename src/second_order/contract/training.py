@@ -36,6 +36,7 @@ class Training:
         scaler: The GradScaler that scales the loss, or None.
         notices: What the user is to be told.
         steps: How many have been taken.
+        trained: The parameters that trained at the last step.
         base: The wrapped optimizer.
         publish: Shows counters and curvature in the optimizer's ``state``.
     """
@@ -49,6 +50,7 @@ class Training:
     scaler: Any
     notices: Notices = field(default_factory=Notices)
     steps: int = 0
+    trained: set[Tensor] = field(default_factory=set)
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
     publish: Callable[[], None] = _nowhere
 
@@ -67,6 +69,15 @@ class Training:
     def device(self) -> torch.device:
         """Where the first parameter is; groups may be empty."""
         return next((p.device for p in members_of(self.groups)), torch.device("cpu"))
+
+    def training_params(self) -> list[Tensor]:
+        """The parameters in the groups that train now."""
+        return [p for group in self.groups for p in group["params"] if p.requires_grad]
+
+    def averaged_params(self) -> list[Tensor]:
+        """Those that train, or did at the last step: a backward may have come before the freeze."""
+        params = [p for group in self.groups for p in group["params"]]
+        return [p for p in params if p.requires_grad or p in self.trained]
 
     def names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""

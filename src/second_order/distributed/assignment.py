@@ -25,12 +25,21 @@ OwnerAssignment: TypeAlias = Literal["balanced", "round_robin"]
 
 @dataclass(frozen=True)
 class LayerDims:
-    """What assignment needs to know of a layer: ``groups`` pairs of factors of these sizes."""
+    """What assignment needs to know of a layer: ``groups`` pairs of factors of these sizes.
+
+    Attributes:
+        groups: How many pairs.
+        in_dim: Of A.
+        out_dim: Of G.
+        diagonal_a: Whether A is.
+        cost: Of its solve, n³ added up, where there may be a third factor.
+    """
 
     groups: int
     in_dim: int
     out_dim: int
     diagonal_a: bool = False
+    cost: float = 0.0
 
 
 @dataclass(frozen=True)

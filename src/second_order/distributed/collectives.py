@@ -221,18 +221,25 @@ class World:
             return flat.to("cpu", dtype)
         return flat
 
-    @explained()
     def start_sum(self, tensors: Iterable[Tensor]) -> PendingReduction:
         """All-reduce tensors of any shapes in buckets; in place once the result is waited for.
 
         Every rank must pass the same shapes and dtypes in the same order.
         """
+        return self._start_all_reduce(tensors, dist.ReduceOp.SUM)
+
+    def start_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
+        """Take the largest of each element over the ranks; otherwise as :meth:`start_sum`."""
+        return self._start_all_reduce(tensors, dist.ReduceOp.MAX)
+
+    @explained()
+    def _start_all_reduce(self, tensors: Iterable[Tensor], op: Any) -> PendingReduction:
         pending = PendingReduction()
         if self.size == 1:
             return pending
         for bucket in _buckets(tensors):
             flat = self._stage(_flatten(bucket))
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            work = dist.all_reduce(flat, op, group=self.group, async_op=True)
             pending.add(work, flat.detach, bucket)
         return pending
 

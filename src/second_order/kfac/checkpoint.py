@@ -1,20 +1,59 @@
-"""Factors in checkpoints: whether they can be a layer's."""
+"""Factors in checkpoints: saved, looked at, and loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from second_order.contract.checkpoint import ELSEWHERE, HEADER
 from second_order.contract.saved import COUNTABLE, SavedPart
+from second_order.contract.training import Training
+from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
 
-__all__ = ["check_saved_factors"]
+__all__ = ["check_saved_factors", "load_factors", "saved_factors"]
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS = "average_weight", "mean_eigenvalues"
+
+
+def saved_factors(
+    layers: Layers, taken: Callable[[KroneckerBlock], bool]
+) -> dict[Tensor, dict[str, Any]]:
+    """The factors that this process keeps, by the layers' weights; shared, not copied.
+
+    Args:
+        layers: Of the model.
+        taken: Whether this process has anything of a layer.
+    """
+    active = set(layers.active)
+    return {
+        block.weight: block.saved_factors() if taken(block) else {}
+        for block in layers.blocks
+        if block in active or block.factors is not None
+    }
+
+
+def load_factors(
+    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], training: Training
+) -> None:
+    """Take over the factors of layers, in the dtypes they were saved in."""
+    for block in blocks:
+        part: Mapping[str, Any] = saved.get(block.weight, {})
+        block.staged.clear()
+        block.forget()
+        block.failures = 0
+        if WEIGHT in part and (block.trainable or block.fits(part)):
+            block.load_factors(part)
+        elif WEIGHT in part:
+            training.warn(
+                f"the factors of layer {block.name!r} are not taken over: it is frozen, and "
+                f"saved with another size, with its bias perhaps; once it trains they are "
+                f"taken anew"
+            )
 
 
 def check_saved_factors(
@@ -40,7 +79,8 @@ def check_saved_factors(
         for key in (*there, *([MEANS] if MEANS in part else [])):
             part.tensor(key)
         block = of.get(p)
-        if block is not None and block.trainable:  # a frozen layer's bias is not in its A yet
+        # A frozen layer's bias is not in its A yet: what does not fit it is not taken over.
+        if block is not None and (block.trainable or block.fits(part)):
             _check_fit(part, block, there)
         elif MEANS in part:
             part.not_below(MEANS, 0.0, part[MEANS])

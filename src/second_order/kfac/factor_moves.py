@@ -14,46 +14,34 @@ from torch import Tensor
 
 from second_order.distributed.collectives import World
 from second_order.distributed.parcels import Parts, Shapes, deliver_parts
+from second_order.kfac.plan import LayerPlan
 from second_order.kronecker.block import KroneckerBlock
 
-__all__ = [
-    "Keepers",
-    "gather_factors",
-    "move_factors",
-]
-
-Keepers: TypeAlias = tuple[int, int] | None
-"""The ranks that keep A and G of a layer; None if every rank keeps both."""
+__all__ = ["gather_factors", "move_factors"]
 
 
 def move_factors(
     world: World,
-    blocks: Sequence[KroneckerBlock],
-    before: Mapping[KroneckerBlock, Keepers],
-    after: Mapping[KroneckerBlock, Keepers],
+    plan: Mapping[KroneckerBlock, LayerPlan],
+    before: Mapping[KroneckerBlock, LayerPlan],
 ) -> None:
     """Take the factors of layers whose keepers have changed to the new ones.
 
     Args:
         world: The processes.
-        blocks: The layers, in the same order on every rank.
-        before: The keepers that a layer has had, if it had any.
-        after: Those that it has from now on.
+        plan: Of the layers, in the same order on every rank.
+        before: That from before, of the layers that had one.
     """
-    routes: dict[tuple[KroneckerBlock, str], tuple[int, Sequence[int]]] = {}
-    for block in blocks:
-        old, new = before.get(block), after[block]
-        if old is None or new is None:
-            continue
-        for which in block.shape.letters:
-            source, destination = old[which == "G"], new[which == "G"]
-            if source != destination:
-                routes[block, which] = source, [destination]
+    routes: dict[_Item, tuple[int, Sequence[int]]] = {}
+    for block, layer in plan.items():
+        for letter in block.shape.letters:
+            old = before[block].keeper(letter) if block in before else None
+            new = layer.keeper(letter)
+            if old is not None and new is not None and old != new:
+                routes[block, letter] = old, [new]
     received = _deliver_factors(world, routes)
-    for block in blocks:
-        keepers = after[block]
-        held = (True, True) if keepers is None else tuple(rank == world.rank for rank in keepers)
-        block.keep((held[0], held[1]))
+    for block, layer in plan.items():
+        block.keep(layer.keeps(world.rank))
         for which in block.shape.letters:
             if (block, which) in received:
                 factors, (factor, weight, means) = block.ensure_factors(), received[block, which]
@@ -63,31 +51,30 @@ def move_factors(
 
 
 def gather_factors(
-    world: World, keepers: Mapping[KroneckerBlock, Keepers], to: int | None
+    world: World, plan: Mapping[KroneckerBlock, LayerPlan], ranks: Sequence[int]
 ) -> dict[KroneckerBlock, dict[str, Tensor]]:
     """Copies of the factors that other ranks keep.
 
     Args:
         world: The processes.
-        keepers: Of every layer, in the same order on every rank.
-        to: The rank that wants them; None if all do.
+        plan: Of every layer, in the same order on every rank.
+        ranks: Those that want them.
 
     Returns:
-        By layer, what this rank does not keep itself, under "A" and "G"; nothing where ``to`` is
-        another rank. A factor that its keeper has lost is missing.
+        By layer, what this rank does not keep itself, under "A" and "G"; nothing where other ranks
+        want them. A factor that its keeper has lost is missing.
     """
-    destinations = range(world.size) if to is None else [to]
     routes = {
-        (block, which): (ranks[which == "G"], destinations)
-        for block, ranks in keepers.items()
-        if ranks is not None
-        for which in block.shape.letters
+        (block, letter): (keeper, ranks)
+        for block, layer in plan.items()
+        for letter in block.shape.letters
+        if (keeper := layer.keeper(letter)) is not None
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}
-    for (block, which), (factor, weight, means) in _deliver_factors(world, routes).items():
+    for (block, letter), (factor, weight, means) in _deliver_factors(world, routes).items():
         parts = found.setdefault(block, {"average_weight": weight, "mean_eigenvalues": means})
         if factor is not None:
-            parts[which] = factor
+            parts[letter] = factor
     return found
 
 

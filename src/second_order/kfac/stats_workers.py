@@ -1,4 +1,4 @@
-"""Gradient workers and stats workers: what they say to each other, and who is still there.
+"""Gradient workers and stats workers: what each says to the others, and who is still there.
 
     want        k, by a stats worker: the number of the point that it wants next
     point/k     the newest parameters and buffers, by worker 0,
@@ -12,27 +12,30 @@ are sent on demand: nobody waits, and no more than one message of a kind is unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import World
+from second_order.contract.curvature import Curvature
+from second_order.contract.training import Training
 from second_order.distributed.mailbox import Courier, await_connections, await_goodbyes
 from second_order.distributed.messages import MalformedError, Message, refused_line, require_form
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
-from second_order.distributed.roles import Role, assign_roles
-from second_order.distributed.store import Store, open_store
+from second_order.distributed.roles import Roles, assign_roles
+from second_order.distributed.store import Address, Store, open_store
 from second_order.errors import SecondOrderError
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kfac.layers import Layers
+from second_order.kronecker.block import GradientScale, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 
-__all__ = ["ENOUGH_MESSAGES", "Helpers", "divide", "endless"]
+__all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers"]
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
+Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
 
 REMEDY = (
     "a model cannot grow beside stats workers: make the optimizer of a model that has all its "
@@ -42,15 +45,31 @@ ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hu
 FAREWELL_SECONDS = 5.0  # that a store outlives its host's own goodbye at most
 
 
+def _divide(
+    training: Training, count: int, patience: float
+) -> tuple[Roles, list[tuple[Store | None, Address]]]:
+    """Give every process its role, and stores to talk by; a collective.
+
+    Raises:
+        ValueError: If none would be left to train, or the model is in DistributedDataParallel.
+    """
+    world = training.world
+    roles = assign_roles(world.size, count, "stats", training.under_ddp)
+    stores = [open_store(world, host, patience) for host in roles.helpers]
+    training.world = roles.team(world)
+    training.averages = training.averages and training.world.size > 1
+    return roles, stores
+
+
 @dataclass
 class Helper:
-    """One stats worker, as the others see it, or one of the others, as it sees itself.
+    """One stats worker, as a gradient worker sees it.
 
     Attributes:
         name: Of the stats worker.
-        courier: To it; on itself, to the workers.
-        asked: Points that it has been sent, on worker 0; on itself, points it has asked for.
-        heard: Statistics that have come from it; on itself, those that it has sent.
+        courier: To it.
+        asked: Points that it has been sent, on worker 0.
+        heard: Statistics that have come from it.
         expected: The message from it that is listened for.
     """
 
@@ -61,65 +80,60 @@ class Helper:
     expected: str = ""
 
 
-@dataclass
-class Helpers:
-    """What this process has to do with stats workers; by default there are none.
+class StatsWorkers:
+    """The stats workers, as a gradient worker knows them.
+
+    Args:
+        count: How many.
+        patience: Seconds without a sign of life after which one is given up.
 
     Attributes:
-        role: Of this process.
-        rank: Of this process, among those of its role.
-        workers: How many processes train; 0 if there have never been stats workers.
-        active: Those that are there; on a stats worker, itself.
+        active: Those that are there.
         own_passes: Whether statistics come from the training passes.
-        messages: How many have come from stats workers.
+        hungry: Whether there are layers of this process without statistics.
+        messages: How many have come.
         last: By layer of this process, which message was the last with sound statistics of it.
         known: Layers that have ever had statistics, from whatever passes.
         foreign: Messages in a row that spoke of layers that this process does not own.
-        shapes: Of the model's parameters and buffers, as all have them.
-        optimized: On a stats worker, which of them are in the workers' groups.
-        edition: How often the layers have changed; on a stats worker, at its point. What was on its
-            way at a change is dropped.
+        edition: How often the layers have changed. What was on its way at a change is dropped.
         nonfinite: Statistics that were dropped.
-        couriers: To stats workers, those that are gone included; on one of them, its own.
-        store: On a stats worker, the one it hosts.
     """
 
-    role: Role = "worker"
-    rank: int = 0
-    workers: int = 0
-    active: list[Helper] = field(default_factory=list)
-    own_passes: bool = True
-    hungry: bool = True
-    messages: int = 0
-    last: dict[str, int] = field(default_factory=dict)
-    known: set[str] = field(default_factory=set)
-    foreign: int = 0
-    shapes: list[torch.Size] = field(default_factory=list)
-    optimized: list[bool] = field(default_factory=list)
-    edition: int = 0
-    nonfinite: int = 0
-    couriers: list[Courier] = field(default_factory=list)
-    store: Store | None = None
-    everybody: tuple[str, ...] = ()
+    def __init__(self, count: int, patience: float) -> None:
+        self.count, self._patience = count, patience
+        self._couriers: list[Courier] = []  # those that are gone included
+        self._rank = 0
+        self._shapes: list[torch.Size] = []
+        self.active: list[Helper] = []
+        self.own_passes = self.hungry = True
+        self.messages = self.foreign = self.edition = self.nonfinite = 0
+        self.last: dict[str, int] = {}
+        self.known: set[str] = set()
 
-    @property
-    def any(self) -> bool:
-        """Whether there are stats workers, or have been."""
-        return self.workers > 0
+    def check_processes(self, training: Training) -> None:
+        """Raise ValueError if none would be left to train."""
+        assign_roles(training.world.size, self.count, "stats", training.under_ddp)
 
-    @property
-    def dismissed(self) -> bool:
-        """On a stats worker: whether the workers have said goodbye."""
-        return all(helper.courier.closed_there for helper in self.active)
+    def begin(self, training: Training) -> None:
+        """Be one of the gradient workers from now on; a collective of all processes."""
+        everybody = training.world
+        roles, stores = _divide(training, self.count, self._patience)
+        self._rank = training.world.rank
+        for host, (_, address) in zip(roles.helpers, stores, strict=True):
+            name = f"stats worker {host}"
+            courier = Courier(address, f"worker {self._rank}", name, self._patience)
+            self.active.append(Helper(name, courier))
+        self._couriers = [helper.courier for helper in self.active]
+        await_connections(everybody, self._couriers, [store for store, _ in stores])
+        self._shapes = [t.shape for t in training.whole_model()]
 
     @property
     def refused(self) -> int:
-        """Messages that were not as they have to be, and connections without the key."""
-        strangers = 0 if self.store is None else self.store.refused
-        return strangers + sum(courier.refused for courier in self.couriers)
+        """Messages that were not as they have to be."""
+        return sum(courier.refused for courier in self._couriers)
 
-    def warnings(self) -> dict[str, str]:
-        """What is wrong with the messages that have come, by kind."""
+    def tell(self, training: Training) -> None:
+        """Warn, once each, of what is wrong with the messages that have come."""
         found = {}
         if self.foreign >= ENOUGH_MESSAGES:
             found["foreign"] = (
@@ -131,55 +145,50 @@ class Helpers:
                 "a stats worker has sent statistics that are not finite: they are dropped"
             )
         if self.refused:
-            complaints = (courier.complaint for courier in self.couriers)
+            complaints = (courier.complaint for courier in self._couriers)
             found["refused"] = refused_line(next(filter(None, complaints), ""))
-        return found
-
-    def begin_with(self, tensors: Sequence[Tensor], groups: Groups) -> None:
-        """What all have: parameters and buffers, and the optimizer's groups."""
-        self.shapes = [t.shape for t in tensors]
-        if self.role == "stats":
-            self.optimized = _in_groups(tensors, groups)
+        for key, warning in found.items():
+            if training.first_time(key):
+                training.warn(warning)
 
     def require_no_growth(self, tensors: Sequence[Tensor]) -> None:
         """Raise SecondOrderError if the model is another, and there is somebody who lacks it."""
-        if self.active and self.shapes != [t.shape for t in tensors]:
+        if self.active and self._shapes != [t.shape for t in tensors]:
             raise SecondOrderError(f"the model has changed; {REMEDY}")
 
-    # ----------------------------------------------------------------------------------- workers
-
-    def offer(self, tensors: Callable[[], list[Tensor]], send: Sender, groups: Groups) -> None:
+    def offer(self, training: Training, send: Sender) -> None:
         """Send the newest parameters to the stats workers that want them; worker 0 does.
 
         Args:
-            tensors: The parameters and buffers.
-            groups: The optimizer's.
+            training: Whose they are.
             send: Takes copies of tensors, and what is to be done with them on the CPU.
         """
-        if self.rank != 0:
+        if self._rank != 0:
             return
         for helper in self.active:
             wanted = helper.courier.heard("want")
             # Statistics that are still on their way hold the next point back: none queue up.
             if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
-                newest = tensors()
+                newest = training.whole_model()
                 note: dict[str, Any] = {
                     "edition": self.edition,
                     "train": [t.requires_grad for t in newest],
-                    "optimized": _in_groups(newest, groups),
+                    "optimized": _in_groups(newest, training.groups),
                 }
                 post = partial(helper.courier.post, f"point/{wanted}", **note)
                 send(pack_by_dtype(newest), post)
                 helper.asked = wanted + 1
 
     def statistics(
-        self, mine: Mapping[str, KroneckerBlock]
-    ) -> Iterator[tuple[dict[str, StatisticsSums], dict[str, str]]]:
-        """What has come since the last step, for each message sums, and who shares whose input.
+        self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
+    ) -> Iterator[tuple[Sums, dict[KroneckerBlock, KroneckerBlock]]]:
+        """What has come since the last step: of each message the sums, and who shares whose input.
 
         Args:
             mine: The layers that this process owns, by name.
+            fed: Layers that had statistics from the training passes.
         """
+        self.known.update(name for name in fed if name in mine)
         for helper in self.active:
             name = self._expected_from(helper)
             message = helper.courier.arrived(name)
@@ -202,20 +211,25 @@ class Helpers:
             sound = {layer: sums for layer, sums in found.items() if sums is not None}
             self.last |= dict.fromkeys(sound, self.messages)
             self.known.update(sound)
-            yield sound, note["sharing"]
+            sharing = {k: v for k, v in note["sharing"].items() if k in mine and v in mine}
+            yield (
+                {mine[layer]: sums for layer, sums in sound.items()},
+                {mine[layer]: mine[other] for layer, other in sharing.items()},
+            )
         due = self.messages - ENOUGH_MESSAGES
         wanting = [layer for layer in mine if layer in self.known]
         self.hungry = self.messages == 0 or any(self.last.get(k, -1) <= due for k in wanting)
 
     def begin_anew(self) -> None:
         """Other layers train, or others own them: take statistics oneself until all are fed."""
-        self.last, self.messages, self.hungry = {}, 0, True
-        self.own_passes = True
-        self.edition, self.foreign = self.edition + 1, 0
+        if self.active:
+            self.last, self.messages, self.hungry = {}, 0, True
+            self.own_passes = True
+            self.edition, self.foreign = self.edition + 1, 0
 
     def _expected_from(self, helper: Helper) -> str:
         """The name of the next statistics for this worker, which is listened for from now on."""
-        name = f"stats/{helper.heard}/{self.rank}"
+        name = f"stats/{helper.heard}/{self._rank}"
         if helper.expected != name:  # once: what has come is not to be listened for again
             helper.expected = name
             helper.courier.expect(name)
@@ -228,12 +242,11 @@ class Helpers:
         couriers = [helper.courier for helper in self.active]
         return [float(self.hungry), *(float(c.lost or c.closed_there) for c in couriers)]
 
-    def hear(self, news: Sequence[float]) -> list[str]:
-        """Draw the consequences, the same ones on every worker; warnings that are due."""
+    def hear(self, news: Sequence[float], training: Training) -> None:
+        """Draw the consequences, the same ones on every worker."""
         if not news:
-            return []
+            return
         hungry, *gone = news
-        warnings = []
         left = [h for h, g in zip(self.active, gone, strict=True) if g]
         if left:
             names = ", ".join(helper.name for helper in left)
@@ -245,15 +258,161 @@ class Helpers:
             rest = (
                 "the others go on"
                 if self.active
-                else ("statistics are taken from the training passes again")
+                else "statistics are taken from the training passes again"
             )
-            warnings.append(f"{names} has left, died, or not been heard of: {rest}")
+            training.warn(f"{names} has left, died, or not been heard of: {rest}")
         self.own_passes = not self.active or bool(hungry)
-        return warnings
 
-    # ----------------------------------------------------------------------------- stats workers
+    def close(self) -> None:
+        """Say goodbye to those that are there, and wait for all of them together."""
+        for helper in self.active:
+            helper.courier.leave()
+        for helper in self.active:
+            helper.courier.close(self._patience)
+        self.active = []
+        self.own_passes = True
 
-    def fetch(self, into: Sequence[Tensor]) -> bool:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "active": [], "own_passes": True, "_couriers": []}
+
+
+class StatsWorker(Curvature):
+    """A process that computes statistics for the others' training, and does not train.
+
+    Args:
+        training: Theirs, in which this process has its copy of the model.
+        layers: Of that model.
+        description: What all processes must have alike.
+        owners: Gives the rank that owns each layer, of so many workers.
+        count: How many stats workers there are.
+        patience: Seconds without a sign of life after which the workers are given up.
+    """
+
+    scaler_matters = "the gradients it has captured carry the scale"
+    parts_suffice = True
+
+    def __init__(
+        self,
+        training: Training,
+        layers: Layers,
+        description: Callable[[Layers], list[str]],
+        owners: Callable[[Sequence[KroneckerBlock], int], Sequence[int]],
+        count: int,
+        patience: float,
+    ) -> None:
+        super().__init__(training)
+        self.layers = layers
+        self._description, self._owners = description, owners
+        self._count, self._patience = count, patience
+        self._workers = training.world.size - count
+        self._courier: Courier | None = None
+        self._store: Store | None = None
+        self._name = ""
+        self._everybody: tuple[str, ...] = ()
+        self._asked = self._sent = self._edition = 0
+        self._optimized: list[bool] = []  # by the workers, of the whole model
+        layers.find()
+
+    def description(self) -> list[str]:
+        """The workers' options, and the layers."""
+        return self._description(self.layers)
+
+    def averaging_processes(self) -> int:
+        """Those that train."""
+        return self._workers
+
+    def check_processes(self) -> None:
+        """Raise ValueError if none would be left to train."""
+        assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
+
+    def begin(self) -> None:
+        """Be one of the stats workers from now on; a collective of all processes."""
+        everybody = self.training.world
+        roles, stores = _divide(self.training, self._count, self._patience)
+        me = self.training.world.rank
+        self._name = f"stats worker {roles.helpers[me]}"
+        self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
+        self._store, address = stores[me]
+        self._courier = Courier(address, self._name, "worker 0", self._patience)
+        await_connections(everybody, [self._courier], [store for store, _ in stores])
+        whole = self.training.whole_model()
+        self._optimized = _in_groups(whole, self.training.groups)
+        self._look()
+        self.layers.name_those_left()
+
+    def _look(self) -> None:
+        self.layers.forget_plan()
+        self.layers.connect()
+        self.layers.follow()
+        self.layers.watch(lambda block: True)
+        self.layers.expect(True)
+
+    def replan(self) -> None:
+        """Look for the layers that the workers optimize: they may have added a group."""
+        if self._courier is None:
+            return
+        whole = self.training.whole_model()
+        theirs = [t for t, optimized in zip(whole, self._optimized, strict=False) if optimized]
+        self.layers.find(theirs or None)
+        self._look()
+
+    def require_no_growth(self) -> None:
+        """Follow the workers, which refuse to grow."""
+
+    @property
+    def instead(self) -> Callable[[], None]:
+        """Send the statistics of the last passes, and get the newest parameters."""
+        return self._take_part
+
+    def _take_part(self) -> None:
+        self._deliver()
+        self._fetch()
+
+    def nothing_captured(self) -> bool:
+        """Whether no statistic has arrived since the last step."""
+        return self.layers.nothing_captured
+
+    def drop_pending(self) -> None:
+        """Drop the statistics of backward passes already completed."""
+        self.layers.drop_pending()
+
+    def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
+        """Compute statistics until the workers close.
+
+        Args:
+            batches: One for each statistic, from the start again when they end.
+            loss_fn: The loss of a batch, neither scaled nor divided.
+
+        Returns:
+            How many batches' statistics have been sent.
+
+        Raises:
+            ValueError: If there is no batch.
+        """
+        sent = 0
+        try:
+            for batch in endless(batches):
+                if not self._fetch():
+                    break
+                # Of a loss that is neither scaled nor divided.
+                self.layers.collector.gradient_scale = GradientScale(1, None)
+                with torch.enable_grad():
+                    found = loss_fn(batch)
+                    loss = found[0] if isinstance(found, tuple) else found
+                    loss.backward()
+                self._deliver()
+                for p in self.training.model.parameters():
+                    p.grad = None
+                self.drop_pending()
+                sent += 1
+        except BaseException:
+            self._leave(1.0)
+            raise
+        if self._courier is not None and not self._courier.closed_there:
+            self.training.warn("the workers have not been heard of any more: serve() returns")
+        return sent
+
+    def _fetch(self) -> bool:
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
         Those that are frozen there are frozen here. What is malformed is refused, and answered by
@@ -262,40 +421,58 @@ class Helpers:
         Raises:
             SecondOrderError: If they are of another model.
         """
-        if not self.active:  # a copy of the optimizer
-            return False
-        (helper,) = self.active
-        while True:
-            name = f"point/{helper.asked}"
-            helper.courier.expect(name)
-            helper.courier.tell("want", helper.asked)
-            message = helper.courier.wait(name)
+        courier, into = self._courier, self.training.whole_model()
+        message = None
+        while courier is not None:
+            name = f"point/{self._asked}"
+            courier.expect(name)
+            courier.tell("want", self._asked)
+            message = courier.wait(name)
             if message is None:
-                return False
-            helper.asked += 1
+                break
+            self._asked += 1
             try:
-                flats, note = _point_in(message, into)
+                message = _point_in(message, into)
                 break
             except MalformedError as why:
-                helper.courier.refuse(name, why)
-                self.deliver([{}] * self.workers, {})
+                courier.refuse(name, why)
+                self._post([{}] * self._workers, {})
+        if self.refused_messages and self.training.first_time("refused"):
+            self.training.warn(refused_line("" if courier is None else courier.complaint))
+        if message is None:
+            return False
+        flats, note = message
         theirs, ours = ([t.numel() for t in each] for each in (flats, into))
         if len(note["train"]) != len(ours) or sum(theirs) != sum(ours):
             raise SecondOrderError(
                 f"the workers' model has {len(note['train'])} parameters and buffers of "
-                f"{sum(theirs)} numbers, that of {helper.name} {len(ours)} of {sum(ours)}; {REMEDY}"
+                f"{sum(theirs)} numbers, that of {self._name} {len(ours)} of {sum(ours)}; {REMEDY}"
             )
-        self.edition, self.optimized = note["edition"], note["optimized"]
+        self._edition = note["edition"]
         unpack_by_dtype(flats, into)
         for tensor, trains in zip(into, note["train"], strict=True):
             tensor.requires_grad_(trains)  # statistics of other layers would be of no use
+        if self._optimized != note["optimized"]:
+            self._optimized = note["optimized"]
+            self.replan()
         return True
 
-    def optimized_there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the workers optimize, of this process's model; nothing on a worker."""
-        return [t for t, theirs in zip(tensors, self.optimized, strict=False) if theirs]
+    def _deliver(self) -> None:
+        """Send what has been captured since to the layers' owners."""
+        self.layers.follow()
+        active = self.layers.active
+        sums = self.layers.sums(active)
+        heads = [sums[block].head[0] for block in active]
+        fed = torch.stack(heads).tolist() if heads else []
+        parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
+        owners = self._owners(active, self._workers)
+        for block, examples, owner in zip(active, fed, owners, strict=True):
+            if examples > 0:
+                parts[owner][block.name] = sums[block]
+        sharing = {k.name: v.name for k, v in self.layers.collector.settle().items()}
+        self._post(parts, sharing)
 
-    def deliver(
+    def _post(
         self, parts: Sequence[Mapping[str, StatisticsSums]], sharing: Mapping[str, str]
     ) -> None:
         """Send statistics to the owners of the layers.
@@ -304,34 +481,38 @@ class Helpers:
             parts: By worker, the sums of its layers.
             sharing: By layer, another one that has had the same input.
         """
-        if not self.active:
+        if self._courier is None:
             return
-        (helper,) = self.active
         for rank, sums in enumerate(parts):
             heads = [each.head for each in sums.values()]
             factors = [t for each in sums.values() for t in each.factors]
             flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
-            note = {"layers": list(sums), "sharing": sharing, "edition": self.edition}
-            helper.courier.post(f"stats/{helper.heard}/{rank}", flat, **note)
-        helper.heard += 1
+            note = {"layers": list(sums), "sharing": sharing, "edition": self._edition}
+            self._courier.post(f"stats/{self._sent}/{rank}", flat, **note)
+        self._sent += 1
 
-    # --------------------------------------------------------------------------------- the rest
+    @property
+    def refused_messages(self) -> int:
+        """Messages that were not as they have to be, and connections without the key."""
+        strangers = 0 if self._store is None else self._store.refused
+        return strangers + (0 if self._courier is None else self._courier.refused)
 
-    def close(self, patience: float) -> None:
-        """Say goodbye to those that are there, and wait for all of them together."""
-        for helper in self.active:
-            helper.courier.leave()
-        for helper in self.active:
-            helper.courier.close(patience)
-            if self.store is not None and helper.courier.closed_there:  # others still listen
-                await_goodbyes(self.store, self.everybody, min(patience, FAREWELL_SECONDS))
-        if self.role == "worker":
-            self.active = []
-            self.own_passes = True
+    def close(self) -> None:
+        """Say goodbye, and let go of the model."""
+        self._leave(self._patience)
+        self.layers.close()
 
-    def without_messages(self) -> Helpers:
-        """For a copy of the optimizer, which talks to nobody."""
-        return replace(self, active=[], own_passes=True, couriers=[], store=None)
+    def _leave(self, patience: float) -> None:
+        courier, self._courier = self._courier, None
+        if courier is None:
+            return
+        courier.leave()
+        courier.close(patience)
+        if self._store is not None and courier.closed_there:  # others still listen
+            await_goodbyes(self._store, self._everybody, min(patience, FAREWELL_SECONDS))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_courier": None, "_store": None}
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:
@@ -347,43 +528,6 @@ def endless(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if empty:
             raise ValueError("batches is empty, or an iterator that has ended; give a loader")
-
-
-def divide(everybody: World, count: int, patience: float, under_ddp: bool) -> tuple[Helpers, World]:
-    """Give every process its role, and a way to talk; a collective.
-
-    Args:
-        everybody: The processes.
-        count: How many are to be stats workers.
-        patience: Seconds without a sign of life after which one is given up.
-        under_ddp: Whether the model is in DistributedDataParallel already.
-
-    Returns:
-        What this process has to do with the others, and those of its own role.
-
-    Raises:
-        ValueError: If none would be left to train, or the model is in DistributedDataParallel.
-    """
-    roles = assign_roles(everybody.size, count, "stats", under_ddp)
-    if not roles.helpers:
-        return Helpers(), everybody
-    stores = [open_store(everybody, host, patience) for host in roles.helpers]
-    team = roles.team(everybody)
-    role = roles.of(everybody.rank)
-    helpers = Helpers(role, team.rank, len(roles.workers))
-    workers = [f"worker {rank}" for rank in roles.workers]
-    for j, (store, address) in enumerate(stores):
-        name = f"stats worker {roles.helpers[j]}"
-        if role == "worker":
-            courier = Courier(address, f"worker {team.rank}", name, patience)
-            helpers.active.append(Helper(name, courier))
-        elif j == team.rank:
-            courier = Courier(address, name, "worker 0", patience)
-            helpers.active.append(Helper(name, courier))
-            helpers.store, helpers.everybody = store, (name, *workers)
-    helpers.couriers = [helper.courier for helper in helpers.active]
-    await_connections(everybody, helpers.couriers, [store for store, _ in stores])
-    return helpers, team
 
 
 def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:

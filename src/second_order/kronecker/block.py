@@ -55,6 +55,7 @@ class KroneckerBlock:
         asked: Whether statistics have been due since there was a block.
         heard: Whether a pair has ever come, be it one without an example.
         failures: Refreshes in a row that gave no sound decomposition.
+        complaint: Why the last one did not, where an error tells.
         shares_a: Whether its A is another block's.
     """
 
@@ -81,6 +82,7 @@ class KroneckerBlock:
         self.asked = False
         self.heard = False
         self.failures = 0
+        self.complaint = ""
         self._expected_version = 0  # of the weight's gradient, when the next pass comes
         self._reset()
 
@@ -287,6 +289,22 @@ class KroneckerBlock:
         self.factors = None
         self.asked = False
         self.drop_inverse()
+
+    def install(self, inverse: Inverse | None) -> None:
+        """The layer is solved; the inverse is None where this process does not precondition it."""
+        self.inverse, self.solved, self.silent = inverse, True, False
+        self.failures, self.complaint = 0, ""
+
+    def precondition(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Apply the inverse to a gradient as a matrix, in a dtype; zeros for none.
+
+        Nobody has a gradient then, but the others expect a message of this size.
+        """
+        if gradient is None:
+            size = (self.shape.groups, self.shape.out_dim, self.shape.in_dim)
+            return torch.zeros(size, dtype=self.work_dtype, device=self.weight.device)
+        assert self.inverse is not None
+        return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""

@@ -153,7 +153,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
-        self._trained = set(self._training_params())  # at the last step
+        training.trained = set(training.training_params())
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
         self._start_together()
@@ -243,7 +243,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         with record_function("second_order.base"), self._set_aside():
             curvature.step_base(self._base_step)
         curvature.correct()
-        self._trained = set(self._training_params())
+        training.trained = set(training.training_params())
         training.steps += 1
         if training.steps == 1:
             self._share_state()
@@ -292,21 +292,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _start_averaging(self) -> Callable[[], None]:
         if not self._training.averages:
             return lambda: None
-        params = self._averaged_params()
+        params = self._training.averaged_params()
         return PendingAverage(params, self._training.world, self._curvature.route).wait
-
-    def _training_params(self) -> list[Tensor]:
-        return [p for g in self.param_groups for p in g["params"] if p.requires_grad]
-
-    def _averaged_params(self) -> list[Tensor]:
-        """Those that train, or did at the last step: a backward may have come before the freeze."""
-        params = [p for g in self.param_groups for p in g["params"]]
-        return [p for p in params if p.requires_grad or p in self._trained]
 
     def _without_average(self) -> list[Tensor]:
         """Frozen parameters whose gradients are each process's own, where they should be equal."""
         params = [p for g in self.param_groups for p in g["params"]]
-        frozen = [p for p in params if not p.requires_grad and p not in self._trained]
+        frozen = [p for p in params if not p.requires_grad and p not in self._training.trained]
         return [p for p in frozen if p.grad is not None]
 
     def _base_step(self) -> None:
@@ -379,7 +371,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             param_group = named_like(self.param_groups, param_group, self._training.model)
         super().add_param_group(param_group)
         if self.__dict__.get("_constructed"):
-            self._trained |= {p for p in self.param_groups[-1]["params"] if p.requires_grad}
+            newcomers = self.param_groups[-1]["params"]
+            self._training.trained |= {p for p in newcomers if p.requires_grad}
             self._curvature.replan()
 
     @warns_at_its_end

@@ -11,29 +11,21 @@ every step:                 the layer's gradient workers precondition its gradie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.assignment import (
-    AssignmentCost,
-    Grid,
-    LayerAssignment,
-    assign_layers,
-    gradient_worker_count,
-)
-from second_order.distributed.parcels import deliver_parts
+from second_order.distributed.assignment import AssignmentCost
+from second_order.kfac.curvature import KFACCurvature, System
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.placement import layer_dims
-from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import Decomposition
-from second_order.kronecker.factors import StatisticsSums
+from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
+from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.kfac import KFACOptimizer
+from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.options import (
     Interval,
     Schedule,
@@ -46,7 +38,7 @@ from second_order.options import (
 __all__ = ["KAISA"]
 
 
-class KAISA(KFACOptimizer):
+class KAISA(SecondOrderOptimizer):
     """K-FAC on one process or many, around any first-order optimizer.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
@@ -171,121 +163,26 @@ class KAISA(KFACOptimizer):
         )
         check_choice("assignment", assignment, ("compute", "memory"))
         check_choice("factor_exchange", factor_exchange, ("all_reduce", "reduce"))
-        self._fraction = float(grad_worker_fraction)
-        self._cost: AssignmentCost = assignment
-        self._factor_exchange = factor_exchange
-        self._colocate = check_flag("colocate_factors", colocate_factors)
+        check_flag("colocate_factors", colocate_factors)
+        system = System(
+            partial(
+                kaisa_plan,
+                fraction=float(grad_worker_fraction),
+                cost=assignment,
+                colocate=colocate_factors,
+                keeps_all=factor_exchange == "all_reduce",
+            ),
+            BlockRules(max_factor_dim),
+            f"{grad_worker_fraction} {assignment} {colocate_factors} {factor_exchange}",
+        )
         super().__init__(
             params_or_model,
             model=model,
             base=base,
             base_kwargs={"lr": lr, **base_kwargs},
             own_keywords=own_keywords(KAISA),
-            options=options,
+            curvature=lambda training: KFACCurvature(training, options, system),
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
         )
-
-    def _check_processes(self) -> None:
-        super()._check_processes()
-        gradient_worker_count(self._world.size, self._fraction)
-
-    def _described_options(self) -> str:
-        placement = f"{self._fraction} {self._cost} {self._colocate} {self._factor_exchange}"
-        return f"{super()._described_options()} {placement}"
-
-    # -------------------------------------------------------------------------------- placement
-
-    def _place(self, blocks: Sequence[KroneckerBlock]) -> None:
-        world = self._world
-        columns = gradient_worker_count(world.size, self._fraction)
-        self._grid = Grid(world.size // columns, columns)
-        # Every rank asks for its own row and column, in this order.
-        self._my_row = self._grid.row_of(world.rank)
-        self._row_world = world.subgroup(self._grid.row(self._my_row))
-        self._column_world = world.subgroup(self._grid.column(self._grid.column_of(world.rank)))
-        dims = layer_dims(blocks)
-        self._assignments: list[LayerAssignment] = assign_layers(
-            dims, self._grid, cost=self._cost, colocate_factors=self._colocate
-        )
-
-    def _solves(self, index: int) -> tuple[bool, bool]:
-        assignment, rank = self._assignments[index], self._world.rank
-        return assignment.a_solver == rank, assignment.g_solver == rank
-
-    def _preconditions(self, index: int) -> bool:
-        return self._assignments[index].row == self._my_row
-
-    def _computed_by(self, index: int) -> str:
-        assignment = self._assignments[index]
-        solvers = dict.fromkeys((assignment.a_solver, assignment.g_solver))
-        workers = self._grid.row(assignment.row)
-        return f"solve {_ranks(tuple(solvers))}, precondition {_ranks(workers)}"
-
-    def _keeper(self, index: int) -> tuple[int, int] | None:
-        if self._factor_exchange == "all_reduce":
-            return None
-        assignment = self._assignments[index]
-        return assignment.a_solver, assignment.g_solver
-
-    # --------------------------------------------------------------------------------- exchange
-
-    def _exchange_statistics(self, sums: list[StatisticsSums]) -> None:
-        tensors = [t for each in sums for t in (each.head, each.a, each.g)]
-        if self._factor_exchange == "all_reduce":
-            self._world.start_sum(tensors).wait()
-            return
-        owners = [o for each in self._assignments for o in (None, each.a_solver, each.g_solver)]
-        self._world.start_sum_to(tensors, owners).wait()
-
-    def _exchange_decompositions(
-        self, mine: dict[tuple[int, str], Decomposition], ready: Sequence[int]
-    ) -> dict[tuple[int, str], Decomposition]:
-        row = self._row_world
-        if row.size == 1:
-            return mine
-        members = self._grid.row(self._my_row)
-        everybody = range(row.size)
-        routes, shapes = {}, {}
-        for i in ready:
-            assignment, shape = self._assignments[i], self._active[i].shape
-            if assignment.row != self._my_row:
-                continue
-            for which, solver, dim in (
-                ("A", assignment.a_solver, shape.in_dim),
-                ("G", assignment.g_solver, shape.out_dim),
-            ):
-                routes[i, which] = members.index(solver), everybody
-                shapes[i, which] = self._solver.kept_shapes(
-                    shape.groups,
-                    dim,
-                    which == "A" and shape.diagonal_a,
-                    self._options.symmetry_aware,
-                )
-        return deliver_parts(row, shapes, routes, mine, self._options.inv_dtype, self._device())
-
-    def _exchange_gradients(
-        self, mine: dict[int, Tensor], solved: Sequence[int]
-    ) -> dict[int, Tensor]:
-        column = self._column_world
-        if column.size == 1:
-            return mine
-        results: dict[int, Tensor] = {}
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i in solved:
-            by_dtype.setdefault(self._active[i].work_dtype, []).append(i)
-        everybody = range(column.size)
-        for dtype, indices in by_dtype.items():
-            shapes = {i: (self._active[i].shape.gradient_size,) for i in indices}
-            routes = {i: (self._assignments[i].row, everybody) for i in indices}
-            ours = {i: (mine[i],) for i in indices if i in mine}
-            received = deliver_parts(column, shapes, routes, ours, dtype, self._device())
-            results.update({i: parts[0] for i, parts in received.items()})
-        return results
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return "+".join(map(str, ranks))

@@ -1,0 +1,438 @@
+"""The K-FAC step, whoever does which part of it.
+
+plan          who does what, anew where layers were frozen, unfrozen or added
+statistics    A, G of the step's passes, summed over the ranks that contribute
+averages      A, G <- running averages, every factor_update_steps
+solve         damped inverse of A ⊗ G, layer by layer, every inv_update_steps
+precondition  P = (A ⊗ G + γ)⁻¹ ∇, by the layer's gradient workers
+clip          ν = min(1, sqrt(κ / Σ lr² |P·∇|))
+p.grad        <- ν P, everywhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from second_order.contract.averaging import Routed
+from second_order.contract.curvature import Curvature
+from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
+from second_order.distributed.assignment import LayerDims
+from second_order.kfac.checkpoint import check_saved_factors, load_factors, saved_factors
+from second_order.kfac.clip import Clip
+from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
+from second_order.kfac.factor_moves import gather_factors, move_factors
+from second_order.kfac.layers import Layers
+from second_order.kfac.options import KFACOptions, check_decay
+from second_order.kfac.plan import LayerPlan, Plan, Planner, distkfac_plan
+from second_order.kfac.solves import Background, Solves, solve_cost_of
+from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
+from second_order.kfac.summary import layer_rows
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.layers import Approximation
+from second_order.kronecker.model_blocks import BlockRules
+from second_order.options import check_interval, value_at
+from second_order.report import Summary
+
+__all__ = ["KFACCurvature", "System", "with_stats_workers"]
+
+
+@dataclass(frozen=True)
+class System:
+    """What tells the systems with Kronecker factors apart.
+
+    Attributes:
+        plan: Who does what.
+        rules: What becomes a block.
+        said: Its options, for comparison between ranks.
+        owners: Whether mean gradients go to the layers' owners: "owner", "all_reduce" where
+            everybody has them all the same, or None without owners.
+        conv_approximation: Of convolutions' statistics; None for that of other layers.
+        background: How inverses are solved on threads; None for at once.
+        step_decay: Weight of the past, a step, however often factors are updated; None for the
+            option ``factor_decay``, an update.
+    """
+
+    plan: Planner
+    rules: BlockRules
+    said: str = ""
+    owners: str | None = None
+    conv_approximation: Approximation | None = None
+    background: Background | None = None
+    step_decay: float | None = None
+
+
+class KFACCurvature(Curvature):
+    """The layers of a training, their factors and inverses.
+
+    Args:
+        training: Which.
+        options: Of every system with Kronecker factors.
+        system: Which one.
+        helpers: Those that take statistics for this one's training, if there are any.
+
+    Attributes:
+        layers: Of the model.
+        plan: Who does what for those that train.
+        solves: Their inverses.
+        gradients: How preconditioned gradients get everywhere.
+        helpers: The stats workers.
+    """
+
+    scaler_matters = "the gradients it has captured carry the scale"
+    parts_suffice = True
+
+    def __init__(
+        self,
+        training: Training,
+        options: KFACOptions,
+        system: System,
+        helpers: StatsWorkers | None = None,
+    ) -> None:
+        super().__init__(training)
+        self._options, self._system = options, system
+        self.helpers = helpers
+        self.layers = Layers(training, options, system.rules, system.conv_approximation)
+        self.plan: dict[KroneckerBlock, LayerPlan] = {}
+        self._known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
+        self._shapes: dict[KroneckerBlock, Any] = {}  # likewise
+        self.solves = Solves(training, options, self.layers, system.background)
+        clip = Clip(training, options)
+        self.gradients = (
+            ResultGradients(training, clip)
+            if system.owners is None
+            else OwnerGradients(training, clip, only_to_owners=system.owners == "owner")
+        )
+        self._exchange: Exchange | None = None
+        self._heard_at = 0  # the step of the last message from a stats worker
+        self._closed = False
+        self.layers.find()
+
+    def description(self) -> list[str]:
+        """The options, and the layers."""
+        return _described(self.training, self._options, self._system, self.layers)
+
+    def require_no_growth(self) -> None:
+        """Raise SecondOrderError if the model has grown, and stats workers lack what is new."""
+        if self.helpers is not None:
+            self.helpers.require_no_growth(self.training.whole_model())
+
+    def check_processes(self) -> None:
+        """Raise ValueError if these processes and devices cannot do what is asked."""
+        self.solves.check_device()
+        if self.helpers is not None:
+            self.helpers.check_processes(self.training)
+        self._system.plan([], self.training.world.size)
+
+    def begin(self) -> None:
+        """Give the processes their roles, plan, and watch the model."""
+        if self.helpers is not None:
+            self.helpers.begin(self.training)
+        self._look()
+
+    def _look(self) -> None:
+        self.layers.forget_plan()
+        self.layers.connect()
+        self._follow()
+        self.layers.name_those_left()
+        self.watch()
+
+    def replan(self) -> None:
+        """Look for layers again."""
+        if not self._closed:
+            self.layers.find()
+            self._look()
+
+    # --------------------------------------------------------------------------------- the step
+
+    def prepare(self) -> None:
+        """Plan anew where layers have changed: gradients go to those that precondition them."""
+        self._follow()
+        if isinstance(self.gradients, OwnerGradients):
+            self.gradients.follow_moved(self.plan)
+
+    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        """Whose each mean gradient is."""
+        return self.gradients.route(self.plan, params, gradients)
+
+    def start_bucket(self, bucket: Any) -> Any:
+        """Send a bucket of DistributedDataParallel's gradients to their owners; a future of it."""
+        assert isinstance(self.gradients, OwnerGradients)
+        return self.gradients.start_bucket(self.plan, bucket)
+
+    def precondition(self, average: Callable[[], None]) -> None:
+        """``p.grad`` <- ν P; see the top of this file."""
+        with record_function("second_order.statistics"):
+            self._take_statistics()
+        with record_function("second_order.solve"):
+            due = self._due("inv_update_steps")
+            news = [] if self.helpers is None else self.helpers.news()
+            heard = self.solves.refresh(due, average, news)
+            if self.helpers is not None:
+                self.helpers.hear(heard, self.training)
+        with record_function("second_order.average_gradients"):
+            average()
+        with record_function("second_order.precondition"):
+            self._precondition()
+
+    def _take_statistics(self) -> None:
+        """Running averages take in the statistics of the step's passes, and of helpers."""
+        helpers, exchange = self.helpers, self._exchange
+        assert exchange is not None
+        taken = [block for block in self.plan if self._takes(block)]
+        fed = [block for block in taken if not block.staged.empty]
+        own = self._due("factor_update_steps")
+        if helpers is not None:
+            own = own and helpers.own_passes and self.layers.capture.enabled  # while they ran
+        if own:
+            sums = self.layers.sums(taken)
+            with record_function("second_order.exchange"):
+                exchange.statistics(sums)
+            self.layers.take_in(sums, self._decay())
+        if helpers is None:
+            return
+        mine = {b.name: b for b, layer in self.plan.items() if layer.keeps(self._rank) == BOTH}
+        for found, sharing in helpers.statistics(mine, [b.name for b in fed]):
+            decay = self._decay_after(self.training.steps - self._heard_at)
+            self._heard_at = self.training.steps
+            for block in found:
+                block.asked = True
+            self.layers.average(self.layers.active, found, sharing, decay)
+        helpers.tell(self.training)
+
+    def _precondition(self) -> None:
+        """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""
+        assert self._exchange is not None
+        solved = [block for block in self.plan if block.solved]
+        found = {block: block.gradient(block.work_dtype) for block in solved}
+        everybody = isinstance(self.gradients, ResultGradients)
+        mine = {
+            block: block.precondition(gradient, self._options.inv_dtype)
+            for block, gradient in found.items()
+            if block.inverse is not None and (everybody or gradient is not None)
+        }
+        gradients = {block: g for block, g in found.items() if g is not None}
+        self.gradients.finish(self.plan, self._exchange, mine, gradients)
+
+    def correct(self) -> None:
+        """Offer the stepped parameters to stats workers."""
+        if self.helpers is not None:
+            self.helpers.offer(self.training, self.solves.post)
+
+    def averaging_processes(self) -> int:
+        """Those that train."""
+        count = 0 if self.helpers is None else self.helpers.count
+        return self.training.world.size - count
+
+    def watch(self) -> None:
+        """Capture during the coming passes only if the coming step wants statistics."""
+        own = self.helpers is None or self.helpers.own_passes
+        self.layers.expect(own and self._due("factor_update_steps"))
+
+    # ------------------------------------------------------------------------------ who and when
+
+    @property
+    def _rank(self) -> int:
+        return self.training.world.rank
+
+    def _due(self, option: str) -> bool:
+        """Whether an interval's turn has come; ``option`` is its name."""
+        steps = self.training.steps
+        if steps < self._options.refresh_warmup_steps or steps == self.layers.newcomers_at:
+            return True
+        every = value_at(getattr(self._options, option), steps)
+        check_interval(f"{option} at step {steps}: {option}", every)
+        return steps % int(every) == 0
+
+    def _decay(self) -> float:
+        """Weight of the past at an update from the training passes."""
+        every, steps = 1, self.training.steps
+        warmup = self._options.refresh_warmup_steps
+        if self._system.step_decay is not None and warmup <= steps != self.layers.newcomers_at:
+            every = int(value_at(self._options.factor_update_steps, steps))
+            every = min(every, steps - warmup + 1)
+        return self._decay_after(every)
+
+    def _decay_after(self, steps: int) -> float:
+        """Weight of the past at an update, so many steps after the last."""
+        if self._system.step_decay is not None:
+            return self._system.step_decay ** max(steps, 1)
+        decay: float = value_at(self._options.factor_decay, self.training.steps)
+        check_decay(decay)
+        return decay
+
+    def _takes(self, block: KroneckerBlock) -> bool:
+        """Whether this rank's batches go into a layer's factors."""
+        # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
+        layer = self._known.get(block)
+        return layer is None or layer.source in (None, self._rank)
+
+    def _follow(self) -> None:
+        """Plan anew if layers were frozen or unfrozen since the last step."""
+        layers, steps, world = self.layers, self.training.steps, self.training.world
+        if not layers.follow() and self._exchange is not None:
+            return
+        shapes = {block: block.shape for block in layers.active}
+        changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
+        self._shapes |= shapes
+        plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
+        before = self._known
+        self.plan = dict(zip(layers.active, plan.layers, strict=True))
+        pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
+        if steps > 0 and (changed or any(old.source != new.source for old, new in pairs)):
+            layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
+        self._exchange = Exchange(world, plan.grid, self.plan)
+        move_factors(world, self.plan, before)
+        known = before | self.plan
+        self._known = {block: known[block] for block in layers.blocks if block in known}
+        layers.watch(self._takes)
+        for block in layers.blocks:
+            block.drop_inverse()
+        self.solves.follow(self.plan, self._exchange)
+        if self.helpers is not None:
+            self.helpers.begin_anew()
+        if steps > 0:
+            self.training.publish()  # which lets go of what is kept elsewhere now
+
+    def nothing_captured(self) -> bool:
+        """Whether no statistic has arrived since the last step."""
+        return self.layers.nothing_captured
+
+    def drop_pending(self) -> None:
+        """Drop the statistics of backward passes already completed."""
+        self.layers.drop_pending()
+
+    def facts(self) -> list[tuple[str, Any]]:
+        """What decides which collectives a step has, by name; primitives."""
+        wanted = ("inverses wanted at once", self.solves.wanted)
+        newcomers = ("anew at", self.layers.newcomers_at)
+        scheduled = self._options.scheduled(self.training.steps)
+        return [("closed", self._closed), wanted, newcomers, *scheduled]
+
+    # ------------------------------------------------------------------------ state and summary
+
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The factors that this process keeps."""
+        return saved_factors(self.layers, self._takes)
+
+    def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Raise ValueError if saved factors do not fit the layers."""
+        check_saved_factors(saved, self.layers.blocks)
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over saved factors; inverses are computed at the next step."""
+        load_factors(saved, self.layers.blocks, self.training)
+        # A process may have got its own layers' factors alone, but moves and collects with others.
+        for block, layer in self._known.items():
+            if block.factors is None and layer.source is not None:
+                factors = block.ensure_factors()
+                if self.training.steps > 0 and self._takes(block):
+                    factors.stored.update(A=None, G=None)  # lost: the next refresh finds and tells
+        self.solves.restart()
+        self.watch()
+
+    @property
+    def kept_elsewhere(self) -> str:
+        """The factors, where not all are kept by all."""
+        spread = any(layer.keepers is not None for layer in self._known.values())
+        here = self.training.world.size > 1 and spread
+        return "the factors that other processes keep" if here else ""
+
+    def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
+        """Copies of the factors that other ranks keep; a collective."""
+        if not self._closed:
+            self._follow()
+        found = gather_factors(self.training.world, self._known, ranks)
+        return {block.weight: {"curvature": parts} for block, parts in found.items()}
+
+    def awake(self) -> None:
+        """Watch the copied model; groups of processes are made again at the next step."""
+        self._exchange = None
+        if not self._closed:
+            self.layers.connect()
+            self.layers.watch(self._takes)
+            self.watch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_exchange": None}
+
+    def close(self) -> None:
+        """End threads and hooks; the optimizer goes on as its base alone."""
+        if self.helpers is not None:
+            self.helpers.close()
+        self.solves.close()
+        self.layers.close()
+        self._closed = True
+        self.plan, self._known, self._shapes = {}, {}, {}
+
+    def summary(self) -> Summary:
+        """A table of every layer: its factors, who computes what, what is left to the base."""
+        blocks = self.layers.blocks
+        said = {block.name: layer.said for block, layer in self.plan.items()}
+        return Summary(
+            self.training.titled(self._options.solver),
+            layer_rows(blocks, self.layers.left, said),
+            dropped=sum(int(block.staged.dropped) for block in blocks),
+            failed=sum(block.failures > 0 for block in blocks),
+        )
+
+
+BOTH = (True, True)
+
+
+def with_stats_workers(
+    training: Training, options: KFACOptions, system: System, count: int, patience: float
+) -> Curvature:
+    """The part of this process where the last ranks compute statistics for the others' training.
+
+    Args:
+        training: Of the others.
+        options: Of the K-FAC step.
+        system: Which one.
+        count: How many compute statistics.
+        patience: Seconds without a sign of life after which one is given up.
+    """
+    if system.background is not None and system.background.device == "cuda":
+        system = replace(system, said=f"{system.said} {training.device.type}")
+    if count and training.world.size == 1:
+        training.warn(
+            f"{training.name}(stats_workers={count}) with one process: nobody computes "
+            f"statistics on the side, so they are taken from this process's own passes"
+        )
+        count = 0
+    if not count:
+        return KFACCurvature(training, options, system)
+    system = replace(system, plan=partial(distkfac_plan, keeps_all=False))
+    if training.world.rank < training.world.size - count:
+        return KFACCurvature(training, options, system, StatsWorkers(count, patience))
+
+    layers = Layers(training, options, system.rules, system.conv_approximation)
+    described = partial(_described, training, options, system)
+    return StatsWorker(training, layers, described, partial(_owners, system), count, patience)
+
+
+def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> list[int]:
+    plan = system.plan(list(map(dims_of, blocks)), workers)
+    return [layer.solver("A") for layer in plan.layers]
+
+
+def _described(
+    training: Training, options: KFACOptions, system: System, layers: Layers
+) -> list[str]:
+    """What all ranks must have alike."""
+    shown = {k: v for k, v in vars(options).items() if not callable(v)}
+    said = f"options: {training.base_name} {shown} {system.rules} {system.said}"
+    return [said, *layers.description()]
+
+
+def dims_of(block: KroneckerBlock) -> LayerDims:
+    """What a plan needs to know of a layer."""
+    shape = block.shape
+    cost = solve_cost_of(block)
+    return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)

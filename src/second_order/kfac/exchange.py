@@ -1,0 +1,294 @@
+"""A plan carried out between ranks: statistics, decompositions, preconditioned gradients.
+
+statistics       heads for all ranks, factors for those that keep them, summed
+decompositions   from a factor's solver to the layer's gradient workers: along a row of the grid
+gradients        from a gradient worker to the receivers of its own column; or, where layers have
+                 owners, in ``p.grad`` itself, with each rank's part of the clip's sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from second_order.contract.averaging import Routed
+from second_order.contract.training import Training
+from second_order.distributed.assignment import Grid
+from second_order.distributed.collectives import World
+from second_order.distributed.parcels import Parts, Shapes, deliver_parts
+from second_order.kfac.clip import Clip
+from second_order.kfac.plan import LayerPlan
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
+
+__all__ = ["Exchange", "Item", "OwnerGradients", "ResultGradients"]
+
+Item: TypeAlias = tuple[KroneckerBlock, str]
+"""A factor of a layer, by its letter."""
+
+
+class Exchange:
+    """What ranks tell each other of factors and inverses.
+
+    Args:
+        world: The ranks. Every rank asks for the groups of its row and its column here.
+        grid: Of them.
+        layers: Who does what, of the layers that train.
+    """
+
+    def __init__(
+        self, world: World, grid: Grid, layers: Mapping[KroneckerBlock, LayerPlan]
+    ) -> None:
+        self._world, self._grid, self._layers = world, grid, layers
+        self._row = world.subgroup(grid.row(grid.row_of(world.rank)))
+        self.column = world.subgroup(grid.column(grid.column_of(world.rank)))
+
+    def statistics(self, sums: Mapping[KroneckerBlock, StatisticsSums]) -> None:
+        """Add statistics over the ranks that contribute, in place.
+
+        Args:
+            sums: Of the layers whose statistics this rank takes.
+        """
+        tensors: list[Tensor] = []
+        keepers: list[int | None] = []
+        for block, each in sums.items():
+            layer = self._layers[block]
+            if layer.source is None:
+                tensors += [each.head, *each.factors]
+                keepers += [None, *(layer.keeper(letter) for letter in block.shape.letters)]
+        if any(keeper is not None for keeper in keepers):
+            self._world.start_sum_to(tensors, keepers).wait()
+        elif tensors:
+            self._world.start_sum(tensors).wait()
+
+    def decompositions(
+        self,
+        mine: Mapping[Item, Parts],
+        shapes: Mapping[Item, Shapes],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[Item, Parts]:
+        """Give every gradient worker the decompositions of its layers.
+
+        Args:
+            mine: What this rank has solved.
+            shapes: Of the parts of all items that have been, the same on every rank.
+            dtype: That they travel in.
+            device: Where they are wanted.
+        """
+        if self._row.size == 1:
+            return dict(mine)
+        here = self._grid.row(self._grid.row_of(self._world.rank))
+        routes = {
+            (block, letter): (here.index(self._layers[block].solver(letter)), range(len(here)))
+            for block, letter in shapes
+            if self._layers[block].workers == here
+        }
+        return deliver_parts(self._row, shapes, routes, mine, dtype, device)
+
+
+class ResultGradients:
+    """Preconditioned gradients as they are sent to those that have not made them.
+
+    Every rank has the mean gradients, gets all results, and clips by itself.
+    """
+
+    def __init__(self, training: Training, clip: Clip) -> None:
+        self._training, self._clip = training, clip
+
+    def route(
+        self,
+        layers: Mapping[KroneckerBlock, LayerPlan],
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+    ) -> Routed:
+        """All ranks get the mean of all gradients."""
+        return None
+
+    def finish(
+        self,
+        layers: Mapping[KroneckerBlock, LayerPlan],
+        exchange: Exchange,
+        mine: Mapping[KroneckerBlock, Tensor],
+        gradients: Mapping[KroneckerBlock, Tensor],
+    ) -> None:
+        """Exchange the results, clip them, and write them where the gradients were.
+
+        Args:
+            layers: Who does what.
+            exchange: Between the ranks.
+            mine: What this rank has preconditioned, ``(groups, out, in)``.
+            gradients: The layers' mean gradients, likewise.
+        """
+        with record_function("second_order.exchange"):
+            results = self._exchanged(layers, exchange.column, mine)
+        if not gradients:
+            return
+        with record_function("second_order.clip"):
+            chosen, coefficient = {block: results[block] for block in gradients}, None
+            if self._clip.bounded:
+                coefficient = self._clip.coefficient(self._clip.change(chosen, gradients))
+            for block, result in chosen.items():
+                block.write_gradient(result, _on(coefficient, result))
+
+    def _exchanged(
+        self,
+        layers: Mapping[KroneckerBlock, LayerPlan],
+        column: World,
+        mine: Mapping[KroneckerBlock, Tensor],
+    ) -> dict[KroneckerBlock, Tensor]:
+        if column.size == 1:
+            return dict(mine)
+        results: dict[KroneckerBlock, Tensor] = {}
+        solved = [block for block in layers if block.solved]
+        for dtype in dict.fromkeys(block.work_dtype for block in solved):
+            alike = [block for block in solved if block.work_dtype == dtype]
+            # A column has one rank of each row: the one that is among the layer's workers.
+            routes = {b: (_row_of(layers[b]), range(column.size)) for b in alike}
+            shapes = {b: _flat(b) for b in alike}
+            ours = {b: (mine[b],) for b in alike if b in mine}
+            device = self._training.device
+            received = deliver_parts(column, shapes, routes, ours, dtype, device)
+            results.update({block: parts[0] for block, parts in received.items()})
+        return results
+
+
+def _flat(block: KroneckerBlock) -> Shapes:
+    return (block.shape.gradient_size,)
+
+
+def _row_of(layer: LayerPlan) -> int:
+    return layer.workers[0] // len(layer.workers)
+
+
+def _on(coefficient: Tensor | None, result: Tensor) -> Tensor | float:
+    return 1.0 if coefficient is None else coefficient.to(result.device, result.dtype)
+
+
+class OwnerGradients:
+    """Gradients that go to their owners, and come back preconditioned.
+
+    Args:
+        training: Whose gradients they are.
+        clip: Of the steps.
+        only_to_owners: Whether a mean gradient is its owner's alone; everybody's otherwise.
+
+    Attributes:
+        hooked: Whether DistributedDataParallel sends gradients to their owners.
+    """
+
+    def __init__(self, training: Training, clip: Clip, *, only_to_owners: bool) -> None:
+        self._training, self._clip = training, clip
+        self.only_to_owners = only_to_owners
+        self.hooked = False
+        self._summed_to: dict[Tensor, int] = {}  # since the last step
+
+    def route(
+        self,
+        layers: Mapping[KroneckerBlock, LayerPlan],
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+    ) -> Routed:
+        """Each mean gradient goes to its owner."""
+        return (gradients, self._owners(layers, params)) if self.only_to_owners else None
+
+    def _owners(
+        self, layers: Mapping[KroneckerBlock, LayerPlan], params: Sequence[Tensor]
+    ) -> list[int]:
+        """Whose each gradient is; parameters of no layer go where the least is to be sent."""
+        owner_of = {id(p): layer.workers[0] for b, layer in layers.items() for p in b.params}
+        load = [0] * self._training.world.size
+        for p in params:
+            if id(p) in owner_of:
+                load[owner_of[id(p)]] += p.numel()
+        for p in sorted(params, key=Tensor.numel, reverse=True):
+            if id(p) not in owner_of:
+                rank = min(range(len(load)), key=load.__getitem__)
+                owner_of[id(p)] = rank
+                load[rank] += p.numel()
+        return [owner_of[id(p)] for p in params]
+
+    def start_bucket(
+        self, layers: Mapping[KroneckerBlock, LayerPlan], bucket: Any
+    ) -> torch.futures.Future[Tensor]:
+        """Let the means of a bucket of DistributedDataParallel come together on their owners."""
+        averaged = self._training.averaged_params()
+        owner_of = dict(zip(map(id, averaged), self._owners(layers, averaged), strict=True))
+        gradients, params = bucket.gradients(), bucket.parameters()
+        torch._foreach_div_(gradients, float(self._training.world.size))
+        owners = [owner_of.get(id(p), 0) for p in params]  # 0: frozen since DDP was made
+        self._summed_to |= zip(params, owners, strict=True)
+        summed = self._training.world.start_sum_to(gradients, owners)
+        if self._training.world.size == 1:
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+        return summed.future().then(lambda _: bucket.buffer())
+
+    def follow_moved(self, layers: Mapping[KroneckerBlock, LayerPlan]) -> None:
+        """Give all ranks the means that the hook took to ranks that own them no more."""
+        if not self.hooked:
+            return
+        params = self._training.averaged_params()
+        owners = dict(zip(params, self._owners(layers, params), strict=True))
+        summed, self._summed_to = self._summed_to, {}
+        moved = [(p.grad, rank) for p, rank in summed.items() if owners.get(p, rank) != rank]
+        self._share([(grad, rank) for grad, rank in moved if grad is not None])
+
+    def finish(
+        self,
+        layers: Mapping[KroneckerBlock, LayerPlan],
+        exchange: Exchange,
+        mine: Mapping[KroneckerBlock, Tensor],
+        gradients: Mapping[KroneckerBlock, Tensor],
+    ) -> None:
+        """Write the owners' results, send them to all with the clip's sums, and clip them.
+
+        Args:
+            layers: Who does what.
+            exchange: Between the ranks.
+            mine: What this rank has preconditioned, ``(groups, out, in)``.
+            gradients: The layers' mean gradients where they are, likewise.
+        """
+        world, solved = self._training.world, [block for block in layers if block.solved]
+        ranks = range(world.size)
+        changes: list[Tensor] = []
+        with record_function("second_order.clip"):
+            if self._clip.bounded:
+                changes = self._clip.parts(world.size, self._training.device)
+                here = {block: gradients[block] for block in mine}
+                changes[world.rank].copy_(self._clip.change(mine, here))
+            for block, result in mine.items():  # not yet clipped: the whole sum comes with it
+                block.write_gradient(result, 1.0)
+        with record_function("second_order.exchange"):
+            self._share([*self._sent(layers, solved), *zip(changes, ranks, strict=False)])
+        if changes:
+            with record_function("second_order.clip"):
+                coefficient = self._clip.coefficient(torch.stack(changes).sum())
+                for gradient in (p.grad for block in solved for p in block.params):
+                    if gradient is not None:
+                        gradient.mul_(_on(coefficient, gradient))
+
+    def _sent(
+        self, layers: Mapping[KroneckerBlock, LayerPlan], solved: Sequence[KroneckerBlock]
+    ) -> list[tuple[Tensor, int]]:
+        """The gradients that come back, and from whom."""
+        if self.hooked or (self._training.averages and self.only_to_owners):
+            params = self._training.averaged_params()
+            pairs = zip(params, self._owners(layers, params), strict=True)
+            return [(p.grad, rank) for p, rank in pairs if p.grad is not None]
+        # Gradients are means already, wherever nobody has preconditioned them.
+        return [
+            (torch.zeros_like(p) if p.grad is None else p.grad, layers[block].workers[0])
+            for block in solved
+            for p in block.params
+        ]
+
+    def _share(self, owned: Sequence[tuple[Tensor, int]]) -> None:
+        if owned and self._training.world.size > 1:
+            tensors, owners = zip(*owned, strict=True)
+            self._training.world.share(tensors, owners)

@@ -1,0 +1,300 @@
+"""The layers of a model that K-FAC preconditions: found, watched, and followed as they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from second_order.contract.groups import members_of
+from second_order.contract.training import Training
+from second_order.kfac.options import KFACOptions
+from second_order.kronecker.block import GradientScale, KroneckerBlock, StatisticsCollector
+from second_order.kronecker.capture import Capture
+from second_order.kronecker.equal_inputs import link_equal_inputs
+from second_order.kronecker.factors import StatisticsSums
+from second_order.kronecker.fisher import LabelSampler
+from second_order.kronecker.layers import Approximation
+from second_order.kronecker.model_blocks import (
+    BlockRules,
+    LeftToBase,
+    find_blocks,
+    unmatched_patterns,
+)
+from second_order.kronecker.overflow import drop_overflow
+
+__all__ = ["Layers"]
+
+UNREACHED = (
+    "the forward does not call these modules, or their outputs do not reach the loss; see to it "
+    "that they do"
+)
+
+
+class Layers:
+    """The blocks of a model, and the statistics that its passes leave in them.
+
+    Args:
+        training: Whose model it is.
+        options: Of the statistics.
+        rules: What becomes a block.
+        conv_approximation: Of convolutions; None for the same as of other layers.
+
+    Attributes:
+        blocks: All of them, frozen ones too.
+        active: Those that train now.
+        left: What is left to the base, and why.
+        newcomers_at: The first step whose passes are sure to have been captured for layers that
+            began to train in mid-run, or lost what they had.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        options: KFACOptions,
+        rules: BlockRules,
+        conv_approximation: Approximation | None = None,
+    ) -> None:
+        self._training, self._options, self._rules = training, options, rules
+        self._conv_approximation = conv_approximation
+        self.blocks: list[KroneckerBlock] = []
+        self.active: list[KroneckerBlock] = []
+        self.left: list[LeftToBase] = []
+        self.newcomers_at = -1
+        self._signature: tuple[Any, ...] | None = None
+        self._overflown: dict[KroneckerBlock, Tensor] = {}
+
+    def find(self, optimized: Iterable[Tensor] | None = None) -> None:
+        """Look through the model.
+
+        Args:
+            optimized: The parameters whose layers are looked for; those in the groups if None.
+        """
+        params = members_of(self._training.groups) if optimized is None else optimized
+        self.blocks, self.left = find_blocks(
+            self._training.model,
+            {id(p): p.numel() for p in params},
+            self._options.skip_layers,
+            {id(block.weight): block for block in self.blocks},
+            self._options.factor_dtype,
+            self._options.symmetry_aware,
+            self._rules,
+        )
+
+    def description(self) -> list[str]:
+        """The layers as the ranks compare them: equal parameters can belong to unlike layers."""
+        left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
+        kinds = [type(block.modules[0]).__name__ for block in self.blocks]
+        pairs = zip(self.blocks, kinds, strict=True)
+        return [*(f"layer {b.name}: {kind} {b.shape}" for b, kind in pairs), *left]
+
+    def name_those_left(self) -> None:
+        """Name, once each, the modules that are trained without curvature."""
+        training, skipped = self._training, self._options.skip_layers
+        for pattern in unmatched_patterns(training.model, skipped):
+            if training.first_time(f"pattern:{pattern}"):
+                training.warn(
+                    f"skip_layers: the pattern {pattern!r} matches no module of the model"
+                )
+        new = [row for row in self.left if training.first_time(f"left:{row.name}")]
+        if new:
+            names = ", ".join(map(str, new[:20]))
+            more = f" and {len(new) - 20} more" if len(new) > 20 else ""
+            training.warn(
+                f"trained by {training.base_name} alone, without curvature: {names}{more}; "
+                f"summary() tells why"
+            )
+
+    def follow(self) -> bool:
+        """Look at what trains now; whether that is other than before."""
+        for block in self.blocks:
+            block.follow_requires_grad()
+        signature = tuple((block.training, block.shape) for block in self.blocks)
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        self.active = [block for block in self.blocks if block.trainable]
+        return True
+
+    def forget_plan(self) -> None:
+        """Take whatever trains at the next look for new."""
+        self._signature = None
+
+    # -------------------------------------------------------------------------------- statistics
+
+    def connect(self) -> None:
+        """Make what turns the model's passes into statistics."""
+        options = self._options
+        sampled, divided_by = options.fisher == "sampled", options.accumulation_steps
+        scaler = None if sampled else self._training.scaler
+        self.collector = StatisticsCollector(
+            options.kfac_approx,
+            options.factor_dtype,
+            mean_reduction=not sampled and options.loss_reduction == "mean",
+            gradient_scale=GradientScale(
+                1 if sampled or divided_by == "auto" else divided_by, scaler
+            ),
+            conv_approximation=self._conv_approximation,
+            warn=self._training.notices.keep,
+        )
+        self.collector.watch(self.blocks)
+        rank = self._training.world.rank
+        self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
+        self.capture = Capture(self.collector, self._sampler, self.collector.wants)
+
+    def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
+        """Hook the layers whose statistics this process takes."""
+        modules = [m for block in self.blocks if taken(block) for m in block.modules]
+        self.capture.attach(self._training.model, modules)
+
+    def expect(self, due: bool) -> None:
+        """Capture during the coming passes only if the coming step wants statistics."""
+        self.capture.enabled = due
+        if self._sampler is not None:
+            self._sampler.step = self._training.steps
+
+    @property
+    def nothing_captured(self) -> bool:
+        """Whether no statistic has arrived since the last step."""
+        return all(block.staged.empty for block in self.blocks)
+
+    def drop_pending(self) -> None:
+        """Drop the statistics of backward passes already completed."""
+        for block in self.blocks:
+            if not block.staged.empty:
+                block.staged.clear()
+
+    def sums(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, StatisticsSums]:
+        """The statistics of some layers since the last step, which are let go; all were asked."""
+        parts, dtype = self._micro_batches(blocks), self._options.factor_dtype
+        sums = {block: block.staged.sums(parts).to(dtype) for block in blocks}
+        for block in self.active:
+            block.staged.clear()
+            block.ensure_factors()
+            block.asked = True
+        return sums
+
+    def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
+        """Running averages take in sums over all processes, weighted by their examples.
+
+        Args:
+            sums: Of some layers; used up.
+            decay: Weight of the past.
+        """
+        self._drop_overflow(sums)
+        self.average(self.blocks, sums, self.collector.settle(), decay)
+
+    @staticmethod
+    def average(
+        blocks: Iterable[KroneckerBlock],
+        sums: dict[KroneckerBlock, StatisticsSums],
+        sharing: Mapping[KroneckerBlock, KroneckerBlock],
+        decay: float,
+    ) -> None:
+        """Running averages of layers take in sums, which are used up; one A for equal inputs.
+
+        Args:
+            blocks: All layers.
+            sums: Of some.
+            sharing: By layer, another one that had the same input.
+            decay: Weight of the past.
+        """
+        linked = link_equal_inputs(blocks, sharing, sums)
+        while sums:  # the last one's go first
+            block, each = sums.popitem()
+            block.ensure_factors().update(each, decay, "A" if block in linked else "")
+
+    def _micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
+        """What the loss of each pass has been divided by, where that is to be found out."""
+        options, training = self._options, self._training
+        told = options.accumulation_steps != "auto" or options.loss_reduction == "sum"
+        if told or options.fisher == "sampled":
+            return 1
+        found = max((block.staged.micro_batches for block in blocks), default=1)
+        if found > 1 and training.first_time("micro-batches"):
+            training.warn(
+                f"{found} backward passes in a step: the loss of each is taken to have been "
+                f"divided by their number, as Trainer, Lightning and Accelerate do; where losses "
+                f"are added up as they are, write accumulation_steps=1"
+            )
+        return max(found, 1)
+
+    # ------------------------------------------------------------------------- what goes wrong
+
+    def _drop_overflow(self, sums: Mapping[KroneckerBlock, StatisticsSums]) -> None:
+        """Drop sums that do not fit their dtype, and remember whose; no device is waited for."""
+        for block, each in sums.items():
+            over = drop_overflow(each, block.shape)
+            if over.device.type != "cpu" or bool(over):
+                block.staged.dropped += over
+                self._overflown[block] = over | self._overflown.get(block, over)
+
+    def tell_of_overflow(self) -> None:
+        """Name the layers whose sums have been dropped since the last refresh."""
+        training, noted = self._training, self._overflown
+        self._overflown = {}
+        over = torch.stack(list(noted.values())).tolist() if noted else []
+        names = [block.name for block, dropped in zip(noted, over, strict=True) if dropped]
+        for name in names:
+            training.first_time(f"no:{name}")  # it is not that none have arrived
+        if len(names) == len(self.active) > 0:
+            training.first_time("no statistics")
+        new = [repr(name) for name in names if training.first_time(f"overflow:{name}")]
+        if new:
+            training.warn(
+                f"the statistics of {', '.join(new)} overflow {self._options.factor_dtype} when "
+                f"they are added up over examples and processes: such sums are dropped; scale the "
+                f"layers' inputs or the loss down, or use factor_dtype=torch.float64"
+            )
+
+    def tell_of_silence(self, silent: Sequence[KroneckerBlock]) -> None:
+        """Name, once each, the layers of which no statistic has ever come."""
+        if not silent:
+            return
+        if len(silent) == len(self.active):
+            self._tell_that_none_came()
+            return
+        new = [b for b in silent if self._training.first_time(f"no:{b.name}")]
+        names: dict[str, list[str]] = {}
+        for block in new:
+            names.setdefault(self._why_silent(block) or UNREACHED, []).append(repr(block.name))
+        for reason, absent in names.items():
+            self._training.warn(
+                f"no statistics arrived for {', '.join(absent)}: {reason}; the base optimizer "
+                f"trains them until then"
+            )
+
+    def _why_silent(self, block: KroneckerBlock) -> str:
+        """Why no pair of a layer has come, if that is known."""
+        reasons = (self.capture.missed.get(module, "") for module in block.modules)
+        return next(filter(None, reasons), "")
+
+    def _tell_that_none_came(self) -> None:
+        training = self._training
+        if not training.first_time("no statistics"):
+            return
+        cause = next(
+            filter(None, map(self._why_silent, self.active)),
+            "make the optimizer before torch.compile's first run: hooks added later never fire",
+        )
+        if self._options.fisher == "sampled":
+            cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
+        training.warn(
+            f"no layer gave statistics: {training.name} now does no more than "
+            f"{training.base_name}; {cause}"
+        )
+
+    # --------------------------------------------------------------------------------- the rest
+
+    def close(self) -> None:
+        """Remove every hook from the model, and forget its layers."""
+        self.capture.detach()
+        self.collector.blocks.clear()
+        self.blocks, self.active, self.left, self._signature = [], [], [], ()
+        self._overflown = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = ("capture", "collector", "_sampler")
+        return {key: value for key, value in self.__dict__.items() if key not in dropped}

@@ -1,0 +1,154 @@
+"""Who does what for each layer, as data: the same answer on every rank, without asking any.
+
+| system   | statistics from | factors kept by   | solved by        | preconditioned by            |
+|----------|-----------------|-------------------|------------------|------------------------------|
+| KAISA    | every rank      | every rank, or    | one rank, or one | a row of the grid of ranks   |
+|          |                 | its solver        | for each factor  |                              |
+| DPKFAC   | the owner       | the owner         | the owner        | the owner                    |
+| DistKFAC | every rank, or  | every rank, or    | one rank, on     | every rank                   |
+|          | stats workers   | its solver        | threads          |                              |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from second_order.distributed.assignment import (
+    AssignmentCost,
+    Grid,
+    LayerDims,
+    OwnerAssignment,
+    assign_layers,
+    assign_owners,
+    gradient_worker_count,
+    spread_costs,
+)
+
+__all__ = ["LayerPlan", "Plan", "Planner", "distkfac_plan", "dpkfac_plan", "kaisa_plan"]
+
+Pair: TypeAlias = tuple[int, int]
+"""A rank for A, and for G."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Who works on a layer.
+
+    Attributes:
+        source: The rank whose batches alone make its statistics; None if all ranks' do.
+        keepers: The ranks that keep A and G; None if every rank keeps both.
+        solvers: The ranks that decompose A and G.
+        workers: The ranks that precondition its gradient.
+        said: The same in words, for :meth:`summary`.
+    """
+
+    source: int | None
+    keepers: Pair | None
+    solvers: Pair
+    workers: tuple[int, ...]
+    said: str
+
+    def solver(self, letter: str) -> int:
+        """The rank that decomposes a factor, by its letter."""
+        return self.solvers[letter == "G"]
+
+    def keeper(self, letter: str) -> int | None:
+        """The rank that keeps a factor, by its letter; None if every rank does."""
+        return None if self.keepers is None else self.keepers[letter == "G"]
+
+    def keeps(self, rank: int) -> tuple[bool, bool]:
+        """Whether a rank keeps A and G."""
+        return (
+            (True, True)
+            if self.keepers is None
+            else (
+                self.keepers[0] == rank,
+                self.keepers[1] == rank,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who works on which layer.
+
+    Attributes:
+        grid: The ranks; a row of it preconditions a layer.
+        layers: One plan a layer.
+    """
+
+    grid: Grid
+    layers: tuple[LayerPlan, ...]
+
+
+Planner: TypeAlias = Callable[[Sequence[LayerDims], int], Plan]
+"""A plan for layers, in an order that all ranks share, and a number of ranks."""
+
+
+def kaisa_plan(
+    layers: Sequence[LayerDims],
+    ranks: int,
+    *,
+    fraction: float,
+    cost: AssignmentCost,
+    colocate: bool,
+    keeps_all: bool,
+) -> Plan:
+    """Plan as KAISA does: longest processing time first, rows of the grid as gradient workers.
+
+    Args:
+        layers: In an order that all ranks share.
+        ranks: How many there are.
+        fraction: Of the ranks, that precondition a layer.
+        cost: What is balanced.
+        colocate: Whether one rank decomposes both factors of a layer.
+        keeps_all: Whether every rank keeps every factor.
+    """
+    columns = gradient_worker_count(ranks, fraction)
+    grid = Grid(ranks // columns, columns)
+    plans = []
+    for each in assign_layers(layers, grid, cost=cost, colocate_factors=colocate):
+        solvers, workers = (each.a_solver, each.g_solver), grid.row(each.row)
+        said = f"solve {_ranks(sorted(set(solvers), key=solvers.index))}, precondition "
+        keepers = None if keeps_all else solvers
+        plans.append(LayerPlan(None, keepers, solvers, workers, said + _ranks(workers)))
+    return Plan(grid, tuple(plans))
+
+
+def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAssignment) -> Plan:
+    """Plan as DPKFAC does: all of a layer is its owner's.
+
+    Args:
+        layers: In an order that all ranks share.
+        ranks: How many there are.
+        assignment: Which layer is whose.
+    """
+    owners = assign_owners(layers, ranks, assignment)
+    plans = (LayerPlan(o, (o, o), (o, o), (o,), f"owner {o}") for o in owners)
+    return Plan(Grid(ranks, 1), tuple(plans))
+
+
+def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -> Plan:
+    """Plan as DistKFAC does: solves spread over the ranks, all of which precondition everything.
+
+    Args:
+        layers: In an order that all ranks share.
+        ranks: How many there are.
+        keeps_all: Whether every rank keeps every factor; only its solver otherwise.
+    """
+    everybody = tuple(range(ranks))
+    plans = (
+        LayerPlan(
+            None, None if keeps_all else (o, o), (o, o), everybody, f"solve {o}, precondition all"
+        )
+        for o in spread_costs([layer.cost for layer in layers], ranks)
+    )
+    return Plan(Grid(1, ranks), tuple(plans))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return "+".join(map(str, ranks))

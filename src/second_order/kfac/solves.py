@@ -1,0 +1,626 @@
+"""Damped inverses of the layers' factors: submitted, agreed on, installed.
+
+submit    each solver decomposes its factors, at once or on threads, from a snapshot
+agree     all ranks hear the gravest verdict on each layer
+install   decompositions go to the gradient workers of the layers that are solved, and are put to
+          use by all of them at this step; the others keep what they have, or nothing
+
+At once, a layer lands at the step that submits it. On threads it is under way from then on, and is
+not submitted again until it has landed; one without an inverse is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from second_order.contract.training import Training
+from second_order.distributed.parcels import Shapes
+from second_order.errors import DecompositionError
+from second_order.kfac.exchange import Exchange, Item
+from second_order.kfac.layers import Layers
+from second_order.kfac.options import KFACOptions, check_damping
+from second_order.kfac.plan import LayerPlan
+from second_order.kronecker.background import (
+    Streams,
+    Ticket,
+    WorkerPool,
+    retrieve,
+    take_snapshot,
+)
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.decompositions import Decomposition, Problem
+from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
+from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.options import value_at
+
+__all__ = ["Background", "Solves", "solve_cost_of"]
+
+PART_BYTES = 64 * 2**20  # of full matrices that are refreshed together on one process
+
+Solved: TypeAlias = dict[str, Decomposition]
+"""A layer's decompositions, by the factors' letters; without those that failed."""
+
+
+class Verdict(IntEnum):
+    """What a rank says of a layer that is to be solved, in the order of gravity."""
+
+    FLYING = 0  # not yet, or not by this rank
+    SOUND = 1
+    FAILED = 2
+    SILENT = 3  # no pair of statistics has ever come
+    UNSEEN = 4  # none with an example
+    LOST = 5  # a factor is missing where it should be kept
+    RAISED = 6  # on a thread
+
+
+@dataclass(frozen=True)
+class Background:
+    """How inverses are solved beside training.
+
+    Attributes:
+        threads: Of this process.
+        device: Where they are solved: "cpu" or "cuda".
+        max_staleness: Steps after which a layer that is under way is waited for; None: never.
+        deterministic: Layers land exactly then, not before.
+    """
+
+    threads: int
+    device: str
+    max_staleness: int | None
+    deterministic: bool
+
+
+@dataclass
+class Flight:
+    """A layer's solve under way.
+
+    Attributes:
+        step: Of the factors.
+        damping: γ of then, where it is known.
+        verdict: What is known without a thread.
+        solved: What this rank has solved.
+        ticket: Of a thread's work.
+    """
+
+    step: int
+    damping: Damping | None = None
+    verdict: Verdict = Verdict.FLYING
+    solved: Solved = field(default_factory=dict)
+    ticket: Ticket[Solved] | None = None
+
+
+class Solves:
+    """The inverses of a training's layers.
+
+    Args:
+        training: Which.
+        options: Of the solves.
+        layers: Its layers.
+        background: How, on threads; None for at once.
+
+    Attributes:
+        wanted: Whether a refresh is due out of turn.
+        flights: What is under way.
+        taken_at: By layer, the step whose factors' inverse is in use.
+        landed_at: By layer, the step at which it was put to use.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        options: KFACOptions,
+        layers: Layers,
+        background: Background | None = None,
+    ) -> None:
+        self._training, self._options, self._layers = training, options, layers
+        self._background = background
+        self._solver = SOLVERS[options.solver]
+        self._plan: Mapping[KroneckerBlock, LayerPlan] = {}
+        self.wanted = False
+        self.flights: dict[KroneckerBlock, Flight] = {}
+        self.taken_at: dict[KroneckerBlock, int] = {}
+        self.landed_at: dict[KroneckerBlock, int] = {}
+        self._made_streams: Streams | None = None
+        self._posting: Ticket[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have threads, and know of no statistics."""
+        self._pool = None if self._background is None else WorkerPool(self._background.threads)
+        self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
+
+    def follow(self, plan: Mapping[KroneckerBlock, LayerPlan], exchange: Exchange) -> None:
+        """Go on by another plan, with everything to be solved anew."""
+        self._plan, self._exchange = plan, exchange
+        self.flights.clear()  # of other factors, or other layers
+        self.wanted = True
+        known = set(self._layers.blocks)
+        for steps in (self.landed_at, self.taken_at):
+            for block in [b for b in steps if b not in known or not b.solved]:
+                del steps[block]
+
+    def restart(self) -> None:
+        """Solve everything anew, of other factors."""
+        self.flights.clear()
+        self.landed_at, self.taken_at, self.wanted = {}, {}, True
+
+    def refresh(
+        self, due: bool, average: Callable[[], None], news: Sequence[float] = ()
+    ) -> Sequence[float]:
+        """Submit the layers if they are due, and install what the ranks agree is solved.
+
+        Args:
+            due: Whether it is their turn.
+            average: Waits for the gradients: nothing may be under way in the world while a part of
+                it communicates, since NCCL's communicators are not to be used at the same time.
+            news: What else this rank has to say; of the same length everywhere.
+
+        Returns:
+            The news of all ranks, the largest of each.
+
+        Raises:
+            DecompositionError: On every rank, if a thread has raised, or a layer could not be
+                solved too often.
+        """
+        due = due or self.wanted
+        if due:
+            self.wanted = False
+            self._layers.tell_of_overflow()
+        heard: Sequence[float] = news
+        hopeless: list[str] = []
+        silent: list[KroneckerBlock] = []
+        for part in self._parts(due):
+            with record_function("second_order.launch"):
+                self._submit(part)
+            with record_function("second_order.agree"):
+                agreed = self._start_agreement(news)
+            with record_function("second_order.average_gradients"):
+                average()
+            verdicts, heard = agreed()
+            with record_function("second_order.land"):
+                landed, failing = self._install(verdicts)
+            hopeless += failing
+            silent += [block for block in landed if block.silent]
+        self._layers.tell_of_silence(silent)
+        if hopeless:
+            raise DecompositionError(
+                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
+                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
+                f"float64; raise damping, lower lr, or name them in skip_layers"
+            )
+        return heard
+
+    def _parts(self, due: bool) -> Iterable[list[KroneckerBlock]]:
+        """Layers that are refreshed together: with others, all, so that few messages do.
+
+        Alone, a few: an old inverse can go before the next layers' new ones come.
+        """
+        if self._background is not None:
+            yield [block for block in self._plan if block not in self.flights] if due else []
+            return
+        if not due or not self._plan:
+            return
+        part: list[KroneckerBlock] = []
+        filled = 0.0
+        for block in self._plan:
+            stored = (block.stored_shape(letter) for letter in block.shape.letters)
+            size = self._options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
+            if part and self._training.world.size == 1 and filled + size > PART_BYTES:
+                yield part
+                part, filled = [], 0.0
+            part.append(block)
+            filled += size
+        yield part
+
+    # ----------------------------------------------------------------------------------- submit
+
+    def _submit(self, blocks: Sequence[KroneckerBlock]) -> None:
+        if not blocks:
+            return
+        rank, step = self._training.world.rank, self._training.steps
+        check_damping(value_at(self._options.damping, step))  # everywhere, before it begins
+        self.flights |= {block: Flight(step) for block in blocks}
+        mine = [b for b in blocks if rank in self._plan[b].solvers]
+        others = [b for b in blocks if b not in mine and rank in self._plan[b].workers]
+        ready = self._with_factors(mine)
+        try:
+            dampings = self._dampings([*ready, *(others if self._background is None else [])])
+        except Exception as error:
+            self._tell_of_error(ready, error)
+            return
+        for block, damping in dampings.items():
+            self.flights[block].damping = damping
+        if self._background is None:
+            self._solve_at_once(ready)
+            return
+        # The largest first, so that the threads end together.
+        for block in sorted(ready, key=lambda b: -solve_cost_of(b)):
+            self.flights[block].ticket = self._launched(block)
+
+    def _with_factors(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+        """Those that can be solved; the others get their verdicts."""
+        device = self._training.device
+        factors = {b: b.ensure_factors() for b in blocks}
+        news = [b for b in blocks if factors[b] not in self._seen]
+        weights = [factors[b].weight.to(device) for b in news]
+        counts = torch.stack(weights).tolist() if weights else []
+        unseen = {block for block, count in zip(news, counts, strict=True) if not count > 0}
+        ready = []
+        for block in blocks:
+            if block.lost:
+                self.flights[block].verdict = Verdict.LOST
+            elif block in unseen:
+                silent = block.asked and not block.heard  # a dead layer's pairs have no example
+                self.flights[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
+            else:
+                self._seen.add(factors[block])  # which needs no second look at the device
+                ready.append(block)
+        return ready
+
+    def _dampings(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Damping]:
+        """γ of each layer: a number, or that many times its mean curvature."""
+        damping = value_at(self._options.damping, self._training.steps)
+        if not self._options.relative_damping:
+            return dict.fromkeys(blocks, float(damping))
+        curvatures = {block: block.ensure_factors().mean_curvature() for block in blocks}
+        # A layer whose gradients vanish has no curvature to be relative to.
+        return {block: damping * torch.where(c > 0, c, 1.0) for block, c in curvatures.items()}
+
+    def _solve_at_once(self, blocks: Sequence[KroneckerBlock]) -> None:
+        """Decompose this rank's factors; an exception here must not part it from the others."""
+        options, rank = self._options, self._training.world.rank
+        dtype = options.solve_dtype
+        mine = [(b, k) for b in blocks for k in b.shape.letters if self._plan[b].solver(k) == rank]
+        try:
+            problems = [
+                self._problem(b, k, partial(b.ensure_factors().matrix, k, dtype), b.weight.device)
+                for b, k in mine
+            ]
+            found = self._solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
+        except Exception as error:
+            self._tell_of_error(blocks, error)
+            return
+        for block in blocks:
+            self.flights[block].verdict = Verdict.SOUND
+        for (block, letter), parts in zip(mine, found, strict=True):
+            if parts is None:
+                self.flights[block].verdict = Verdict.FAILED
+            else:
+                self.flights[block].solved[letter] = parts
+
+    def _tell_of_error(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
+        for block in blocks:
+            self.flights[block].verdict = Verdict.FAILED
+            block.complaint = f" ({type(error).__name__}: {error})"
+
+    def _problem(
+        self,
+        block: KroneckerBlock,
+        letter: str,
+        build: Callable[[], Tensor],
+        device: torch.device,
+    ) -> Problem:
+        """A factor to decompose.
+
+        Args:
+            block: Whose it is.
+            letter: Of the factor.
+            build: Makes it, in the solves' dtype.
+            device: Where.
+        """
+        options, shape, inverse = self._options, block.shape, block.inverse
+        damping = self.flights[block].damping
+        assert damping is not None
+        means, position = block.ensure_factors().means, shape.letters.index(letter)
+        added = self._solver.dampings(means, damping, shape.exact)[position]
+        guess, scale = None, None
+        if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
+            guess = inverse.q_a if letter == "A" else inverse.q_g
+            scale = factored_damping(*means.unbind(), damping=damping)[position]
+        return Problem(
+            shape.groups,
+            shape.dim(letter),
+            options.solve_dtype,
+            device,
+            build,
+            added=added,
+            guess=guess,
+            scale=scale,
+            is_diagonal=shape.is_diagonal(letter),
+        )
+
+    def _launched(self, block: KroneckerBlock) -> Ticket[Solved]:
+        """The ticket of a layer's solve; of an error, all are told as of one on a thread."""
+        try:
+            return self._give_to_threads(block)
+        except Exception as error:
+            return Ticket.failed(error)
+
+    def _give_to_threads(self, block: KroneckerBlock) -> Ticket[Solved]:
+        """Submit a layer's factors, as they are now."""
+        assert self._background is not None
+        assert self._pool is not None
+        factors, letters = block.ensure_factors(), block.shape.letters
+        cpu = torch.device("cpu")
+        device = block.weight.device if self._background.device == "cuda" else cpu
+        problems = [self._problem(block, letter, _never, device) for letter in letters]
+        if device.type == "cuda":  # where float32 products obey a setting of the whole process
+            problems = [replace(problem, dtype=torch.float64) for problem in problems]
+        added = [p.added for p in problems if p.added is not None]
+        stored = [factors.stored[letter] for letter in letters]
+        streams, options = self.streams(), self._options
+        fetch = take_snapshot([*(t for t in stored if t is not None), *added], device, streams)
+        decompose = partial(
+            self._solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
+        )
+        of = dict(zip(letters, problems, strict=True))
+        return self._pool.submit(partial(solve, fetch, of, factors.triangular, decompose, streams))
+
+    def streams(self) -> Streams | None:
+        """What copies and solves beside training; None without CUDA."""
+        device = self._training.device
+        if self._made_streams is None and device.type == "cuda":
+            self._made_streams = Streams(*(torch.cuda.Stream(device) for _ in range(3)))
+        return self._made_streams
+
+    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Send copies from the CPU; those on a device by a thread, so that nobody waits for it."""
+        if self.streams() is None or self._pool is None:
+            send(copies)
+            return
+        fetch = take_snapshot(copies, torch.device("cpu"), self.streams())
+        self._posting = self._pool.submit(lambda: send(fetch()))
+
+    def check_device(self) -> None:
+        """Raise ValueError if inverses are to be solved on a device that there is not."""
+        device = self._training.device
+        wanted = "cpu" if self._background is None else self._background.device
+        if wanted == "cuda" and device.type != "cuda":
+            raise ValueError(
+                f"inverse_device='cuda', but the parameters are on {device}; move the "
+                f"model there first, or use inverse_device='cpu'"
+            )
+
+    # ------------------------------------------------------------------------------------ agree
+
+    def _waits(self, block: KroneckerBlock) -> bool:
+        """Whether a layer under way must land at this step; the same on every rank."""
+        if self._background is None or not block.solved:
+            return True
+        steps, most = self._training.steps, self._background.max_staleness
+        late = most is not None and steps - self.flights[block].step >= most
+        return late or steps < self._options.refresh_warmup_steps
+
+    def _start_agreement(
+        self, news: Sequence[float]
+    ) -> Callable[[], tuple[dict[KroneckerBlock, Verdict], Sequence[float]]]:
+        """Begin to hear the gravest verdict on each layer, and the news."""
+        blocks, background, world = list(self._plan), self._background, self._training.world
+        exactly = background is not None and background.deterministic
+        if not news and (not self.flights or (exactly and not any(map(self._waits, self.flights)))):
+            return lambda: ({}, news)
+        if self._pool is not None:
+            self._pool.revive()
+        said = [
+            float(self._verdict(block, self.flights[block]) if block in self.flights else 0)
+            for block in blocks
+        ]
+        # On the CPU: a device need not be waited for to read it.
+        message = torch.tensor([*said, *news], device="cpu")
+        pending = world.on_cpu().start_max([message])
+
+        def agreed() -> tuple[dict[KroneckerBlock, Verdict], Sequence[float]]:
+            pending.wait()
+            heard = message.tolist()
+            verdicts = map(Verdict, map(int, heard[: len(blocks)]))
+            landing = {b: v for b, v in zip(blocks, verdicts, strict=True) if v > Verdict.FLYING}
+            return landing, heard[len(blocks) :]
+
+        return agreed
+
+    def _verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
+        """What this rank has to say of a layer."""
+        ticket = flight.ticket
+        if ticket is None:
+            return flight.verdict
+        if self._waits(block):
+            with record_function("second_order.wait"):
+                ticket.wait()
+        elif (self._background and self._background.deterministic) or not ticket.done:
+            return Verdict.FLYING
+        # Also SystemExit and the like: they would end this process, or a step of it, alone.
+        if ticket.error is not None:
+            return Verdict.RAISED
+        return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
+
+    # ---------------------------------------------------------------------------------- install
+
+    def _install(
+        self, verdicts: Mapping[KroneckerBlock, Verdict]
+    ) -> tuple[list[KroneckerBlock], list[str]]:
+        """Put what is solved to use; the layers that land, and those that fail too often."""
+        raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
+        if raised:
+            self._raise(raised)
+        received = self._exchanged([b for b, v in verdicts.items() if v is Verdict.SOUND])
+        failing = []
+        for block, verdict in verdicts.items():
+            flight = self.flights.pop(block)
+            if verdict is not Verdict.SOUND:
+                failing += self._note_failure(block, verdict)
+                continue
+            inverse = None
+            if block in received:
+                damping, parts = received.pop(block)
+                a, g, *rest = (parts[letter] for letter in block.shape.letters)
+                inverse = self._solver.combine(a, g, damping, *rest)
+            block.install(inverse)
+            self.landed_at[block], self.taken_at[block] = self._training.steps, flight.step
+        return list(verdicts), failing
+
+    def _exchanged(
+        self, sound: Sequence[KroneckerBlock]
+    ) -> dict[KroneckerBlock, tuple[Damping, Solved]]:
+        """γ and decompositions of the layers that this rank preconditions."""
+        options, device = self._options, self._training.device
+        travels = self._background is not None and self._training.world.size > 1  # γ of then
+        mine: dict[Item, tuple[Tensor, ...]] = {}
+        shapes: dict[Item, Shapes] = {}
+        for block in sound:
+            shape, flight = block.shape, self.flights[block]
+            solved = flight.solved
+            if flight.ticket is not None:
+                streams, solved = self.streams(), flight.ticket.result()
+                solved = {k: retrieve(parts, device, streams) for k, parts in solved.items()}
+            for letter in shape.letters:
+                kept = self._solver.kept_shapes(
+                    shape.groups,
+                    shape.dim(letter),
+                    shape.is_diagonal(letter),
+                    options.symmetry_aware,
+                )
+                head: tuple[tuple[int, ...], ...] = ((),) if travels and letter == "A" else ()
+                shapes[block, letter] = (*head, *kept)
+                if letter in solved:
+                    mine[block, letter] = solved[letter]
+                    if head:
+                        damping = torch.as_tensor(flight.damping, dtype=options.inv_dtype)
+                        mine[block, letter] = (damping.to(device), *solved[letter])
+            flight.solved, flight.ticket = {}, None
+        if sound:
+            with record_function("second_order.exchange"):
+                mine = self._exchange.decompositions(mine, shapes, options.inv_dtype, device)
+        received: dict[KroneckerBlock, tuple[Damping, Solved]] = {}
+        for block in sound:
+            if self._training.world.rank in self._plan[block].workers:
+                parts = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
+                damping: Damping | None = self.flights[block].damping
+                if travels:  # what is rounded on its way is rounded on its solver, too
+                    sent, *rest = parts["A"]
+                    damping, parts["A"] = sent.to(options.inv_dtype), tuple(rest)
+                assert damping is not None
+                received[block] = damping, parts
+        return received
+
+    def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
+        """What becomes of a layer that was not solved; its name, if it has failed too often."""
+        training = self._training
+        block.silent = verdict is Verdict.SILENT
+        if verdict is Verdict.LOST:
+            training.warn(
+                f"a factor of layer {block.name!r} is lost: the process that should keep it has "
+                f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
+                f"optimizer trains the layer alone until its statistics have been taken anew"
+            )
+            block.forget()
+            self._layers.newcomers_at = training.steps + 1
+            training.publish()  # without what is lost
+        elif verdict is not Verdict.FAILED:
+            block.drop_inverse()
+        else:
+            block.failures += 1
+            kept = (
+                "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
+            )
+            if training.first_time(f"failed:{block.name}"):
+                training.warn(
+                    f"the factors of layer {block.name!r} could not be decomposed at step "
+                    f"{training.steps}{block.complaint}; {kept} until a refresh succeeds"
+                )
+            if block.failures >= self._options.max_consecutive_failures:
+                return [block.name]
+        return []
+
+    def _raise(self, blocks: Sequence[KroneckerBlock]) -> None:
+        """Tell the caller of step() of an error on a thread, on every rank."""
+        names = ", ".join(repr(block.name) for block in blocks)
+        tickets = [self.flights[block].ticket for block in blocks]
+        errors = [ticket.error for ticket in tickets if ticket is not None and ticket.done]
+        error = next(filter(None, errors), None)
+        self.flights.clear()  # the others', too: one error is told once
+        where = "a thread of another process" if error is None else "a thread"
+        said = "" if error is None else f": {type(error).__name__}: {error}"
+        raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+
+    # --------------------------------------------------------------------------------- the rest
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.close()
+        self.flights.clear()
+        self._plan, self.landed_at, self.taken_at = {}, {}, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads stay here; what is under way on them is launched anew in the copy.
+        wanted = self.wanted or bool(self.flights)
+        away = {
+            "_pool": None,
+            "_made_streams": None,
+            "flights": {},
+            "_seen": None,
+            "_posting": None,
+        }
+        return {**self.__dict__, **away, "wanted": wanted, "_exchange": None, "_plan": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+
+def solve_cost_of(block: KroneckerBlock) -> float:
+    """Of a layer's factors together: the sum of n³."""
+    shape = block.shape
+    powers = {letter: 1 if shape.is_diagonal(letter) else 3 for letter in shape.letters}
+    return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers.items()))
+
+
+def _never() -> Tensor:
+    raise AssertionError("a problem is built from its snapshot")
+
+
+def solve(
+    fetch: Callable[[], list[Tensor]],
+    problems: Mapping[str, Problem],
+    triangular: bool,
+    decompose: Callable[[Sequence[Problem]], list[Decomposition | None]],
+    streams: Streams | None,
+) -> Solved:
+    """Decompose a layer's factors from the snapshot of them, on a thread."""
+    snapshot = fetch()
+    added = iter(snapshot[len(problems) :])
+    built = [
+        problem.on(
+            partial(_matrix, stored, problem, triangular),
+            None if problem.added is None else next(added),
+        )
+        for stored, problem in zip(snapshot, problems.values(), strict=False)
+    ]
+    with torch.no_grad():
+        if streams is None:
+            found = decompose(built)
+        elif built[0].device.type == "cpu":  # pinned, to be fetched without waiting
+            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(built)]
+        else:
+            with torch.cuda.stream(streams.solves):
+                found = decompose(built)
+            streams.solves.record_event().synchronize()
+    return {letter: parts for letter, parts in zip(problems, found, strict=True) if parts}
+
+
+def _matrix(stored: Tensor, problem: Problem, triangular: bool) -> Tensor:
+    """A factor of a snapshot, in full."""
+    if not triangular or problem.is_diagonal:
+        return stored.to(problem.dtype, copy=True)
+    return unpack_upper_triangular(stored.to(problem.dtype), problem.dim)
