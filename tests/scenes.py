@@ -151,6 +151,8 @@ def say(what: str) -> None:
 
 def play(told: dict[str, Any], rank: int, size: int) -> None:
     torch.set_num_threads(1)
+    # What a shell starts in the background ignores Ctrl-C, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     store = dist.TCPStore("127.0.0.1", told["port"], is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo",

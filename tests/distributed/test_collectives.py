@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import counted
 
-from second_order import RankMismatchError
+from second_order import RankMismatchError, SecondOrderError
 from second_order.distributed import collectives
 from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import Delivery, PendingReduction, World
@@ -486,9 +486,19 @@ def written(rank: int, world_size: int) -> bytes:
     return pickle.dumps(World())
 
 
-def test_a_pickle_is_read_without_processes(world: pool.World) -> None:
-    read = pickle.loads(world.run(written, 2)[0])
-    assert (read.rank, read.size) == (0, 1)
+def read(rank: int, world_size: int, data: bytes) -> str:
+    with pytest.raises(SecondOrderError) as caught:
+        pickle.loads(data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_pickle_is_refused_at_another_place(world: pool.World, world_size: int) -> None:
+    """It would lack what other ranks keep."""
+    data = world.run(written, 3)[2]
+    for rank, message in enumerate(world.run(read, world_size, data)):
+        assert f"on rank 2 of 3, and this is rank {rank} of {world_size}" in message
+        assert "state_dict(), after consolidate()" in message
 
 
 # Agreement.

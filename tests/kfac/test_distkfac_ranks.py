@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import itertools
@@ -49,13 +50,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import KAISA, DecompositionError, SecondOrderError
-from second_order.kfac.stats_workers import Helpers
+from second_order.kfac.plan import distkfac_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pool import World
     from reference import Batch
+
+    from second_order.kronecker.block import KroneckerBlock
 
 NEVER = 10**9
 
@@ -200,7 +203,7 @@ def held(rank: int, world_size: int, sign: Path) -> Any:
         trajectory = go(model, optimizer, CASE, batches[:1])
         with solving(gate if rank == 1 else lambda solve: solve()):
             trajectory += go(model, optimizer, CASE, batches[1:5])
-        owned = [b.name for b, o in optimizer._owned() if o == 1]
+        owned = [b.name for b, o in owned_by(optimizer) if o == 1]
         before = optimizer.staleness, optimizer.delays
         gate.open()
         eventually(lambda: landed(optimizer))
@@ -236,7 +239,8 @@ def test_under_ddp(world: World) -> None:
 
 def owners(rank: int, world_size: int) -> list[int]:
     model = nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(4))])
-    return distkfac(model)._owners
+    plan = distkfac(model)._curvature.plan
+    return [layer.solver("A") for layer in plan.values()]
 
 
 def test_owners_are_spread_by_cost(world: World) -> None:
@@ -248,8 +252,10 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
     """Of workers that have got their statistics from their own passes alone."""
     model = CASE.model()
     with distkfac(model, max_staleness=0) as optimizer:
-        optimizer._curvature.helpers = Helpers(workers=world_size)
-        optimizer._signature = None  # plan anew: each factor goes to its owner
+        curvature = optimizer._curvature
+        spread = partial(distkfac_plan, keeps_all=False)
+        curvature._system = dataclasses.replace(curvature._system, plan=spread)
+        curvature.layers.forget_plan()  # plan anew: each factor goes to its owner
         go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))
         known = [block.factors for block in optimizer._curvature.layers.blocks]
     return [(float(f.weight), f.means, (f.a is not None, f.g is not None)) for f in known]  # type: ignore[union-attr]
@@ -281,8 +287,14 @@ def raising(kind: type[BaseException], solve: Callable[[], Any]) -> Any:
 RAISED = {kind.__name__: kind for kind in (BrokenError, SystemExit, KeyboardInterrupt)}
 
 
+def owned_by(optimizer: Any) -> list[tuple[KroneckerBlock, int]]:
+    """The layers that train, and the rank that solves each."""
+    return [(block, layer.solver("A")) for block, layer in optimizer._curvature.plan.items()]
+
+
 def failing(solve: Callable[[], Any]) -> Any:
-    return [None for _ in solve()]
+    solve()
+    return {}
 
 
 def plain(solve: Callable[[], Any]) -> Any:
@@ -308,7 +320,7 @@ def broken(
                 except DecompositionError as error:
                     errors.append((step, str(error), type(error.__cause__).__name__))
             trajectory.append(vector(model))
-        owned = [b.name for b, o in optimizer._owned() if o == 1]
+        owned = [b.name for b, o in owned_by(optimizer) if o == 1]
         assert max(optimizer.staleness.values()) <= 3, "all is well again"
     assert threads_of() == 0
     return trajectory, errors, owned, warned
@@ -547,7 +559,7 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         for helper in optimizer._curvature.helpers.active:
             assert len(helper.courier._shared.expected) <= 1, "what is listened for grows"
         rank = optimizer._training.world.rank
-        owned = [block.name for block, owner in optimizer._owned() if owner == rank]
+        owned = [block.name for block, owner in owned_by(optimizer) if owner == rank]
         found = factors_here(optimizer)
         assert sorted(found) == sorted(owned)
     return {"messages": messages, "trajectory": trajectory, "factors": found}
@@ -619,7 +631,7 @@ def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any
         until_fed(wrapped, optimizer)
         optimizer.zero_grad()
         loss_of(wrapped, mine(optimizer, BATCHES[0])).backward()
-        captured = not optimizer._nothing_captured()
+        captured = not optimizer._curvature.nothing_captured()
         optimizer.step()
         train_on(wrapped, optimizer, BATCHES[:2])
     return found, captured
@@ -690,7 +702,7 @@ def scaled_stats(model: nn.Module, optimizer: Any, sign: Path, how: str) -> int:
         return held_stats(model, optimizer, sign, wrap=False)
     eventually(sign.exists)
     with optimizer:
-        while not optimizer._curvature.helpers.dismissed:
+        while not optimizer._curvature.dismissed:
             scaled_on(model, optimizer, BATCHES)
     return 0
 
@@ -733,7 +745,7 @@ def loop_stats(model: nn.Module, optimizer: Any, how: str) -> int:
                 loss_of(model, batch).backward()
                 optimizer.step()
             loop_end(model, optimizer, how, epoch)
-    return optimizer._curvature.helpers.rank
+    return optimizer._training.world.rank
 
 
 def loop_end(model: nn.Module, optimizer: Any, how: str, epoch: int) -> None:
@@ -762,7 +774,7 @@ def test_the_usual_loop_on_every_rank(
 
 def owned_here(optimizer: Any) -> list[Any]:
     rank = optimizer._training.world.rank
-    return [block for block, owner in optimizer._owned() if owner == rank]
+    return [block for block, owner in owned_by(optimizer) if owner == rank]
 
 
 def until_all_come(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -832,7 +844,7 @@ def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) ->
         return ends_stats(model, optimizer, "")
     batches = itertools.cycle(BATCHES)
     with optimizer:
-        while not optimizer._curvature.helpers.dismissed:
+        while not optimizer._curvature.dismissed:
             there = when == "sooner" or (directory / "fed").exists()
             if there and not (directory / "added").exists():
                 optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
@@ -901,7 +913,9 @@ def test_a_model_that_grows_beside_a_stats_worker_is_refused(
 
 
 def at_once_worker(model: nn.Module, optimizer: Any) -> list[str]:
-    couriers = [helper.courier for helper in optimizer._curvature.helpers.active]
+    curvature = optimizer._curvature
+    helps = optimizer.role == "stats"
+    couriers = [curvature.courier] if helps else list(curvature.helpers.couriers)
     assert all(courier._shared.connected.is_set() for courier in couriers)
     optimizer.close()
     return [courier.failure for courier in couriers]
@@ -1133,7 +1147,7 @@ def saves_worker(model: nn.Module, optimizer: Any, path: str) -> Any:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, buffer)
         rank = optimizer._training.world.rank
-        kept = {b.name for b, owner in optimizer._owned() if owner == rank}
+        kept = {b.name for b, owner in owned_by(optimizer) if owner == rank}
         parts = {name: pair for name, pair in factors_here(optimizer).items() if name in kept}
     return buffer.getvalue(), refused, parts, found
 

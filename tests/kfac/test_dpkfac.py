@@ -36,7 +36,6 @@ from ranks import (
     vector,
 )
 from reference import cross_entropy, empirical_factors
-from second_order.kfac.placement import layer_dims
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -48,6 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DPKFAC, KAISA, DecompositionError, SecondOrderError, SecondOrderWarning
 from second_order.distributed.assignment import assign_owners
+from second_order.kfac.plan import dims_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -307,9 +307,9 @@ def test_a_layers_factors_are_those_of_its_owners_batches(
     results = world.run(own_factors, world_size, case, batches, options)
     trajectory = agreed([trajectory for trajectory, _ in results])
     names = [name for _, kept in results for name in kept]
-    blocks = dpkfac(case.model())._blocks
+    blocks = dpkfac(case.model())._curvature.layers.blocks
     assert sorted(names) == sorted(block.name for block in blocks)
-    owners = assign_owners(layer_dims(blocks), world_size, assignment)  # type: ignore[arg-type]
+    owners = assign_owners(list(map(dims_of, blocks)), world_size, assignment)  # type: ignore[arg-type]
     for block, owner in zip(blocks, owners, strict=True):
         found = results[owner][1][block.name]
         for rank in range(world_size):
@@ -781,7 +781,9 @@ def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
     norm = nn.LayerNorm(30, bias=False)
     model = nn.Sequential(nn.Linear(9, 10), norm, nn.Linear(2, 3), nn.Linear(2, 3))
     optimizer = dpkfac(model)
-    owners = dict(zip(optimizer._averaged_params(), optimizer._all_owners(), strict=True))
+    params = optimizer._training.averaged_params()
+    _, ranks = optimizer._curvature.route(params, params)
+    owners = dict(zip(params, ranks, strict=True))
     return [owners[layer.weight] for layer in model]
 
 
@@ -953,7 +955,7 @@ def train_forked(
         optimizer.step()
         trajectory.append(vector(model))
         (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "branch")
-        solved.append((block.solved, f"owner {optimizer._owners[block]}"))
+        solved.append((block.solved, optimizer._curvature.plan[block].said))
         if not users and not wrap:
             assert model.branch.weight.grad is None
     return trajectory, gradients, solved
@@ -1391,28 +1393,3 @@ def test_after_a_distributed_load_the_ranks_move_and_collect_together(
         assert_same_trajectory(found, one, hint=f"on {after}")
         if then == "consolidate":
             assert results[0][1] == {"A": 3, "G": 3}
-
-
-def pickled(rank: int, world_size: int) -> bytes:
-    model = MLP.model()
-    optimizer = dpkfac(model)
-    go(model, optimizer, MLP, BATCHES[:2])
-    return pickle.dumps((model, optimizer))
-
-
-def unpickled(rank: int, world_size: int, data: bytes) -> tuple[list[Tensor], list[str]]:
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        model, optimizer = pickle.loads(data)
-        return go(model, optimizer, MLP, BATCHES[2:]), caught(messages)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_pickle_goes_on_elsewhere_with_the_factors_it_has(world: World, world_size: int) -> None:
-    """One of three ranks' on fewer: the others' layers start anew, and that is all that is said."""
-    data = world.run(pickled, 3)[0]
-    results = world.run(unpickled, world_size, data)
-    agreed([trajectory for trajectory, _ in results])
-    for _, messages in results:
-        assert len(messages) == 2
-        assert all("is lost" in message for message in messages)

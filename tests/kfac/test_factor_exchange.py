@@ -249,11 +249,11 @@ def kept(
     for _ in range(2):
         take(model, optimizer, (x + rank, torch.zeros(4, dtype=torch.int64)))
     held = []
-    for index, block in enumerate(optimizer._curvature.layers.blocks):
+    for block, layer in optimizer._curvature.plan.items():
         assert block.factors is not None
         held.append((block.factors.a is not None, block.factors.g is not None))
         if options.get("factor_exchange") == "reduce":
-            assert held[-1] == optimizer._solves(index)
+            assert held[-1] == tuple(solver == rank for solver in layer.solvers)
     everywhere = [
         t for b in optimizer._curvature.layers.blocks for t in (b.factors.weight, b.factors.means)
     ]  # type: ignore[union-attr]
@@ -397,11 +397,12 @@ def train_thawing(
         for name, p in model.named_parameters():
             p.requires_grad_(not any(name.startswith(n) for n in frozen.get(step, ())))
         trajectory += follow(rank, world_size, model, optimizer, MLP, [batch])
-        keepers.append([optimizer._keepers[block] for block in optimizer._curvature.layers.blocks])
-        for index, block in enumerate(optimizer._curvature.layers.active):
+        known = optimizer._curvature.known
+        keepers.append([known[block].keepers for block in optimizer._curvature.layers.blocks])
+        for block, layer in optimizer._curvature.plan.items():
             held = tuple(block.stored(which) is not None for which in "AG")
             spread = options.get("factor_exchange") == "reduce"
-            assert held == (optimizer._solves(index) if spread else (True, True))
+            assert held == (tuple(s == rank for s in layer.solvers) if spread else (True, True))
     return trajectory, keepers
 
 
@@ -580,14 +581,14 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
         for how in ("collected", "stepped"):
             if how == "collected":
                 optimizer.consolidate(to=None)
-                optimizer.state_dict()
+                saved = optimizer.state_dict()["state"].values()
                 allowed = True
             else:
                 follow(rank, world_size, model, optimizer, MLP, [batch])
                 with pytest.raises(SecondOrderError, match="consolidate"):
                     optimizer.state_dict()
-                allowed = False
-            curvature = [parts["curvature"] for parts in optimizer.state.values()]
+                saved, allowed = optimizer.state.values(), False
+            curvature = [parts["curvature"] for parts in saved]
             kept_here = {
                 id(b.stored(which)) for b in optimizer._curvature.layers.blocks for which in "AG"
             }
@@ -602,7 +603,6 @@ def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
 
 
 def test_collected_factors_go_with_the_next_step(world: World) -> None:
-    """From the optimizer's state as well, where whoever saves has seen them."""
     for found in world.run(after_consolidation, 2):
         collected, stepped = found[0::2], found[1::2]
         assert all(size > 0 and allowed for size, allowed in collected)
@@ -921,31 +921,6 @@ def test_copies_of_model_and_optimizer_go_on(world: World, how: str, workers: in
     assert_same_trajectory(agreed([copied for copied, _ in results]), expected)
 
 
-def pickled(rank: int, world_size: int) -> bytes:
-    model = MLP.model()
-    optimizer = kaisa(model, **REDUCE)
-    follow(rank, world_size, model, optimizer, MLP, BATCHES[:2])
-    return pickle.dumps((model, optimizer))
-
-
-def unpickled(rank: int, world_size: int, data: bytes) -> tuple[list[Tensor], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model, optimizer = pickle.loads(data)
-        trajectory = follow(rank, world_size, model, optimizer, MLP, BATCHES[2:])
-    messages = [str(w.message) for w in caught if "is lost" in str(w.message)]
-    return trajectory, messages
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_pickle_goes_on_elsewhere_with_the_factors_it_has(world: World, world_size: int) -> None:
-    """One of four ranks' on fewer: the others' factors are lost, and start anew."""
-    data = world.run(pickled, 4)[0]
-    results = world.run(unpickled, world_size, data)
-    agreed([trajectory for trajectory, _ in results])
-    assert all(len(messages) == 2 for _, messages in results)
-
-
 # Eigenvectors that are refined.
 
 
@@ -1014,8 +989,8 @@ def test_a_batch_of_another_kind_is_decomposed_anew() -> None:
         return native(matrix)
 
     twin, exact = copy.deepcopy((model, optimizer))
-    exact._options = copy.copy(exact._options)
-    object.__setattr__(exact._options, "eigen_refresh", "full")
+    exact._curvature.solves._options = copy.copy(exact._curvature.solves._options)
+    object.__setattr__(exact._curvature.solves._options, "eigen_refresh", "full")
     batch = (other, torch.zeros(48, dtype=torch.int64))
     with replaced(torch.linalg, {"eigh": counting}):
         take(model, optimizer, batch)

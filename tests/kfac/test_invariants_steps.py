@@ -10,6 +10,7 @@ import copy
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import reference as ref
@@ -24,6 +25,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from second_order import KAISA
+from second_order.kronecker import layers as kinds
+from second_order.kronecker.examples import LiveRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -219,7 +222,8 @@ def test_15_a_step_is_the_dense_solve(
     model, before = case.model(), case.model()
     options = {"kfac_approx": approx, "symmetry_aware": triangular}
     optimizer = make(KAISA, model, lr=0.01, damping=damping, solver=solver, **options)
-    take(model, optimizer, batch, case.loss)
+    with patch.object(kinds, "live_rows", lambda d: LiveRows(None, len(d))):  # as the reference has
+        take(model, optimizer, batch, case.loss)
     assert matrices(model).keys() == expected.keys()
     close(matrices(model).values(), expected.values())
     # And that is what the base has taken.

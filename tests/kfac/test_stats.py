@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Courier
 from second_order.distributed.messages import MalformedError, as_refused
 from second_order.distributed.store import open_store
-from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, Helpers
+from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
 from second_order.optimizers.distkfac import STEP_DECAY
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 TO_WORKER = "stats/{}/0"
+TWO: Any = SimpleNamespace(whole_model=lambda: [torch.ones(2)], groups=[])
 
 
 class Post:
@@ -75,8 +77,9 @@ class Post:
 def helped(optimizer: Any) -> Post:
     """Make an optimizer of one process a worker with a stats worker."""
     post: Any = Post()
-    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)], couriers=[post])
-    helpers.begin_with(optimizer._whole_model(), optimizer.param_groups)
+    helpers = StatsWorkers(1, 1.0)
+    helpers.active, helpers.couriers = [Helper("stats worker 1", post)], [post]
+    helpers.shapes = [t.shape for t in optimizer._training.whole_model()]
     optimizer._curvature.helpers = helpers
     return post
 
@@ -85,8 +88,12 @@ def helping(optimizer: Any) -> Post:
     """Make it a stats worker of one worker."""
     post: Any = Post()
     post.closed_there = True
-    helper = Helper("stats worker 1", post)
-    optimizer._curvature.helpers = Helpers("stats", workers=1, active=[helper], couriers=[post])
+    training, layers = optimizer._training, optimizer._curvature.layers
+    worker = StatsWorker(
+        training, layers, lambda _: [], lambda blocks, _: [0] * len(blocks), 0, 1.0
+    )
+    worker.courier, worker.optimized = post, [True] * len(training.whole_model())
+    optimizer._curvature = worker
     return post
 
 
@@ -125,7 +132,7 @@ def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
     model = CASE.model()
     worker = distkfac(model)
     helped(worker).came[TO_WORKER.format(0)] = sent
-    worker._take_statistics()
+    worker._curvature.take_statistics()
     for block in worker._curvature.layers.blocks:
         for ours, theirs in zip(
             block.factors.matrices(torch.float64), expected[block.name], strict=True
@@ -163,7 +170,7 @@ def test_layers_that_share_an_input_share_what_messages_say() -> None:
             other.one_tensor = one_tensor and i != 1
             sent = message(other, distkfac(other, **EXACT), lambda other=other: loss(other), "step")
             helped(worker).came[TO_WORKER.format(0)] = sent
-            worker._take_statistics()
+            worker._curvature.take_statistics()
             shared = {b.name for b in worker._curvature.layers.blocks if b.shares_a}
             assert len(shared) == (2 if other.one_tensor else 0)
         found.append(
@@ -196,7 +203,7 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
             {b.name: b for b in worker._curvature.layers.blocks}
         ):
             pass
-        worker._curvature.helpers.hear(worker._curvature.helpers.news())
+        worker._curvature.helpers.hear(worker._curvature.helpers.news(), worker._training)
         return worker._curvature.helpers.own_passes
 
     assert worker._curvature.helpers.own_passes
@@ -210,7 +217,7 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
     helpers.begin_anew()
     assert helpers.own_passes
     list(helpers.statistics({"new": worker._curvature.layers.blocks[0]}))
-    helpers.hear(helpers.news())
+    helpers.hear(helpers.news(), worker._training)
     assert helpers.own_passes
 
 
@@ -221,7 +228,7 @@ def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
     numbers[0] = math.inf  # of the first layer's A
     post.came[TO_WORKER.format(0)] = [heads, numbers], note
     with noted() as warned:
-        worker._take_statistics()
+        worker._curvature.take_statistics()
     assert len(warned) == 1
     weights = [
         float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors
@@ -267,7 +274,8 @@ def test_a_stats_workers_gradients_do_not_pile_up() -> None:
 
 def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
     post: Any = Post()
-    helpers = Helpers(workers=1, active=[Helper("stats worker 1", post)])
+    helpers = StatsWorkers(1, 1.0)
+    helpers.active = [Helper("stats worker 1", post)]
     sent: list[int] = []
 
     def send(copies: list[Tensor], deliver: Any) -> None:
@@ -277,7 +285,7 @@ def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
     for wanted, heard, expected in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (2, 0, 2), (2, 1, 3)):
         post.numbers["want"] = wanted
         helpers.active[0].heard = heard
-        helpers.offer(lambda: [torch.ones(2)], send, [])
+        helpers.offer(TWO, send)
         assert len(sent) == expected
     assert list(post.sent) == ["point/0", "point/1", "point/2"]
 
@@ -370,7 +378,7 @@ def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
         model[2].requires_grad_(i != 1)  # frozen for one step
         worker.zero_grad()
         loss_on(model).backward()
-        captured.append(not worker._nothing_captured())
+        captured.append(not worker._curvature.nothing_captured())
         hear(worker, post, i, sent, edition)
         assert worker._curvature.helpers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]
@@ -386,10 +394,11 @@ def test_points_and_statistics_say_of_which_layers_they_are() -> None:
     post.came["point/0"] = point, {"train": [True] * 6, "optimized": [True] * 6, "edition": 7}
     optimizer.serve([None], lambda _: loss_on(model))
     assert post.sent[TO_WORKER.format(0)][1]["edition"] == 7
-    helpers = Helpers(workers=1, active=[Helper("stats worker 1", Post())])  # type: ignore[arg-type]
+    helpers = StatsWorkers(1, 1.0)
+    helpers.active = [Helper("stats worker 1", Post())]  # type: ignore[arg-type]
     helpers.begin_anew()
     helpers.active[0].courier.tell("want", 0)
-    helpers.offer(lambda: [torch.ones(2)], lambda copies, deliver: deliver(copies), [])
+    helpers.offer(TWO, lambda copies, deliver: deliver(copies))
     sent = helpers.active[0].courier.sent["point/0"]  # type: ignore[attr-defined]
     assert sent[1]["edition"] == 1
 
@@ -438,7 +447,6 @@ def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
     optimizer = distkfac(model)
     post = helping(optimizer)
     tensors = list(model.parameters())
-    optimizer._curvature.helpers.begin_with(tensors, optimizer.param_groups)
     before = optimizer._curvature.layers.capture
     train = [True] * len(tensors)
     for number in range(2):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from second_order.distributed.lost import explained
-from second_order.errors import RankMismatchError
+from second_order.errors import RankMismatchError, SecondOrderError
 
 __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World", "timeout_of"]
 
@@ -80,8 +80,8 @@ class Delivery:
 class World:
     """The processes an optimizer works with: a process group, or this process alone.
 
-    Deep copies share it; pickling keeps only that there was one, and unpickling finds the default
-    group again.
+    Deep copies share it; unpickling finds the default group again, at the same place in it or not
+    at all.
 
     Args:
         group: A process group; None for the default one if it is initialised.
@@ -90,16 +90,10 @@ class World:
         group: The process group; None for one process alone.
         rank: This process in it.
         size: Its number of processes.
-        unpickled: Whether this object came out of a pickle.
-        moved: Whether it then found itself at another rank or size than it was pickled at.
     """
-
-    unpickled = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._connect(group)
-
-        self.moved = False
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         self._subgroups: dict[tuple[int | str, ...], World] = {}
@@ -118,7 +112,7 @@ class World:
     def alone(cls, rank: int = 0, size: int = 1) -> World:
         """A world without a process group: this process, for whatever others there are."""
         world = cls.__new__(cls)
-        world._subgroups, world.group, world.moved = {}, None, False
+        world._subgroups, world.group = {}, None
         world.rank, world.size = rank, size
         return world
 
@@ -130,8 +124,13 @@ class World:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._connect(None)
-        self.moved = state["place"] != (self.rank, self.size)
-        self.unpickled = True
+        rank, size = state["place"]
+        if (rank, size) != (self.rank, self.size):
+            raise SecondOrderError(
+                f"this optimizer was pickled on rank {rank} of {size}, and this is rank "
+                f"{self.rank} of {self.size}: factors and groups of processes are of that place; "
+                f"move it by state_dict(), after consolidate() on every rank"
+            )
 
     @property
     def backend(self) -> str:

@@ -23,15 +23,14 @@ from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.assignment import LayerDims
 from second_order.kfac.checkpoint import check_saved_factors, load_factors, saved_factors
 from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_decay
-from second_order.kfac.plan import LayerPlan, Plan, Planner, distkfac_plan
-from second_order.kfac.solves import Background, Solves, solve_cost_of
+from second_order.kfac.plan import LayerPlan, Plan, Planner, dims_of, distkfac_plan
+from second_order.kfac.solves import Background, Solves
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 from second_order.kfac.summary import layer_rows
 from second_order.kronecker.block import KroneckerBlock
@@ -100,7 +99,7 @@ class KFACCurvature(Curvature):
         self.helpers = helpers
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
-        self._known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
+        self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # likewise
         self.solves = Solves(training, options, self.layers, system.background)
         clip = Clip(training, options)
@@ -169,7 +168,7 @@ class KFACCurvature(Curvature):
     def precondition(self, average: Callable[[], None]) -> None:
         """``p.grad`` <- ν P; see the top of this file."""
         with record_function("second_order.statistics"):
-            self._take_statistics()
+            self.take_statistics()
         with record_function("second_order.solve"):
             due = self._due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
@@ -181,7 +180,7 @@ class KFACCurvature(Curvature):
         with record_function("second_order.precondition"):
             self._precondition()
 
-    def _take_statistics(self) -> None:
+    def take_statistics(self) -> None:
         """Running averages take in the statistics of the step's passes, and of helpers."""
         helpers, exchange = self.helpers, self._exchange
         assert exchange is not None
@@ -197,7 +196,7 @@ class KFACCurvature(Curvature):
             self.layers.take_in(sums, self._decay())
         if helpers is None:
             return
-        mine = {b.name: b for b, layer in self.plan.items() if layer.keeps(self._rank) == BOTH}
+        mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
         for found, sharing in helpers.statistics(mine, [b.name for b in fed]):
             decay = self._decay_after(self.training.steps - self._heard_at)
             self._heard_at = self.training.steps
@@ -270,35 +269,43 @@ class KFACCurvature(Curvature):
     def _takes(self, block: KroneckerBlock) -> bool:
         """Whether this rank's batches go into a layer's factors."""
         # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
-        layer = self._known.get(block)
+        layer = self.known.get(block)
         return layer is None or layer.source in (None, self._rank)
 
     def _follow(self) -> None:
         """Plan anew if layers were frozen or unfrozen since the last step."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
-        if not layers.follow() and self._exchange is not None:
+        if not layers.follow():
+            if self._exchange is None:  # in a copy, whose inverses are good
+                self._connect()
             return
         shapes = {block: block.shape for block in layers.active}
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
         self._shapes |= shapes
         plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
-        before = self._known
+        before = self.known
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
         if steps > 0 and (changed or any(old.source != new.source for old, new in pairs)):
             layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
-        self._exchange = Exchange(world, plan.grid, self.plan)
+        self._grid = plan.grid
+        self._connect()
         move_factors(world, self.plan, before)
         known = before | self.plan
-        self._known = {block: known[block] for block in layers.blocks if block in known}
+        self.known = {block: known[block] for block in layers.blocks if block in known}
         layers.watch(self._takes)
         for block in layers.blocks:
             block.drop_inverse()
-        self.solves.follow(self.plan, self._exchange)
+        self.solves.follow(self.plan)
         if self.helpers is not None:
             self.helpers.begin_anew()
         if steps > 0:
             self.training.publish()  # which lets go of what is kept elsewhere now
+
+    def _connect(self) -> None:
+        """Make the groups of processes by which the plan is carried out."""
+        self._exchange = Exchange(self.training.world, self._grid, self.plan)
+        self.solves.exchange = self._exchange
 
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
@@ -329,7 +336,7 @@ class KFACCurvature(Curvature):
         """Take over saved factors; inverses are computed at the next step."""
         load_factors(saved, self.layers.blocks, self.training)
         # A process may have got its own layers' factors alone, but moves and collects with others.
-        for block, layer in self._known.items():
+        for block, layer in self.known.items():
             if block.factors is None and layer.source is not None:
                 factors = block.ensure_factors()
                 if self.training.steps > 0 and self._takes(block):
@@ -340,7 +347,7 @@ class KFACCurvature(Curvature):
     @property
     def kept_elsewhere(self) -> str:
         """The factors, where not all are kept by all."""
-        spread = any(layer.keepers is not None for layer in self._known.values())
+        spread = any(layer.keepers is not None for layer in self.known.values())
         here = self.training.world.size > 1 and spread
         return "the factors that other processes keep" if here else ""
 
@@ -348,7 +355,7 @@ class KFACCurvature(Curvature):
         """Copies of the factors that other ranks keep; a collective."""
         if not self._closed:
             self._follow()
-        found = gather_factors(self.training.world, self._known, ranks)
+        found = gather_factors(self.training.world, self.known, ranks)
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
     def awake(self) -> None:
@@ -369,7 +376,7 @@ class KFACCurvature(Curvature):
         self.solves.close()
         self.layers.close()
         self._closed = True
-        self.plan, self._known, self._shapes = {}, {}, {}
+        self.plan, self.known, self._shapes = {}, {}, {}
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
@@ -381,9 +388,6 @@ class KFACCurvature(Curvature):
             dropped=sum(int(block.staged.dropped) for block in blocks),
             failed=sum(block.failures > 0 for block in blocks),
         )
-
-
-BOTH = (True, True)
 
 
 def with_stats_workers(
@@ -429,10 +433,3 @@ def _described(
     shown = {k: v for k, v in vars(options).items() if not callable(v)}
     said = f"options: {training.base_name} {shown} {system.rules} {system.said}"
     return [said, *layers.description()]
-
-
-def dims_of(block: KroneckerBlock) -> LayerDims:
-    """What a plan needs to know of a layer."""
-    shape = block.shape
-    cost = solve_cost_of(block)
-    return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)

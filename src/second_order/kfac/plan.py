@@ -25,8 +25,18 @@ from second_order.distributed.assignment import (
     gradient_worker_count,
     spread_costs,
 )
+from second_order.kronecker.block import KroneckerBlock
 
-__all__ = ["LayerPlan", "Plan", "Planner", "distkfac_plan", "dpkfac_plan", "kaisa_plan"]
+__all__ = [
+    "LayerPlan",
+    "Plan",
+    "Planner",
+    "dims_of",
+    "distkfac_plan",
+    "dpkfac_plan",
+    "kaisa_plan",
+    "solve_cost_of",
+]
 
 Pair: TypeAlias = tuple[int, int]
 """A rank for A, and for G."""
@@ -146,6 +156,20 @@ def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -
         for o in spread_costs([layer.cost for layer in layers], ranks)
     )
     return Plan(Grid(1, ranks), tuple(plans))
+
+
+def dims_of(block: KroneckerBlock) -> LayerDims:
+    """What a plan needs to know of a layer."""
+    shape = block.shape
+    cost = solve_cost_of(block)
+    return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
+
+
+def solve_cost_of(block: KroneckerBlock) -> float:
+    """Of a layer's factors together: the sum of n³."""
+    shape = block.shape
+    powers = {letter: 1 if shape.is_diagonal(letter) else 3 for letter in shape.letters}
+    return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers.items()))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from second_order.errors import DecompositionError
 from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
-from second_order.kfac.plan import LayerPlan
+from second_order.kfac.plan import LayerPlan, solve_cost_of
 from second_order.kronecker.background import (
     Streams,
     Ticket,
@@ -44,7 +44,7 @@ from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, facto
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.options import value_at
 
-__all__ = ["Background", "Solves", "solve_cost_of"]
+__all__ = ["Background", "Solves", "solve"]
 
 PART_BYTES = 64 * 2**20  # of full matrices that are refreshed together on one process
 
@@ -114,7 +114,10 @@ class Solves:
         flights: What is under way.
         taken_at: By layer, the step whose factors' inverse is in use.
         landed_at: By layer, the step at which it was put to use.
+        exchange: Between the ranks.
     """
+
+    exchange: Exchange
 
     def __init__(
         self,
@@ -140,9 +143,9 @@ class Solves:
         self._pool = None if self._background is None else WorkerPool(self._background.threads)
         self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
 
-    def follow(self, plan: Mapping[KroneckerBlock, LayerPlan], exchange: Exchange) -> None:
+    def follow(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
         """Go on by another plan, with everything to be solved anew."""
-        self._plan, self._exchange = plan, exchange
+        self._plan = plan
         self.flights.clear()  # of other factors, or other layers
         self.wanted = True
         known = set(self._layers.blocks)
@@ -231,6 +234,8 @@ class Solves:
         rank, step = self._training.world.rank, self._training.steps
         check_damping(value_at(self._options.damping, step))  # everywhere, before it begins
         self.flights |= {block: Flight(step) for block in blocks}
+        for block in blocks:
+            block.ensure_factors()  # everywhere: checkpoints have the same entries on all ranks
         mine = [b for b in blocks if rank in self._plan[b].solvers]
         others = [b for b in blocks if b not in mine and rank in self._plan[b].workers]
         ready = self._with_factors(mine)
@@ -500,7 +505,7 @@ class Solves:
             flight.solved, flight.ticket = {}, None
         if sound:
             with record_function("second_order.exchange"):
-                mine = self._exchange.decompositions(mine, shapes, options.inv_dtype, device)
+                mine = self.exchange.decompositions(mine, shapes, options.inv_dtype, device)
         received: dict[KroneckerBlock, tuple[Damping, Solved]] = {}
         for block in sound:
             if self._training.world.rank in self._plan[block].workers:
@@ -565,25 +570,12 @@ class Solves:
     def __getstate__(self) -> dict[str, Any]:
         # Threads stay here; what is under way on them is launched anew in the copy.
         wanted = self.wanted or bool(self.flights)
-        away = {
-            "_pool": None,
-            "_made_streams": None,
-            "flights": {},
-            "_seen": None,
-            "_posting": None,
-        }
-        return {**self.__dict__, **away, "wanted": wanted, "_exchange": None, "_plan": {}}
+        away: dict[str, Any] = dict.fromkeys(("_pool", "_made_streams", "_seen", "_posting"))
+        return {**self.__dict__, **away, "exchange": None, "wanted": wanted, "flights": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
-
-
-def solve_cost_of(block: KroneckerBlock) -> float:
-    """Of a layer's factors together: the sum of n³."""
-    shape = block.shape
-    powers = {letter: 1 if shape.is_diagonal(letter) else 3 for letter in shape.letters}
-    return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers.items()))
 
 
 def _never() -> Tensor:

@@ -89,6 +89,8 @@ class StatsWorkers:
 
     Attributes:
         active: Those that are there.
+        couriers: To all of them, those that are gone included.
+        shapes: Of the model's parameters and buffers, as all have them.
         own_passes: Whether statistics come from the training passes.
         hungry: Whether there are layers of this process without statistics.
         messages: How many have come.
@@ -101,9 +103,9 @@ class StatsWorkers:
 
     def __init__(self, count: int, patience: float) -> None:
         self.count, self._patience = count, patience
-        self._couriers: list[Courier] = []  # those that are gone included
+        self.couriers: list[Courier] = []
         self._rank = 0
-        self._shapes: list[torch.Size] = []
+        self.shapes: list[torch.Size] = []
         self.active: list[Helper] = []
         self.own_passes = self.hungry = True
         self.messages = self.foreign = self.edition = self.nonfinite = 0
@@ -123,14 +125,14 @@ class StatsWorkers:
             name = f"stats worker {host}"
             courier = Courier(address, f"worker {self._rank}", name, self._patience)
             self.active.append(Helper(name, courier))
-        self._couriers = [helper.courier for helper in self.active]
-        await_connections(everybody, self._couriers, [store for store, _ in stores])
-        self._shapes = [t.shape for t in training.whole_model()]
+        self.couriers = [helper.courier for helper in self.active]
+        await_connections(everybody, self.couriers, [store for store, _ in stores])
+        self.shapes = [t.shape for t in training.whole_model()]
 
     @property
     def refused(self) -> int:
         """Messages that were not as they have to be."""
-        return sum(courier.refused for courier in self._couriers)
+        return sum(courier.refused for courier in self.couriers)
 
     def tell(self, training: Training) -> None:
         """Warn, once each, of what is wrong with the messages that have come."""
@@ -145,7 +147,7 @@ class StatsWorkers:
                 "a stats worker has sent statistics that are not finite: they are dropped"
             )
         if self.refused:
-            complaints = (courier.complaint for courier in self._couriers)
+            complaints = (courier.complaint for courier in self.couriers)
             found["refused"] = refused_line(next(filter(None, complaints), ""))
         for key, warning in found.items():
             if training.first_time(key):
@@ -153,7 +155,7 @@ class StatsWorkers:
 
     def require_no_growth(self, tensors: Sequence[Tensor]) -> None:
         """Raise SecondOrderError if the model is another, and there is somebody who lacks it."""
-        if self.active and self._shapes != [t.shape for t in tensors]:
+        if self.active and self.shapes != [t.shape for t in tensors]:
             raise SecondOrderError(f"the model has changed; {REMEDY}")
 
     def offer(self, training: Training, send: Sender) -> None:
@@ -273,7 +275,7 @@ class StatsWorkers:
         self.own_passes = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "active": [], "own_passes": True, "_couriers": []}
+        return {**self.__dict__, "active": [], "own_passes": True, "couriers": []}
 
 
 class StatsWorker(Curvature):
@@ -286,6 +288,10 @@ class StatsWorker(Curvature):
         owners: Gives the rank that owns each layer, of so many workers.
         count: How many stats workers there are.
         patience: Seconds without a sign of life after which the workers are given up.
+
+    Attributes:
+        courier: To the workers; None before the roles are given, and after a goodbye.
+        optimized: Which parameters and buffers the workers optimize.
     """
 
     scaler_matters = "the gradients it has captured carry the scale"
@@ -305,12 +311,12 @@ class StatsWorker(Curvature):
         self._description, self._owners = description, owners
         self._count, self._patience = count, patience
         self._workers = training.world.size - count
-        self._courier: Courier | None = None
+        self.courier: Courier | None = None
         self._store: Store | None = None
         self._name = ""
         self._everybody: tuple[str, ...] = ()
         self._asked = self._sent = self._edition = 0
-        self._optimized: list[bool] = []  # by the workers, of the whole model
+        self.optimized: list[bool] = []
         layers.find()
 
     def description(self) -> list[str]:
@@ -333,10 +339,10 @@ class StatsWorker(Curvature):
         self._name = f"stats worker {roles.helpers[me]}"
         self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
         self._store, address = stores[me]
-        self._courier = Courier(address, self._name, "worker 0", self._patience)
-        await_connections(everybody, [self._courier], [store for store, _ in stores])
+        self.courier = Courier(address, self._name, "worker 0", self._patience)
+        await_connections(everybody, [self.courier], [store for store, _ in stores])
         whole = self.training.whole_model()
-        self._optimized = _in_groups(whole, self.training.groups)
+        self.optimized = _in_groups(whole, self.training.groups)
         self._look()
         self.layers.name_those_left()
 
@@ -349,10 +355,10 @@ class StatsWorker(Curvature):
 
     def replan(self) -> None:
         """Look for the layers that the workers optimize: they may have added a group."""
-        if self._courier is None:
+        if self.courier is None:
             return
         whole = self.training.whole_model()
-        theirs = [t for t, optimized in zip(whole, self._optimized, strict=False) if optimized]
+        theirs = [t for t, optimized in zip(whole, self.optimized, strict=False) if optimized]
         self.layers.find(theirs or None)
         self._look()
 
@@ -375,6 +381,11 @@ class StatsWorker(Curvature):
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
         self.layers.drop_pending()
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether the workers have said goodbye."""
+        return self.courier is not None and self.courier.closed_there
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close.
@@ -408,7 +419,7 @@ class StatsWorker(Curvature):
         except BaseException:
             self._leave(1.0)
             raise
-        if self._courier is not None and not self._courier.closed_there:
+        if self.courier is not None and not self.dismissed:
             self.training.warn("the workers have not been heard of any more: serve() returns")
         return sent
 
@@ -421,7 +432,7 @@ class StatsWorker(Curvature):
         Raises:
             SecondOrderError: If they are of another model.
         """
-        courier, into = self._courier, self.training.whole_model()
+        courier, into = self.courier, self.training.whole_model()
         message = None
         while courier is not None:
             name = f"point/{self._asked}"
@@ -452,8 +463,8 @@ class StatsWorker(Curvature):
         unpack_by_dtype(flats, into)
         for tensor, trains in zip(into, note["train"], strict=True):
             tensor.requires_grad_(trains)  # statistics of other layers would be of no use
-        if self._optimized != note["optimized"]:
-            self._optimized = note["optimized"]
+        if self.optimized != note["optimized"]:
+            self.optimized = note["optimized"]
             self.replan()
         return True
 
@@ -461,13 +472,12 @@ class StatsWorker(Curvature):
         """Send what has been captured since to the layers' owners."""
         self.layers.follow()
         active = self.layers.active
+        fed = {block for block in active if not block.staged.empty}
         sums = self.layers.sums(active)
-        heads = [sums[block].head[0] for block in active]
-        fed = torch.stack(heads).tolist() if heads else []
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         owners = self._owners(active, self._workers)
-        for block, examples, owner in zip(active, fed, owners, strict=True):
-            if examples > 0:
+        for block, owner in zip(active, owners, strict=True):
+            if block in fed:
                 parts[owner][block.name] = sums[block]
         sharing = {k.name: v.name for k, v in self.layers.collector.settle().items()}
         self._post(parts, sharing)
@@ -481,21 +491,21 @@ class StatsWorker(Curvature):
             parts: By worker, the sums of its layers.
             sharing: By layer, another one that has had the same input.
         """
-        if self._courier is None:
+        if self.courier is None:
             return
         for rank, sums in enumerate(parts):
             heads = [each.head for each in sums.values()]
             factors = [t for each in sums.values() for t in each.factors]
             flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
             note = {"layers": list(sums), "sharing": sharing, "edition": self._edition}
-            self._courier.post(f"stats/{self._sent}/{rank}", flat, **note)
+            self.courier.post(f"stats/{self._sent}/{rank}", flat, **note)
         self._sent += 1
 
     @property
     def refused_messages(self) -> int:
         """Messages that were not as they have to be, and connections without the key."""
         strangers = 0 if self._store is None else self._store.refused
-        return strangers + (0 if self._courier is None else self._courier.refused)
+        return strangers + (0 if self.courier is None else self.courier.refused)
 
     def close(self) -> None:
         """Say goodbye, and let go of the model."""
@@ -503,7 +513,7 @@ class StatsWorker(Curvature):
         self.layers.close()
 
     def _leave(self, patience: float) -> None:
-        courier, self._courier = self._courier, None
+        courier, self.courier = self.courier, None
         if courier is None:
             return
         courier.leave()
@@ -512,7 +522,7 @@ class StatsWorker(Curvature):
             await_goodbyes(self._store, self._everybody, min(patience, FAREWELL_SECONDS))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_courier": None, "_store": None}
+        return {**self.__dict__, "courier": None, "_store": None}
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:
