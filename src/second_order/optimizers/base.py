@@ -14,8 +14,10 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the curvatu
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -495,7 +497,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Let the base work on the very groups and state of this optimizer."""
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
-        self._training.base, self._training.publish = self._base, self._share_state
+        self._training.base = self._base
+        # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
+        self._training.publish = partial(_share_state_of, weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -539,6 +543,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
+    alive = optimizer()
+    if alive is not None and alive.state:
+        alive._share_state()
 
 
 def _printable(value: Any) -> Any:
