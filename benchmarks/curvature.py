@@ -46,7 +46,7 @@ from progress import Setting, adam, sgd
 from second_order import DHO2
 from second_order.lanczos import eigenpairs
 from second_order.lanczos.lanczos import normal
-from second_order.optimizers.fosi import FRESH
+from second_order.fosi.eigenpairs import FRESH
 
 Record = dict[str, Any]
 

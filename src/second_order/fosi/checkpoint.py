@@ -17,9 +17,9 @@ from torch import Tensor
 from second_order.contract.checkpoint import ELSEWHERE, HEADER
 from second_order.contract.saved import SavedPart, is_real
 from second_order.distributed.collectives import World
+from second_order.fosi.pieces import FlatLayout
 from second_order.fosi.sharded_base import gather_rows
 from second_order.fosi.subspace import ColumnBasis, Subspace
-from second_order.fosi.vector import FlatLayout
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [

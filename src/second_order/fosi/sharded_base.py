@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
-from second_order.fosi.vector import Piece
+from second_order.fosi.pieces import Piece
 
 __all__ = ["ShardedBase", "cut_state", "gather_rows", "gather_state", "works_by_element"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
-from second_order.fosi.vector import Chunk
+from second_order.fosi.pieces import Chunk
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [

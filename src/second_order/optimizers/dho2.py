@@ -23,16 +23,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.options import FOSIOptions, Layout
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.fosi import FOSIOptimizer
+from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
 from second_order.options import Interval, Schedule, own_keywords
 
 __all__ = ["DHO2"]
 
 
-class DHO2(FOSIOptimizer):
+class DHO2(EigenpairOptimizer):
     """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
 
         optimizer = DHO2(model, lr=0.1, momentum=0.9)
@@ -132,14 +133,15 @@ class DHO2(FOSIOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
+        options = FOSIOptions.of(locals())
         super().__init__(
             params_or_model,
             model=model,
             base=base,
             base_kwargs={"lr": lr, **base_kwargs},
             own_keywords=own_keywords(DHO2),
-            options=FOSIOptions.of(locals()),
-            curvature_closure=curvature_closure,
+            curvature=lambda training: FOSICurvature(training, options, curvature_closure),
+            needs_model=False,
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
