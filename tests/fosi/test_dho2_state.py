@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, SecondOrderWarning
-from second_order.fosi.sharded_base import cut_state
 from second_order.fosi.pieces import Piece
+from second_order.fosi.sharded_base import cut_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

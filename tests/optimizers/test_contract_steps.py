@@ -1544,7 +1544,9 @@ def test_channels_last_trains_as_contiguous(
     optimizer = make(System, model, base=Base, **options)
     for x, y in case.batches(4):
         take(model, optimizer, (x.to(memory_format=layout), y))
-    assert len(optimizer._curvature.vector.chunks) == (1 if packed_below > 2 else len(list(model.parameters())))
+    assert len(optimizer._curvature.vector.chunks) == (
+        1 if packed_below > 2 else len(list(model.parameters()))
+    )
     assert optimizer.curvature.refreshes == 2
     assert_near(model, plain, rtol=1e-7, atol=1e-9)
 

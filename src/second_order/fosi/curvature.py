@@ -49,6 +49,7 @@ from second_order.fosi.subspace import (
 )
 from second_order.fosi.summary import eigenpair_notes, parameter_rows
 from second_order.fosi.vector import ParameterVector
+from second_order.lanczos.hvp import check_closure
 from second_order.lanczos.spectrum import Pairs
 from second_order.options import scheduled
 from second_order.report import CurvatureReport, Summary
@@ -89,6 +90,8 @@ class FOSICurvature(Curvature):
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
         )
+        if closure is not None:
+            check_closure(closure)
         self.closure = CurvatureClosure(closure)
         self.refreshes = Refreshes(training, options, self.vector)
         self.subspace: Subspace | None = None

@@ -28,9 +28,9 @@ from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.options import FOSIOptions
+from second_order.fosi.options import EpochOptions
 from second_order.fosi.subject import Subject
-from second_order.fosi.worker_epochs import UNSOUND, EpochOptions, Epochs
+from second_order.fosi.worker_epochs import UNSOUND, Epochs
 from second_order.report import EpochReport
 
 __all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
@@ -39,14 +39,14 @@ FAREWELL_SECONDS = 5.0  # that the store outlives its host's own goodbye at most
 
 
 def divided_curvature(
-    training: Training, options: FOSIOptions, epochs: EpochOptions, closure: Closures | None
+    training: Training, options: EpochOptions, closure: Closures | None
 ) -> Divided:
-    """The curvature for this rank's role."""
+    """Make the curvature for this rank's role."""
     world = training.world
-    if not (options.wanted and epochs.accelerators and world.size > 1):
-        return Alone(training, options, epochs, closure)
-    helps = world.rank >= world.size - epochs.accelerators
-    return (Helper if helps else Worker)(training, options, epochs, closure)
+    if not (options.wanted and options.accelerators and world.size > 1):
+        return Alone(training, options, closure)
+    helps = world.rank >= world.size - options.accelerators
+    return (Helper if helps else Worker)(training, options, closure)
 
 
 @dataclass
@@ -85,42 +85,21 @@ class Line:
 
 
 class Divided(FOSICurvature):
-    """What the roles have in common: what they agree on, and the place in the epochs.
+    """What the roles have in common, and the place in the epochs."""
 
-    Args:
-        training: What it serves.
-        options: Of the eigenpairs.
-        epochs: Of the epochs.
-        closure: Evaluates the loss on the curvature batch.
-    """
-
+    options: EpochOptions
     role: Role = "worker"
     reports: Sequence[EpochReport] = ()
     """What the last epochs have come to."""
 
-    def __init__(
-        self,
-        training: Training,
-        options: FOSIOptions,
-        epochs: EpochOptions,
-        closure: Closures | None,
-    ) -> None:
+    def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self.epoch_options = epochs
         self._place = {"epoch": 0, "epoch_step": 0, "epoch_sums": 0.0}
-
-    def description(self) -> list[str]:
-        """What all ranks must have alike, beside the model and its groups."""
-        epochs = self.epoch_options
-        mine = f"{epochs.accelerators} {epochs.steps} {epochs.final_update} {float(epochs.patience)}"
-        return [*super().description(), mine]
 
     def check_processes(self) -> None:
         """Raise ValueError if no process would be left to train."""
-        training = self.training
-        self._roles = assign_roles(
-            training.world.size, self.epoch_options.accelerators, "accelerator", training.under_ddp
-        )
+        size, under_ddp = self.training.world.size, self.training.under_ddp
+        self._roles = assign_roles(size, self.options.accelerators, "accelerator", under_ddp)
 
     def place(self) -> dict[str, float]:
         """The epoch under way, how many of its steps are taken, whether c and p are saved."""
@@ -142,17 +121,17 @@ class Alone(Divided):
 
     def begin(self) -> None:
         """Say so."""
-        training, epochs = self.training, self.epoch_options
+        training, options = self.training, self.options
         size = training.world.size
-        if self.options.wanted:
+        if options.wanted:
             training.warn(
                 f"MRDHO2 with {size} process{'es' * (size > 1)} and "
-                f"accelerators={epochs.accelerators}: nobody computes eigenpairs on the side, so "
-                f"each process stops for them every {epochs.steps} steps, as DHO2 does"
+                f"accelerators={options.accelerators}: nobody computes eigenpairs on the side, so "
+                f"each process stops for them every {options.epoch_steps} steps, as DHO2 does"
             )
         elif self._roles.helpers:
             training.warn(
-                f"largest=0 and smallest=0: the {epochs.accelerators} accelerators have nothing to "
+                f"largest=0 and smallest=0: the {options.accelerators} accelerators have nothing to "
                 f"do, so all {size} processes train"
             )
 
@@ -168,7 +147,7 @@ class _Team(Divided):
         training, everybody, patience = (
             self.training,
             self.training.world,
-            self.epoch_options.patience,
+            self.options.helper_timeout,
         )
         self.line = None
         line = Line.of(everybody, self._roles, patience)
@@ -206,7 +185,7 @@ class _Team(Divided):
         """Find the processes of this kind again, in a pickle."""
         world = self.training.world
         if world.size == self._roles.size:
-            self.training.world = self._roles.team(world, self.epoch_options.patience)
+            self.training.world = self._roles.team(world, self.options.helper_timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "line": None, "closed": True}
@@ -219,7 +198,7 @@ class Worker(_Team):
 
     def join(self, subject: Subject, courier: Courier) -> None:
         """Begin the first epoch."""
-        self.epochs = Epochs(subject, self.options, self.epoch_options, courier)
+        self.epochs = Epochs(subject, self.options, courier)
 
     @property
     def reports(self) -> Sequence[EpochReport]:  # type: ignore[override]
@@ -255,7 +234,7 @@ class Worker(_Team):
         tally = self.refreshes.tally
         tally.failures += report.reason == UNSOUND
         if report.products:
-            tally.add(self.training.steps + 1 - self.epoch_options.steps, report.products)
+            tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
         self._publish()  # which lets go of c and p
         if self.line is not None:
             self.line.tell(self.training)
@@ -299,7 +278,7 @@ class Helper(_Team):
 
     def join(self, subject: Subject, courier: Courier) -> None:
         """Listen to the workers."""
-        workers, judges = len(self._roles.workers), self.epoch_options.final_update == "guarded"
+        workers, judges = len(self._roles.workers), self.options.final_update == "guarded"
         self.accelerator = Accelerator(
             subject, self.options, courier, workers=workers, judges=judges
         )
@@ -338,7 +317,7 @@ class Helper(_Team):
 
     def close(self) -> None:
         """Say goodbye, and wait until others have, who still listen to the store."""
-        patience, line = self.epoch_options.patience, self.line
+        patience, line = self.options.helper_timeout, self.line
         if self.accelerator is not None and line is not None:
             self.accelerator.close(patience)
             if line.store is not None and self.accelerator.dismissed:

@@ -21,7 +21,7 @@ from second_order.contract.training import Training
 from second_order.fosi.options import FOSIOptions, refuse_no_closure
 from second_order.fosi.subspace import Subspace
 from second_order.fosi.vector import ParameterVector
-from second_order.lanczos.hvp import LossFn, check_closure
+from second_order.lanczos.hvp import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace
 from second_order.options import check_interval, value_at
@@ -58,33 +58,20 @@ def wanted_pairs(space: RowSpace, start: Tensor, options: FOSIOptions) -> Pairs:
     return pairs
 
 
+@dataclass
 class CurvatureClosure:
     """What evaluates the loss on the curvature batch; a copy has none, as it is of another model.
 
-    Args:
-        own: The optimizer's.
-
     Attributes:
+        own: The optimizer's.
         given: The one that a step is given in its place.
     """
 
-    def __init__(self, own: Closures | None) -> None:
-        self.own = own
-        self.given: Closures | None = None
-
-    @property
-    def own(self) -> Closures | None:
-        """The optimizer's; may be assigned."""
-        return self._own
-
-    @own.setter
-    def own(self, closure: Closures | None) -> None:
-        if closure is not None:
-            check_closure(closure)
-        self._own = closure
+    own: Closures | None = None
+    given: Closures | None = None
 
     def chosen(self, training: Training) -> Closures:
-        """The one to ask now; without any, a function that says so."""
+        """Give the one to ask now; without any, a function that says so."""
 
         def none() -> Any:
             refuse_no_closure(training.name, training.steps)
@@ -93,7 +80,7 @@ class CurvatureClosure:
         return none if chosen is None else chosen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_own": None, "given": None}
+        return {}
 
 
 @dataclass

@@ -13,8 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +22,14 @@ from torch.profiler import record_function
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Courier, Patience
 from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.fosi.options import FOSIOptions
+from second_order.fosi.options import EpochOptions
 from second_order.fosi.pieces import Chunk
 from second_order.fosi.subject import Subject
 from second_order.fosi.subspace import ColumnBasis, newton_rates
 from second_order.lanczos.vector_space import row_bounds
-from second_order.options import check_choice, check_count, check_timeout, check_whole
 from second_order.report import EpochReport
 
-__all__ = ["LEAST_FALL", "EpochOptions", "Epochs", "FinalUpdate", "correction", "refusal"]
-
-FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
+__all__ = ["LEAST_FALL", "Epochs", "correction", "refusal"]
 
 ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 # What "guarded" asks the loss of the accelerators' batch to fall by, relative to its size. Smaller
@@ -44,38 +40,6 @@ GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 REFUSED = "what the accelerators have sent was refused"
 
 
-@dataclass(frozen=True)
-class EpochOptions:
-    """What MRDHO2 is told of epochs; :class:`~second_order.MRDHO2` says more.
-
-    Attributes:
-        accelerators: A, how many ranks are to compute eigenpairs.
-        steps: E, of an epoch.
-        final_update: Which.
-        patience: Seconds to wait for accelerators, or for workers, at most.
-
-    Raises:
-        TypeError: For a value of the wrong type.
-        ValueError: For a value outside its bounds.
-    """
-
-    accelerators: int
-    steps: int
-    final_update: FinalUpdate
-    patience: float
-
-    def __post_init__(self) -> None:
-        check_count("epoch_steps", self.steps, "steps")
-        check_choice("final_update", self.final_update, ("guarded", "paper", "additive"))
-        check_timeout("helper_timeout", self.patience)
-        check_whole("accelerators", self.accelerators, 0, "0 for none")
-
-    @property
-    def added(self) -> int:
-        """How many gradients of an epoch "additive" takes the mean of."""
-        return min(ADDED_STEPS, self.steps)
-
-
 class Epochs:
     """The epochs of one worker.
 
@@ -83,8 +47,7 @@ class Epochs:
 
     Args:
         subject: What trains, among the workers.
-        options: Of the eigenpairs.
-        epochs: Of the epochs.
+        options: Of eigenpairs and epochs.
         courier: To the accelerators.
 
     Attributes:
@@ -98,12 +61,11 @@ class Epochs:
             so where one of them waits, all do.
     """
 
-    def __init__(
-        self, subject: Subject, options: FOSIOptions, epochs: EpochOptions, courier: Courier
-    ) -> None:
-        self._subject, self._options, self._epochs = subject, options, epochs
+    def __init__(self, subject: Subject, options: EpochOptions, courier: Courier) -> None:
+        self._subject, self._options = subject, options
         self._courier: Courier | None = courier
-        self._warn, self._patience = subject.training.warn, epochs.patience
+        self._warn, self._patience = subject.training.warn, options.helper_timeout
+        self._added = min(ADDED_STEPS, options.epoch_steps)
         self.number = self.step = 0
         self.start: Tensor | None = None
         self.total: Tensor | None = None
@@ -126,8 +88,8 @@ class Epochs:
             return
         if self._asked != self.number:
             self._begin()
-        adds = self._epochs.final_update == "additive"
-        last = self._epochs.steps - self._epochs.added
+        adds = self._options.final_update == "additive"
+        last = self._options.epoch_steps - self._added
         if self.total is None or (adds and self.step < last):
             return
         params = self._subject.vector.params
@@ -154,7 +116,7 @@ class Epochs:
             self._courier.expect(name)
 
     def _expected(self) -> list[str]:
-        helpers = range(self._epochs.accelerators)
+        helpers = range(self._options.accelerators)
         return [f"pairs/{self._request}/{self._team.rank}/{a}" for a in helpers]
 
     def stepped(self, scales: Callable[[], Sequence[float | Tensor]]) -> EpochReport | None:
@@ -167,7 +129,7 @@ class Epochs:
             return None
         assert self._courier is not None
         self.step, self._taken, report = self.step + 1, self._taken + 1, None
-        if self.step >= self._epochs.steps:
+        if self.step >= self._options.epoch_steps:
             plain = torch.autocast(self._subject.vector.device.type, enabled=False)
             with record_function("second_order.final_update"), plain:
                 report = self._end(self._courier, scales())
@@ -203,13 +165,13 @@ class Epochs:
             return EpochReport(self.number, waited, False, reason)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
-        vector, adds = self._subject.vector, self._epochs.final_update == "additive"
+        vector, adds = self._subject.vector, self._options.final_update == "additive"
         parts = [tensors[2].to(self.start.device, vector.dtype) for tensors, _ in found]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         before = vector.flat()
         change, sound_step = correction(
             None if adds else before - self.start,
-            self.total / self._epochs.added if adds else self.total,
+            self.total / self._added if adds else self.total,
             ColumnBasis(rows, vector.chunks, self._team, len(values)),
             newton_rates(values, self._options.eigenvalue_floor),
             vector.chunks,
@@ -219,7 +181,7 @@ class Epochs:
             self._warn(f"the final update of epoch {self.number} is not finite: it is left out")
             return EpochReport(self.number, waited, False, UNSOUND, products=products)
         after = before + change
-        if self._epochs.final_update != "guarded":
+        if self._options.final_update != "guarded":
             vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
         return self._ask(courier, before, after, waited, products)
@@ -256,7 +218,7 @@ class Epochs:
     def _sound(self, courier: Courier, found: Sequence[Message], size: int) -> bool:
         """Whether all eigenpairs are finite; those that do not fit are refused."""
         wanted, workers = min(self._options.wanted, size), self._team.size
-        cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._epochs.accelerators)
+        cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._options.accelerators)
         mine, sound = cuts[self._team.rank + 1] - cuts[self._team.rank], True
         for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
             try:

@@ -27,6 +27,8 @@ class EigenpairOptimizer(SecondOrderOptimizer):
     @curvature_closure.setter
     def curvature_closure(self, closure: Closures | None) -> None:
         """Take another, if it is a function, or a sequence of some."""
+        if closure is not None:
+            check_closure(closure)
         self._curvature.closure.own = closure
 
     def step(

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.fosi.divided import Divided, Helper, divided_curvature
-from second_order.fosi.options import FOSIOptions
-from second_order.fosi.worker_epochs import EpochOptions, FinalUpdate
+from second_order.fosi.options import EpochOptions, FinalUpdate
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
@@ -120,26 +119,14 @@ class MRDHO2(EigenpairOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        epochs = EpochOptions(accelerators, epoch_steps, final_update, helper_timeout)
-        alone = {
-            "curvature_interval": epoch_steps,
-            "warmup_steps": None,
-            "lr_scale_clip": None,
-            "lr_scale_guard": True,
-            "subspace_momentum": "average",
-            "warm_start": True,
-            "layout": "column",
-        }
-        options = FOSIOptions.of({**locals(), **alone})
+        options = EpochOptions.of({**locals(), "curvature_interval": epoch_steps})
         super().__init__(
             params_or_model,
             model=model,
             base=base,
             base_kwargs={"lr": lr, **base_kwargs},
             own_keywords=own_keywords(MRDHO2),
-            curvature=lambda training: divided_curvature(
-                training, options, epochs, curvature_closure
-            ),
+            curvature=lambda training: divided_curvature(training, options, curvature_closure),
             needs_model=False,
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
