@@ -204,10 +204,8 @@ class FOSICurvature(Curvature):
 
     def newton_scales(self) -> list[float | Tensor]:
         """α of each group at this step, downhill or uphill."""
-        training = self.training
-        return [
-            newton_scale_at(self.options.newton_scale, training.steps, g) for g in training.groups
-        ]
+        chosen, training = self.options.newton_scale, self.training
+        return [newton_scale_at(chosen, training.steps, group) for group in training.groups]
 
     def _momentum_rule(self) -> tuple[float, float, bool]:
         """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
