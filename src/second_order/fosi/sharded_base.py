@@ -6,7 +6,9 @@ whole tensors: pieces are gathered for them and cut again after a load, for any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from second_order.distributed.collectives import Delivery, World
 from second_order.fosi.pieces import Piece
 
-__all__ = ["ShardedBase", "cut_state", "gather_rows", "gather_state", "works_by_element"]
+__all__ = ["ShardedBase", "cut_state", "gather_parts", "gather_state", "works_by_element"]
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -192,27 +194,27 @@ def gather_state(
     return whole
 
 
-def gather_rows(
-    world: World, mine: Tensor, heights: Sequence[int], widths: Sequence[int], to: Sequence[int]
-) -> list[Tensor] | None:
-    """Every process's matrix, on the ranks that want them; None on the others; a collective.
+def gather_parts(
+    world: World, mine: Tensor, bounds: Sequence[int], dim: int, to: Sequence[int]
+) -> Tensor:
+    """A tensor from every process's part of it, on some ranks; nothing on others; a collective.
 
     Args:
         world: The processes.
-        mine: ``(heights[rank], widths[rank])``.
-        heights: Of all processes' matrices.
-        widths: Of all processes' matrices.
-        to: The ranks that want them.
+        mine: This one's part.
+        bounds: Where in the whole each part begins, and the last one ends.
+        dim: Along which it is cut.
+        to: The ranks that want it.
     """
+    shapes = [list(mine.shape) for _ in range(world.size)]
+    for shape, (start, stop) in zip(shapes, pairwise(bounds), strict=True):
+        shape[dim] = stop - start
     items = [
-        Delivery(rank, to, heights[rank] * widths[rank], mine if rank == world.rank else None)
-        for rank in range(world.size)
+        Delivery(rank, to, math.prod(shape), mine if rank == world.rank else None)
+        for rank, shape in enumerate(shapes)
     ]
     received = world.deliver(items, mine.dtype, mine.device)
     if world.rank not in to:
-        return None
-    return [
-        flat.view(height, width)
-        for flat, height, width in zip(received, heights, widths, strict=True)
-        if flat is not None
-    ]
+        return mine.new_empty(0)
+    parts = zip(received, shapes, strict=True)
+    return torch.cat([flat.view(shape) for flat, shape in parts if flat is not None], dim)
