@@ -543,7 +543,8 @@ def test_pairs_under_way_are_declined_when_a_checkpoint_is_loaded() -> None:
     training = SimpleNamespace(world=Everybody.alone(), warn=print)
     subject: Any = SimpleNamespace(training=training)
     options: Any = SimpleNamespace(helper_timeout=1.0, epoch_steps=4, accelerators=2)
-    epochs = module.Epochs(subject, options, courier)
+    epochs = module.Epochs(subject, options)
+    epochs.connect(courier)
     epochs.resume(3, 1)
     assert declined == [], "none have been asked for"
     epochs._asked, epochs._request = 3, 5

@@ -56,7 +56,7 @@ def test_the_other_accelerators_leave_with_the_first(courier: Any, who: str) -> 
     """When it tells them to, and when it is lost; not when a wait ends and neither is so."""
     team: Any = SimpleNamespace(training=SimpleNamespace(world=World.alone(1, 2)))
     options: Any = None
-    other: Any = Accelerator(team, options, courier, workers=1, judges=True)
+    other: Any = Accelerator(team, options, courier, workers=1)
     for _ in range(2):
         other.help(None)
         assert other.lost == who

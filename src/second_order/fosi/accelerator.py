@@ -29,7 +29,7 @@ from second_order.distributed.mailbox import Courier
 from second_order.distributed.messages import MalformedError, Message, require_form
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
-from second_order.fosi.options import FOSIOptions
+from second_order.fosi.options import EpochOptions
 from second_order.fosi.subject import Subject
 from second_order.lanczos.spectrum import Pairs, mean_loss
 from second_order.lanczos.vector_space import row_bounds
@@ -58,7 +58,6 @@ class Accelerator:
         options: Of the eigenpairs.
         courier: To worker 0, on the first accelerator; to that one, on the others.
         workers: How many workers there are.
-        judges: Whether final updates are guarded.
 
     Attributes:
         answered: How many points' eigenpairs have been computed.
@@ -66,16 +65,10 @@ class Accelerator:
     """
 
     def __init__(
-        self,
-        subject: Subject,
-        options: FOSIOptions,
-        courier: Courier,
-        *,
-        workers: int,
-        judges: bool,
+        self, subject: Subject, options: EpochOptions, courier: Courier, workers: int
     ) -> None:
         self._subject, self._options, self._courier = subject, options, courier
-        self._team, self._workers, self._judges = subject.training.world, workers, judges
+        self._team, self._workers = subject.training.world, workers
         self._loss_fn: Closures | None = None
         self._orders = self._calls = 0
         self._over = False
@@ -133,7 +126,8 @@ class Accelerator:
     def _lead(self, enough: Callable[[], bool]) -> Order | None:
         """What is to be done next, by the workers' messages; the others are told."""
         courier, point = self._courier, f"point/{self.answered}"
-        trial = f"try/{self.answered - 1}" if self._judges and self._loss_fn is not None else ""
+        judges = self._options.final_update == "guarded" and self._loss_fn is not None
+        trial = f"try/{self.answered - 1}" if judges else ""
         for name in filter(None, (point, trial)):
             courier.expect(name)
         what, message = "compute", courier.wait(point, lambda: courier.holds(trial) or enough())

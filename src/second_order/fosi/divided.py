@@ -25,13 +25,12 @@ from second_order.distributed.messages import refused_line
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.distributed.store import Store, open_store
 from second_order.fosi.accelerator import Accelerator, Batches
-from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vector_parts
+from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.options import EpochOptions
 from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
-from second_order.report import EpochReport
 
 __all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
 
@@ -85,35 +84,38 @@ class Line:
 
 
 class Divided(FOSICurvature):
-    """What the roles have in common, and the place in the epochs."""
+    """What the roles have in common: the place in the epochs.
+
+    Attributes:
+        epochs: That place; at work on a worker alone.
+    """
 
     options: EpochOptions
     role: Role = "worker"
-    reports: Sequence[EpochReport] = ()
-    """What the last epochs have come to."""
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self._place = {"epoch": 0, "epoch_step": 0, "epoch_sums": 0.0}
+        self.epochs = Epochs(Subject(training, self.vector), options)
 
     def check_processes(self) -> None:
         """Raise ValueError if no process would be left to train."""
         size, under_ddp = self.training.world.size, self.training.under_ddp
         self._roles = assign_roles(size, self.options.accelerators, "accelerator", under_ddp)
 
-    def place(self) -> dict[str, float]:
-        """The epoch under way, how many of its steps are taken, whether c and p are saved."""
-        return self._place
+    def facts(self) -> list[tuple[str, Any]]:
+        """What decides which collectives a step has, by name."""
+        epochs = self.epochs
+        place = epochs.number, epochs.step, epochs.helped
+        return [*super().facts(), ("epoch, its steps, accelerators at work", place)]
 
     def counts(self) -> dict[str, float]:
         """What each parameter's part of a checkpoint counts."""
-        return {**super().counts(), **self.place()}
+        return {**super().counts(), **self.epochs.counts()}
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over counts, the place in the epochs, and eigenpairs."""
+        """Take over counts, eigenpairs, and the place in the epochs."""
         super().load(saved)
-        counts = counts_of(saved)
-        self._place |= {key: counts.get(key, 0) for key in ("epoch", "epoch_step")}
+        self.epochs.load(saved)
 
 
 class Alone(Divided):
@@ -131,8 +133,8 @@ class Alone(Divided):
             )
         elif self._roles.helpers:
             training.warn(
-                f"largest=0 and smallest=0: the {options.accelerators} accelerators have nothing to "
-                f"do, so all {size} processes train"
+                f"largest=0 and smallest=0: the {options.accelerators} accelerators have nothing "
+                f"to do, so all {size} processes train"
             )
 
 
@@ -144,21 +146,17 @@ class _Team(Divided):
 
     def begin(self) -> None:
         """Give every process its role, and workers and accelerators a way to talk."""
-        training, everybody, patience = (
-            self.training,
-            self.training.world,
-            self.options.helper_timeout,
-        )
-        self.line = None
+        training, patience = self.training, self.options.helper_timeout
+        everybody = training.world
         line = Line.of(everybody, self._roles, patience)
         training.world = self._roles.team(everybody, patience)
         training.averages = training.averages and training.world.size > 1
         await_connections(everybody, [line.courier], [line.store])
         self.line = line
         line.tell(training)
-        self.join(Subject(training, self.vector), line.courier)
+        self.join(line.courier)
 
-    def join(self, subject: Subject, courier: Courier) -> None:
+    def join(self, courier: Courier) -> None:
         """Take up the role."""
         raise NotImplementedError
 
@@ -167,13 +165,9 @@ class _Team(Divided):
         """How many messages and connections of other processes this one has refused."""
         return 0 if self.line is None else self.line.refused
 
-    def point(self) -> tuple[Tensor | None, Tensor | None]:
-        """C and p, where there are any."""
-        return None, None
-
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and its part of c and p, or room for them."""
-        parts, (start, total) = super().state(), self.point()
+        parts, start, total = super().state(), self.epochs.start, self.epochs.total
         if start is None or total is None:
             if not parts or not is_sharded_checkpoint():
                 return parts
@@ -194,22 +188,9 @@ class _Team(Divided):
 class Worker(_Team):
     """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
 
-    epochs: Epochs
-
-    def join(self, subject: Subject, courier: Courier) -> None:
+    def join(self, courier: Courier) -> None:
         """Begin the first epoch."""
-        self.epochs = Epochs(subject, self.options, courier)
-
-    @property
-    def reports(self) -> Sequence[EpochReport]:  # type: ignore[override]
-        """What the last epochs have come to."""
-        return self.epochs.reports
-
-    def facts(self) -> list[tuple[str, Any]]:
-        """What decides which collectives a step has, by name."""
-        epochs = self.epochs
-        place = epochs.number, epochs.step, epochs.helped
-        return [*super().facts(), ("epoch, its steps, accelerators at work", place)]
+        self.epochs.connect(courier)
 
     def parameters_changed(self) -> None:
         """Other parameters train than did: there is no final update to make of those."""
@@ -248,26 +229,6 @@ class Worker(_Team):
         self.epochs.close()
         super().close()
 
-    def place(self) -> dict[str, float]:
-        """The epoch under way, how many of its steps are taken, whether c and p are saved."""
-        epochs = self.epochs
-        sums = float(epochs.start is not None)
-        return {"epoch": epochs.number, "epoch_step": epochs.step, "epoch_sums": sums}
-
-    def point(self) -> tuple[Tensor | None, Tensor | None]:
-        """C and p, where there are any."""
-        return self.epochs.start, self.epochs.total
-
-    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over counts, the place in the epochs, and c and p if they are there."""
-        super().load(saved)
-        counts, epochs, vector = counts_of(saved), self.epochs, self.vector
-        step = counts.get("epoch_step", 0)
-        epochs.resume(counts.get("epoch", 0), step)
-        if step and counts.get("epoch_sums", 1.0) and epochs.helped:
-            epochs.start = load_vector(saved, START, vector.params, vector.layout.dtype)
-            epochs.total = load_vector(saved, SUM, vector.params, vector.dtype)
-
 
 class Helper(_Team):
     """Computes eigenpairs for the workers."""
@@ -276,12 +237,10 @@ class Helper(_Team):
     scaler_matters = ""
     accelerator: Accelerator | None
 
-    def join(self, subject: Subject, courier: Courier) -> None:
+    def join(self, courier: Courier) -> None:
         """Listen to the workers."""
-        workers, judges = len(self._roles.workers), self.options.final_update == "guarded"
-        self.accelerator = Accelerator(
-            subject, self.options, courier, workers=workers, judges=judges
-        )
+        subject, workers = Subject(self.training, self.vector), len(self._roles.workers)
+        self.accelerator = Accelerator(subject, self.options, courier, workers)
 
     @property
     def instead(self) -> Callable[[], None]:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Courier, Patience
 from second_order.distributed.messages import MalformedError, Message, require_form
+from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
 from second_order.fosi.options import EpochOptions
 from second_order.fosi.pieces import Chunk
 from second_order.fosi.subject import Subject
@@ -48,7 +50,6 @@ class Epochs:
     Args:
         subject: What trains, among the workers.
         options: Of eigenpairs and epochs.
-        courier: To the accelerators.
 
     Attributes:
         number: Of the epoch under way.
@@ -61,22 +62,26 @@ class Epochs:
             so where one of them waits, all do.
     """
 
-    def __init__(self, subject: Subject, options: EpochOptions, courier: Courier) -> None:
+    def __init__(self, subject: Subject, options: EpochOptions) -> None:
         self._subject, self._options = subject, options
-        self._courier: Courier | None = courier
+        self._courier: Courier | None = None
         self._warn, self._patience = subject.training.warn, options.helper_timeout
         self._added = min(ADDED_STEPS, options.epoch_steps)
         self.number = self.step = 0
         self.start: Tensor | None = None
         self.total: Tensor | None = None
         self._parts: list[Tensor] = []  # of p, as the parameters are
-        self.helped = True
+        self.helped = False
         self.found: tuple[Tensor, Tensor] | None = None
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
         self._asked = -1  # the epoch whose eigenpairs are under way
         self._request = -1  # which message that is
         self._taken = 0  # steps, of this object
         self._unsound = False  # whether eigenpairs have been
+
+    def connect(self, courier: Courier) -> None:
+        """From now on accelerators help."""
+        self._courier, self.helped = courier, True
 
     @property
     def _team(self) -> World:
@@ -266,6 +271,19 @@ class Epochs:
         if under_way and self.helped and self._courier is not None:
             for name in self._expected():
                 self._courier.decline(name)
+
+    def counts(self) -> dict[str, float]:
+        """The epoch under way, how many of its steps are taken, whether c and p are saved."""
+        sums = float(self.start is not None)
+        return {"epoch": self.number, "epoch_step": self.step, "epoch_sums": sums}
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Go on where a checkpoint was made, with its c and p if they are there."""
+        counts, vector = counts_of(saved), self._subject.vector
+        self.resume(counts.get("epoch", 0), counts.get("epoch_step", 0))
+        if self.step and counts.get("epoch_sums", 1.0) and self.helped:
+            self.start = load_vector(saved, START, vector.params, vector.layout.dtype)
+            self.total = load_vector(saved, SUM, vector.params, vector.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_courier": None, "helped": False, "start": None, "total": None}

@@ -148,7 +148,7 @@ class MRDHO2(EigenpairOptimizer):
     @property
     def epochs(self) -> Sequence[EpochReport]:
         """What the last 1,000 epochs have come to, on a worker."""
-        return self._curvature.reports
+        return self._curvature.epochs.reports
 
     @property
     def refused_messages(self) -> int:
