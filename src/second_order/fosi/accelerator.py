@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -235,7 +234,7 @@ class Accelerator:
         cuts = row_bounds(len(pairs.values), self._workers)
         rows = None
         if pairs.finite:
-            with torch.autocast(self._subject.vector.device.type, enabled=False):
+            with self._subject.vector.plain():
                 rows = pairs.vectors()
         finite = rows is not None and bool(rows.isfinite().all())
         for j in range(self._workers):

@@ -26,31 +26,19 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.fosi.checkpoint import (
-    OTHERS_TRAINED,
     check_saved_pairs,
-    counts_of,
     eigenpair_parts,
     gather_eigenpairs,
-    has_pairs,
-    load_eigenpairs,
 )
-from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Refreshes
+from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
 from second_order.fosi.options import FOSIOptions, check_one_vector, newton_scale_at
 from second_order.fosi.subspace import (
-    Basis,
-    ColumnBasis,
-    RowBasis,
     Subspace,
-    differs_in_momentum,
-    momentum_rule,
-    newton_rates,
-    rest_scale,
     share_inside,
 )
 from second_order.fosi.summary import eigenpair_notes, parameter_rows
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
-from second_order.lanczos.spectrum import Pairs
 from second_order.options import scheduled
 from second_order.report import CurvatureReport, Summary
 
@@ -69,8 +57,7 @@ class FOSICurvature(Curvature):
         options: As they were given.
         vector: The parameters that train.
         closure: What evaluates the loss on the curvature batch.
-        refreshes: Where eigenpairs come from.
-        subspace: Those in use, or None.
+        pairs: The eigenpairs, and where they come from.
         closed: Whether the base goes on alone for good.
 
     Raises:
@@ -93,12 +80,16 @@ class FOSICurvature(Curvature):
         if closure is not None:
             check_closure(closure)
         self.closure = CurvatureClosure(closure)
-        self.refreshes = Refreshes(training, options, self.vector)
-        self.subspace: Subspace | None = None
+        self.pairs = Eigenpairs(training, options, self.vector)
         self.closed = False
         self._share: Tensor | None = None  # of the gradient inside, at the last refresh
         self._newton: Tensor | None = None  # of this step
         self._before: list[Tensor] = []  # the parameters before the base's step
+
+    @property
+    def subspace(self) -> Subspace | None:
+        """The span of the eigenpairs in use."""
+        return self.pairs.subspace
 
     def description(self) -> list[str]:
         """What all ranks must have alike, beside the model and its groups."""
@@ -128,7 +119,7 @@ class FOSICurvature(Curvature):
             ("closed", self.closed),
             ("the base's state in parts", self.vector.in_parts),
             ("eigenpairs", self.subspace is not None),
-            ("of step", self.refreshes.tally.step),
+            ("of step", self.pairs.tally.step),
             *scheduled(self.options, ("curvature_interval", "newton_scale"), self.training.steps),
         ]
 
@@ -137,14 +128,14 @@ class FOSICurvature(Curvature):
         if self.vector.follow():
             self.parameters_changed()
         self.vector.check_gradients()
-        if self.computes_pairs and not self.closed and self.refreshes.due():
-            self._refresh()
+        if self.computes_pairs and not self.closed and self.pairs.due():
+            self.pairs.renew(self.closure.chosen(self.training))
 
     def parameters_changed(self) -> None:
         """Other parameters train than did: what spans the vector of those is gone."""
         self._before = []
         if self.subspace is not None:
-            self._drop(
+            self.pairs.drop(
                 "the parameters that train have changed: the eigenpairs are dropped, and "
                 f"{self.training.base_name} goes on alone until the next refresh"
             )
@@ -158,7 +149,7 @@ class FOSICurvature(Curvature):
         with record_function("second_order.average_gradients"):
             average()
         if self.subspace is not None:
-            with record_function("second_order.split"), self._plain():
+            with record_function("second_order.split"), self.vector.plain():
                 self._split(self.subspace)
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -168,21 +159,22 @@ class FOSICurvature(Curvature):
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
-            with record_function("second_order.newton"), self._plain():
+            with record_function("second_order.newton"), self.vector.plain():
                 self._correct(self.subspace, self._newton)
         self._newton = None
         self.vector.share()
 
     def _split(self, subspace: Subspace) -> None:
+        """``p.grad`` <- g₂ = g − V̂V̂ᵀg, mom takes in V̂ᵀg, and w is kept to see d₂ by."""
         gradients = self.vector.gradients()
         c = subspace.basis.coefficients(gradients, witness=subspace.momentum * subspace.rates)
-        if self.refreshes.tally.step == self.training.steps:
+        if self.pairs.tally.step == self.training.steps:
             rows = self.options.layout == "row"
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
         sound = subspace.basis.add(gradients, [-c])
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
-        self._newton = subspace.accumulate(c, *self._momentum_rule(), sound)
+        self._newton = subspace.accumulate(c, *self.pairs.momentum_rule(), sound)
         values = self.vector.values()
         if not self._before:
             self._before = [torch.empty_like(value) for value in values]
@@ -190,6 +182,7 @@ class FOSICurvature(Curvature):
             torch._foreach_copy_(self._before, values)
 
     def _correct(self, subspace: Subspace, newton: Tensor) -> None:
+        """w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂), where d₂ is what the base has moved w by."""
         values, moved, chunks = self.vector.values(), self._before, self.vector.chunks
         for value, before in zip(values, moved, strict=True):
             torch.sub(value, before, out=before)
@@ -200,105 +193,22 @@ class FOSICurvature(Curvature):
         unsound = ~sound if subspace.unsound is None else subspace.unsound | ~sound
         subspace.unsound = unsound
         if unsound.device.type == "cpu":  # a device is asked at the next refresh
-            self._drop_unsound(subspace)
+            self.pairs.drop_unsound()
 
     def newton_scales(self) -> list[float | Tensor]:
         """α of each group at this step, downhill or uphill."""
         chosen, training = self.options.newton_scale, self.training
         return [newton_scale_at(chosen, training.steps, group) for group in training.groups]
 
-    def _momentum_rule(self) -> tuple[float, float, bool]:
-        """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
-        training, rule = self.training, self.options.subspace_momentum
-        unlike = isinstance(rule, str) and differs_in_momentum(training.groups)
-        if unlike and training.first_time("momentum"):
-            training.warn(
-                "momentum differs between the groups; in the eigenvectors' span that of the first "
-                "is used: subspace_momentum= sets another"
-            )
-        return momentum_rule(training.groups[0], rule)
-
-    def _plain(self) -> torch.autocast:
-        """Without autocast, should step() be called under it."""
-        return torch.autocast(self.training.device.type, enabled=False)
-
-    # ------------------------------------------------------------------------------- eigenpairs
-
-    def _refresh(self) -> None:
-        """û, V̂ <- the eigenpairs of the curvature batch, if they are finite."""
-        if self.subspace is not None:
-            self._drop_unsound(self.subspace)
-        had = self.subspace is not None
-        pairs = self.refreshes.find(self.closure, self.subspace)
-        with self._plain():
-            if pairs is not None and self._adopt(pairs):
-                return
-        kept = "kept" if self.subspace is not None else "let go"
-        self.refreshes.failed(f"the last eigenpairs are {kept}" if had else "no eigenpairs yet")
-
-    def _adopt(self, pairs: Pairs) -> bool:
-        """Put them to use if their vectors are finite everywhere; whether they are."""
-        chunks, momentum = self.vector.chunks, None
-        if self.subspace is not None and self._momentum_rule()[0] > 0.0:
-            momentum = self.subspace.momentum_vector(chunks)
-        self._drop()  # the old vectors, before there are new ones
-        rows = pairs.vectors()
-        if not self.training.world.all_agree(bool(rows.sum().isfinite()), rows.device):
-            return False
-        basis: Basis
-        if self._by_rows:
-            basis = RowBasis(rows, chunks, self.training.world)
-        else:
-            size = self.vector.layout.size
-            basis = ColumnBasis.of_rows(rows, chunks, size, self.training.world)
-        self.subspace = self._subspace_of(basis, pairs.values, pairs.bounds(), pairs.largest)
-        if momentum is not None:
-            self.subspace.carry(momentum, chunks)
-        self._publish()
-        return True
-
-    @property
-    def _by_rows(self) -> bool:
-        return self.options.layout == "row" or self.training.world.size == 1
-
-    def _subspace_of(
-        self, basis: Basis, values: Tensor, residuals: Tensor, largest: int
-    ) -> Subspace:
-        rates = newton_rates(values, self.options.eigenvalue_floor)[basis.mine].to(basis.vectors)
-        scale = rest_scale(values, largest, self.refreshes.rest_clip())
-        momentum = torch.zeros_like(rates)
-        return Subspace(basis, values, residuals, largest, rates, scale, momentum)
-
-    def _drop_unsound(self, subspace: Subspace) -> None:
-        """Go on as the base alone if a Newton step has not been finite; the same everywhere."""
-        if subspace.unsound is None or not bool(subspace.unsound):
-            return
-        self._drop(
-            f"a Newton step at step {self.training.steps} or before is not finite, by the "
-            f"gradient, the eigenvectors or their momentum: it is left out, and "
-            f"{self.training.base_name} goes on alone until the next refresh"
-        )
-
-    def _drop(self, why: str = "") -> None:
-        self.subspace = None
-        self._publish()
-        if why:
-            self.training.warn(why)
-
-    def _publish(self) -> None:
-        """Let the optimizer's ``state`` hold what there is now, and nothing else."""
-        if self.training.steps:
-            self.training.publish()
-
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
-        self.closed, self.subspace = True, None
+        self.closed, self.pairs.subspace = True, None
 
     # ------------------------------------------------------------------------ state and summary
 
     def counts(self) -> dict[str, float]:
         """What each parameter's part of a checkpoint counts."""
-        return {"steps": self.training.steps, **self.refreshes.counts()}
+        return {"steps": self.training.steps, **self.pairs.counts()}
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and its part of the eigenpairs where they are whole here."""
@@ -316,28 +226,9 @@ class FOSICurvature(Curvature):
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, and eigenpairs if the same parameters trained."""
-        self.subspace = self._share = None
+        self._share = None
         self.vector.restart()
-        self.refreshes.resume(counts_of(saved))
-        if self.closed or not self.computes_pairs:
-            return
-        vector, world = self.vector, self.training.world
-        loaded = load_eigenpairs(saved, vector.params, vector.dtype)
-        if loaded is None:
-            if has_pairs(saved):
-                self.training.warn(OTHERS_TRAINED)
-            return
-        basis: Basis
-        if self._by_rows:
-            rows = loaded.vectors[:, vector.rows].contiguous()
-            basis = RowBasis(rows, vector.chunks, world)
-        else:
-            basis = ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
-        subspace = self._subspace_of(basis, loaded.values, loaded.residuals, loaded.largest)
-        subspace.momentum = loaded.momentum[basis.mine].clone()
-        subspace.carried = None if loaded.carried is None else loaded.carried[vector.rows].clone()
-        subspace.decayed = loaded.decayed
-        self.subspace = subspace
+        self.pairs.resume(saved, taken=self.computes_pairs and not self.closed)
 
     @property
     def kept_elsewhere(self) -> str:
@@ -368,7 +259,7 @@ class FOSICurvature(Curvature):
         return CurvatureReport(
             *self.found(),
             None if self._share is None else float(self._share),
-            **vars(self.refreshes.tally),
+            **vars(self.pairs.tally),
             rest_scale=1.0 if self.subspace is None else self.subspace.rest_scale,
         )
 

@@ -27,7 +27,7 @@ from second_order.distributed.store import Store, open_store
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
-from second_order.fosi.eigenpairs import Closures
+from second_order.fosi.eigenpairs import Closures, publish
 from second_order.fosi.options import EpochOptions
 from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
@@ -199,7 +199,7 @@ class Worker(_Team):
                 "the parameters that train have changed: this epoch has no final update"
             )
             self.epochs.let_go()
-            self._publish()
+            publish(self.training)
 
     def precondition(self, average: Callable[[], None]) -> None:
         """Add the gradients up."""
@@ -212,11 +212,11 @@ class Worker(_Team):
         report = self.epochs.stepped(self.newton_scales)
         if report is None:
             return
-        tally = self.refreshes.tally
+        tally = self.pairs.tally
         tally.failures += report.reason == UNSOUND
         if report.products:
             tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
-        self._publish()  # which lets go of c and p
+        publish(self.training)  # which lets go of c and p
         if self.line is not None:
             self.line.tell(self.training)
 

@@ -112,6 +112,10 @@ class ParameterVector:
         """Where the parameters are."""
         return self._training.device
 
+    def plain(self) -> torch.autocast:
+        """Without autocast, should it be on."""
+        return torch.autocast(self.device.type, enabled=False)
+
     @property
     def sign(self) -> float:
         """−1 where the loss is maximized."""

@@ -135,8 +135,7 @@ class Epochs:
         assert self._courier is not None
         self.step, self._taken, report = self.step + 1, self._taken + 1, None
         if self.step >= self._options.epoch_steps:
-            plain = torch.autocast(self._subject.vector.device.type, enabled=False)
-            with record_function("second_order.final_update"), plain:
+            with record_function("second_order.final_update"), self._subject.vector.plain():
                 report = self._end(self._courier, scales())
             self.reports.append(report)
             self.let_go()
