@@ -165,7 +165,7 @@ class FOSICurvature(Curvature):
         self.vector.share()
 
     def _split(self, subspace: Subspace) -> None:
-        """``p.grad`` <- g₂ = g − V̂V̂ᵀg, mom takes in V̂ᵀg, and w is kept to see d₂ by."""
+        """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
         gradients = self.vector.gradients()
         c = subspace.basis.coefficients(gradients, witness=subspace.momentum * subspace.rates)
         if self.pairs.tally.step == self.training.steps:
@@ -182,7 +182,7 @@ class FOSICurvature(Curvature):
             torch._foreach_copy_(self._before, values)
 
     def _correct(self, subspace: Subspace, newton: Tensor) -> None:
-        """w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂), where d₂ is what the base has moved w by."""
+        """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""
         values, moved, chunks = self.vector.values(), self._before, self.vector.chunks
         for value, before in zip(values, moved, strict=True):
             torch.sub(value, before, out=before)

@@ -41,7 +41,7 @@ Options = TypeVar("Options", bound="FOSIOptions")
 Layout: TypeAlias = Literal["row", "column"]
 
 REST_CLIP = 3.0
-"""[F]'s bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
+"""FOSI's bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
 
 
 FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]

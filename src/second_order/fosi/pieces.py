@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -204,8 +205,7 @@ def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
             last.append(piece)
         else:
             runs.append([piece])
-    chunks, start = [], 0
-    for run in runs:
-        chunks.append(Chunk(run, start))
-        start += sum(piece.size for piece in run)
-    return chunks
+    sizes = [sum(piece.size for piece in run) for run in runs]
+    return [
+        Chunk(run, start) for run, start in zip(runs, accumulate(sizes, initial=0), strict=False)
+    ]

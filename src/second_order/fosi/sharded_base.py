@@ -7,7 +7,7 @@ whole tensors: pieces are gathered for them and cut again after a load, for any 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,30 +39,6 @@ def works_by_element(base: type[torch.optim.Optimizer]) -> bool:
     return base in ELEMENTWISE
 
 
-class _PieceState(MutableMapping[Tensor, dict[str, Any]]):
-    """The base's state of parameters, under the stand-ins for their pieces."""
-
-    def __init__(
-        self, state: MutableMapping[Tensor, dict[str, Any]], params: dict[Tensor, Tensor]
-    ) -> None:
-        self._state, self._params = state, params
-
-    def __getitem__(self, piece: Tensor) -> dict[str, Any]:
-        return self._state[self._params[piece]]
-
-    def __setitem__(self, piece: Tensor, value: dict[str, Any]) -> None:
-        self._state[self._params[piece]] = value
-
-    def __delitem__(self, piece: Tensor) -> None:
-        del self._state[self._params[piece]]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (piece for piece, p in self._params.items() if p in self._state)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 class ShardedBase:
     """The base optimizer, stepping this process's pieces of the parameters.
 
@@ -91,12 +67,12 @@ class ShardedBase:
                 state[p] = cut_state(state[p], here[p])
             elif p.requires_grad:  # that of a frozen one stays whole, for when it trains again
                 del state[p]
-        params = {s: piece.param for s, piece in zip(self._stand_ins, pieces, strict=True)}
-        self._base = type(base).__new__(type(base))
         own = [{**group, "params": part} for group, part in zip(groups, members, strict=True)]
-        self._base.__setstate__(
-            {"defaults": base.defaults, "state": _PieceState(state, params), "param_groups": own}
-        )
+        both = list(zip(self._stand_ins, pieces, strict=True))
+        known = {s: state[piece.param] for s, piece in both if piece.param in state}
+        self._base = type(base).__new__(type(base))
+        self._base.__setstate__({"defaults": base.defaults, "state": known, "param_groups": own})
+        self._base.state = {s: state[piece.param] for s, piece in both}  # type: ignore[assignment]
 
     def step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the pieces, with the hyperparameters of the groups as they are now."""

@@ -1,4 +1,4 @@
-"""The span of some eigenvectors V̂, and the Newton step in it ([D] algorithm 3, [F]).
+"""The span of some eigenvectors V̂, and the Newton step in it (FOSI; DHO2, algorithm 3).
 
     c = V̂ᵀg,  mom <- β mom + gain · c,  step coefficients −α |û|⁻¹ mom
 
@@ -123,7 +123,7 @@ class RowBasis(Basis):
 
 
 class ColumnBasis(Basis):
-    """Some of the vectors, whole ([D] algorithm 3).
+    """Some of the vectors, whole (DHO2, algorithm 3).
 
     Args:
         vectors: ``(r_p, n)``.
@@ -212,7 +212,7 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
 
 
 def rest_scale(values: Tensor, largest: int, clip: float) -> float:
-    """How much longer steps outside the subspace may be: s = clip(|λ₁| / |λ_k|, 1, clip) ([F]).
+    """How much longer steps outside the subspace may be: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
 
     Args:
         values: ``(r,)`` eigenvalues, the largest first, in descending order.

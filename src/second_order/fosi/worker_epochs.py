@@ -344,7 +344,7 @@ def correction(
     chunks: Sequence[Chunk],
     scales: Sequence[float | Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], [D] equation 17, or without its last term.
+    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2, or without its last term.
 
     Args:
         moved: ``(n,)`` w_E − c; None to leave it as it is.

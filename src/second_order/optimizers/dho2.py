@@ -1,4 +1,7 @@
-"""DHO2: FOSI over many processes ([D] algorithms 2 and 3; Sivan et al., FOSI, ICLR 2024).
+"""DHO2: FOSI over many processes.
+
+Sivan et al., FOSI, ICLR 2024; algorithms 2 and 3 of "Accelerating Deep Neural Network Training via
+Distributed Hybrid Order Optimization", arXiv 2505.00982, first version.
 
 for the first warmup_steps:      w <- w + Base(g)
 every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch, its rows
@@ -72,7 +75,7 @@ class DHO2(EigenpairOptimizer):
             steps are divided by them.
         subspace_momentum: Of the gradient in the eigenvectors' span. "average": the base's β, as a
             running average, so that α means the same whatever the base's momentum. "base": just as
-            the base does it, which for SGD with β sums up 1 / (1 − β) as much ([F] with α = 0.01
+            the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
             and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
         warm_start: Start a refresh from the last eigenvectors.
         hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature

@@ -1,4 +1,7 @@
-"""MRDHO2: some processes compute eigenpairs while the others train ([D], MR-DHO2).
+"""MRDHO2: some processes compute eigenpairs while the others train.
+
+MR-DHO2 of "Accelerating Deep Neural Network Training via Distributed Hybrid Order Optimization",
+arXiv 2505.00982, first version.
 
 workers                                        accelerators, meanwhile
 at the start of an epoch:  c = w, sent    ->   w = c; û, V̂ <- Lanczos on their own batches
