@@ -229,8 +229,9 @@ def basis_elements(widths: Sequence[int] = (64, 100, 32, 10)) -> Record:
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
-        assert optimizer._curvature.subspace is not None
-        kept[f"V̂ by {layout}"] = optimizer._curvature.subspace.basis.vectors.untyped_storage().nbytes() // 4
+        subspace = optimizer._curvature.subspace
+        assert subspace is not None
+        kept[f"V̂ by {layout}"] = subspace.basis.vectors.untyped_storage().nbytes() // 4
     return {"n": size, "m": m, "r": r, "kept": kept, "dtype": str(D.dtype)}
 
 
