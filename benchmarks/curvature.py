@@ -44,9 +44,9 @@ import progress
 from curvature_cost import LARGEST, SMALLEST, table, tanh_network
 from progress import Setting, adam, sgd
 from second_order import DHO2
+from second_order.fosi.eigenpairs import FRESH
 from second_order.lanczos import eigenpairs
 from second_order.lanczos.lanczos import normal
-from second_order.optimizers.fosi import FRESH
 
 Record = dict[str, Any]
 

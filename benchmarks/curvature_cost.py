@@ -166,8 +166,8 @@ def overhead(shapes: Sequence[tuple[int, ...]], rank: int = 10, repeats: int = 1
 
     fill()
     optimizer.step()
-    assert optimizer._subspace is not None
-    V = optimizer._subspace.basis.vectors
+    assert optimizer._curvature.subspace is not None
+    V = optimizer._curvature.subspace.basis.vectors
     x = torch.randn(V.shape[1])
 
     def passes() -> None:
@@ -229,8 +229,9 @@ def basis_elements(widths: Sequence[int] = (64, 100, 32, 10)) -> Record:
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
-        assert optimizer._subspace is not None
-        kept[f"V̂ by {layout}"] = optimizer._subspace.basis.vectors.untyped_storage().nbytes() // 4
+        subspace = optimizer._curvature.subspace
+        assert subspace is not None
+        kept[f"V̂ by {layout}"] = subspace.basis.vectors.untyped_storage().nbytes() // 4
     return {"n": size, "m": m, "r": r, "kept": kept, "dtype": str(D.dtype)}
 
 

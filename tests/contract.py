@@ -148,7 +148,7 @@ def curvature_of(optimizer: Any) -> dict[str, tuple[Tensor, ...]]:
     """Copies of what an optimizer knows of the curvature; nothing where it knows nothing."""
     if not isinstance(optimizer, EIGENPAIRS):
         return dict(factors(optimizer))
-    subspace = optimizer._subspace
+    subspace = optimizer._curvature.subspace
     if subspace is None:
         return {}
     vectors = subspace.basis.vectors

@@ -954,14 +954,14 @@ MUTANTS = [
     ),
     _mutant(
         "parts of gradients that are not contiguous",
-        "optimizers/flat_optimizer.py",
+        "fosi/vector.py",
         "p.grad = p.grad.contiguous()",
         "pass",
         "dho2_processes::channels_last_changes_nothing_on_many_processes",
     ),
     _mutant(
         "what others have stepped is not written",
-        "optimizers/flat_optimizer.py",
+        "fosi/vector.py",
         "piece.put(piece.param, part)",
         "pass",
         "dho2_processes::channels_last_changes_nothing_on_many_processes",
@@ -975,7 +975,7 @@ MUTANTS = [
     ),
     _mutant(
         "chunks across groups",
-        "fosi/vector.py",
+        "fosi/pieces.py",
         "            and last[-1].group == piece.group\n",
         "",
         "dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing",
@@ -983,7 +983,7 @@ MUTANTS = [
     ),
     _mutant(
         "parameters without a gradient move",
-        "fosi/vector.py",
+        "fosi/pieces.py",
         '''that have a gradient: the others stay, as with any optimizer."""
         here = [piece for piece in self.pieces if piece.param.grad is not None]''',
         '''that have a gradient: the others stay, as with any optimizer."""
@@ -1021,9 +1021,9 @@ MUTANTS = [
     ),
     _mutant(
         "the guard does not know a negative loss",
-        "optimizers/fosi.py",
-        "loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)",
-        "loss > (1.0 + TOLERATED_RISE) * self._batch_loss",
+        "fosi/eigenpairs.py",
+        "loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)",
+        "loss > (1.0 + TOLERATED_RISE) * self.batch_loss",
         "dho2::the_guard_of_s_knows_what_is_worse",
     ),
     _mutant(
@@ -1056,15 +1056,15 @@ MUTANTS = [
     ),
     _mutant(
         "a start without new directions",
-        "optimizers/fosi.py",
+        "fosi/eigenpairs.py",
         "old.add_(fresh, alpha=FRESH)",
         "pass",
         "curvature_corners::a_warm_start_sees_curvature_outside_the_old_span",
     ),
     _mutant(
         "the bound of s is not loaded",
-        "optimizers/fosi.py",
-        'self._bound = counts.get("rest_scale_bound", 1.0)',
+        "fosi/eigenpairs.py",
+        'self.bound = counts.get("rest_scale_bound", 1.0)',
         "pass",
         "dho2_state::a_checkpoint_goes_on_bit_for_bit",
     ),
@@ -1086,15 +1086,15 @@ MUTANTS = [
     _mutant(
         "maximize is forgotten where updates are judged",
         "fosi/accelerator.py",
-        "losses.append(subject.sign * loss if",
+        "losses.append(vector.sign * loss if",
         "losses.append(loss if",
         "mrdho2::uphill_on_the_negative_loss_is_downhill",
     ),
     _mutant(
         "maximize is forgotten by accelerators",
-        "optimizers/mrdho2.py",
-        '-1.0 if self.param_groups[0].get("maximize") else 1.0,',
-        "1.0,",
+        "fosi/vector.py",
+        'return -1.0 if self._training.groups[0].get("maximize") else 1.0',
+        "return 1.0",
         "mrdho2::uphill_on_the_negative_loss_is_downhill",
     ),
     _mutant(
@@ -1107,7 +1107,7 @@ MUTANTS = [
     _mutant(
         "vectors are rounded under autocast",
         "fosi/accelerator.py",
-        "with torch.autocast(subject.params[0].device.type, enabled=False):",
+        "with self._subject.vector.plain():",
         "if True:",
         "mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors",
     ),
@@ -1120,15 +1120,15 @@ MUTANTS = [
     ),
     _mutant(
         "groups' own learning rates in the final update",
-        "optimizers/mrdho2.py",
-        "return [self._newton_scale(group) for group in self.param_groups]",
-        "return [self._newton_scale(self.param_groups[0]) for _ in self.param_groups]",
+        "fosi/curvature.py",
+        "return [newton_scale_at(chosen, training.steps, group) for group in training.groups]",
+        "return [newton_scale_at(chosen, training.steps, training.groups[0])] * 2",
         "mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update",
     ),
     _mutant(
         "workers that disagree on sound pairs",
         "fosi/worker_epochs.py",
-        "if not self._agreed(sound, subject):",
+        "if not self._agreed(sound):",
         "if not sound:",
         "mrdho2_use::pairs_that_one_worker_cannot_use_are_used_by_none",
     ),
@@ -1163,7 +1163,7 @@ MUTANTS = [
     _mutant(
         "an additive update of all the epoch's gradients",
         "fosi/worker_epochs.py",
-        'if self.total is None or (self._final_update == "additive" and self.step < last):',
+        "if self.total is None or (adds and self.step < last):",
         "if self.total is None:",
         "mrdho2::the_additive_update_takes_the_last_gradients",
     ),
@@ -1255,7 +1255,7 @@ MUTANTS = [
     _mutant(
         "a verdict for one worker",
         "fosi/worker_epochs.py",
-        "if not self._agreed(not reason, subject):",
+        "if not self._agreed(not reason):",
         "if reason:",
         "mrdho2_malformed::a_malformed_message_costs_one_final_update",
     ),

@@ -203,7 +203,7 @@ def test_the_base_moves_nothing_inside_the_subspace(base: Any, dtype: torch.dtyp
         curvature_closure=closure_of(model, curved),
     )
     trajectory = go(model, optimizer, CASE.batches(6, 12, dtype))
-    V = optimizer._subspace.basis.vectors  # type: ignore[union-attr]
+    V = optimizer._curvature.subspace.basis.vectors  # type: ignore[union-attr]
     assert V.shape == (5, 111)
     torch.testing.assert_close(V @ V.T, torch.eye(5, dtype=dtype), rtol=0, atol=1e-5)
     for before, after in itertools.pairwise(trajectory[2:]):

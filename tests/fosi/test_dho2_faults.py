@@ -45,7 +45,7 @@ FAULTS: dict[str, tuple[int, str]] = {  # the step before which it happens, and 
 @contextmanager
 def fault(optimizer: Any, name: str) -> Iterator[None]:
     """During one step, on this rank."""
-    subspace = optimizer._subspace
+    subspace = optimizer._curvature.subspace
     if name.startswith(("vectors", "inf")):
         subspace.basis.vectors[0, 0] = math.inf if name == "inf" else NAN
     elif name.startswith("momentum"):
@@ -155,7 +155,7 @@ def spoilt_epoch(rank: int, world_size: int, final_update: str) -> Any:
 
     def before(step: int) -> None:
         if rank == 1 and step == EPOCH + 2:
-            optimizer._epochs.total[0] = NAN
+            optimizer._curvature.epochs.total[0] = NAN
 
     with noted() as warned, mrdho2(model, final_update=final_update) as optimizer:
         if optimizer.role == "accelerator":

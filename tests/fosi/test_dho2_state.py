@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, SecondOrderWarning
+from second_order.fosi.pieces import Piece
 from second_order.fosi.sharded_base import cut_state
-from second_order.fosi.vector import Piece
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -119,14 +119,14 @@ def test_single_and_half_precision_train_much_as_double_does() -> None:
         optimizer = dho2(model, curvature_closure=closure_of(model, curved), lanczos_tol=1e-4)
         found = go(model, optimizer, batches)[-1]
         assert found.dtype == dtype
-        assert optimizer._subspace.basis.vectors.dtype == torch.float32  # type: ignore[union-attr]
+        assert optimizer._curvature.subspace.basis.vectors.dtype == torch.float32  # type: ignore[union-attr]
         assert optimizer.curvature.failures == 0
         assert (found.double() - expected).norm() <= rtol * moved
     model = CASE.model(torch.float32)
     curved = CURVED[0].float(), CURVED[1]
     wide = dho2(model, lanczos_dtype=torch.float64, curvature_closure=closure_of(model, curved))
     go(model, wide, [(x.float(), y) for x, y in BATCHES[:4]])
-    assert wide._subspace.basis.vectors.dtype == torch.float64  # type: ignore[union-attr]
+    assert wide._curvature.subspace.basis.vectors.dtype == torch.float64  # type: ignore[union-attr]
 
 
 class Spare(nn.Module):
@@ -215,7 +215,7 @@ def test_when_parameters_change_the_base_goes_on_alone_until_the_next_refresh(ch
         take(model, optimizer, BATCHES[6])
     assert dropped(messages) == 1
     size = 111 if change != "freeze" else 111 - 21
-    assert optimizer._subspace.basis.vectors.shape == (5, size)  # type: ignore[union-attr]
+    assert optimizer._curvature.subspace.basis.vectors.shape == (5, size)  # type: ignore[union-attr]
     assert optimizer.curvature.refreshes == 2
     assert same(last, before) is False
 

@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
 from second_order.distributed.collectives import World as Everybody
+from second_order.fosi import divided
 from second_order.fosi import worker_epochs as module
-from second_order.optimizers import mrdho2 as optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -517,16 +517,16 @@ def let_go(rank: int, world_size: int) -> Any:
 
     with second, first:
         if first.role == "accelerator":
-            first.serve(CURVED, partial(loss_of, first._model))
+            first.serve(CURVED, partial(loss_of, first._training.model))
             return None
-        worker(first._model, first, rank, 1, BATCHES[:6], before=look)
+        worker(first._training.model, first, rank, 1, BATCHES[:6], before=look)
         first.close()
-        with replaced(optimizers, {"is_sharded_checkpoint": lambda: True}):
+        with replaced(divided, {"is_sharded_checkpoint": lambda: True}):
             state = first.state_dict()
         assert not state["state"][0]["curvature"]["epoch_start"].any(), "what keeps its place"
         second.load_state_dict(state)
-        assert (second._epochs.number, second._epochs.step) == (1, 2)
-        assert second._epochs.start is second._epochs.total is None
+        assert (second._curvature.epochs.number, second._curvature.epochs.step) == (1, 2)
+        assert second._curvature.epochs.start is second._curvature.epochs.total is None
     return held
 
 
@@ -538,9 +538,13 @@ def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> 
 
 
 def test_pairs_under_way_are_declined_when_a_checkpoint_is_loaded() -> None:
-    epochs, declined = module.Epochs(4, "paper", 0.1, 1.0, "SGD", print), []
+    declined: list[str] = []
     courier: Any = SimpleNamespace(decline=declined.append)
-    epochs.connect(courier, Everybody.alone(), 2, 4)
+    training = SimpleNamespace(world=Everybody.alone(), warn=print)
+    subject: Any = SimpleNamespace(training=training)
+    options: Any = SimpleNamespace(helper_timeout=1.0, epoch_steps=4, accelerators=2)
+    epochs = module.Epochs(subject, options)
+    epochs.connect(courier)
     epochs.resume(3, 1)
     assert declined == [], "none have been asked for"
     epochs._asked, epochs._request = 3, 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from second_order import MRDHO2, SecondOrderError
 from second_order.distributed.collectives import World
 from second_order.fosi.accelerator import Accelerator, Batches
+from second_order.fosi.subject import Subject
 
 if TYPE_CHECKING:
     from pool import World as Pool
@@ -52,10 +54,11 @@ LEAVE = {"do": "leave", "lost": "W"}
 )
 def test_the_other_accelerators_leave_with_the_first(courier: Any, who: str) -> None:
     """When it tells them to, and when it is lost; not when a wait ends and neither is so."""
-    team = World.alone(1, 2)
-    other: Any = Accelerator(courier, team, None, workers=1, judges=True)  # type: ignore[arg-type]
+    team: Any = SimpleNamespace(training=SimpleNamespace(world=World.alone(1, 2)))
+    options: Any = None
+    other: Any = Accelerator(team, options, courier, workers=1)
     for _ in range(2):
-        other.help(None, None, None)
+        other.help(None)
         assert other.lost == who
     assert other.answered == 0
 
@@ -156,10 +159,11 @@ def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
 def test_another_model_than_the_workers_is_refused() -> None:
     model = Counting()
     optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, largest=0)
+    subject = Subject(optimizer._training, optimizer._curvature.vector)
     with pytest.raises(SecondOrderError, match="have 3 parameters and buffers, this accelerator 6"):
-        optimizer._subject_at([True] * 3)
-    subject = optimizer._subject_at([False] * 2 + [True] * 2 + [False] * 2)
-    assert subject.params == list(model.layers[1].parameters())
+        subject.follow([True] * 3)
+    subject.follow([False] * 2 + [True] * 2 + [False] * 2)
+    assert subject.vector.params == list(model.layers[1].parameters())
     with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
         subject.write(torch.zeros(24))
 
@@ -168,7 +172,7 @@ def test_an_optimizer_without_a_model_knows_its_groups() -> None:
     model = Counting()
     optimizer = MRDHO2(model.layers[1].parameters(), lr=0.1, largest=0)
     optimizer.add_param_group({"params": list(model.layers[0].parameters())})
-    assert len(optimizer._whole_model()) == 4
+    assert len(optimizer._training.whole_model()) == 4
 
 
 def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:

@@ -13,7 +13,7 @@ from ranks import agreed, assert_same_trajectory, replaced
 
 from second_order.distributed.mailbox import Courier
 from second_order.distributed.store import open_store
-from second_order.optimizers import mrdho2 as module
+from second_order.fosi import divided as module
 
 if TYPE_CHECKING:
     from pool import World

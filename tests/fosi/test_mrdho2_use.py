@@ -71,7 +71,7 @@ def play(rank: int, world_size: int, scene: str, *args: Any) -> dict[str, Any]:
 
 def until(optimizer: Any, steps: int) -> None:
     """The usual loop of an accelerator, which does not know that it is one."""
-    model = optimizer._model
+    model = optimizer._training.model
     for step in range(steps):
         gradient(model, optimizer, BATCHES[step])
         optimizer.step(curvature_closure=lambda: loss_of(model, CURVED[0]))
@@ -136,7 +136,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
     until(optimizer, 6)
     optimizer.close()
     optimizer.close()
-    with replaced(optimizer._accelerator._courier, {"wait": None}):  # waits for nobody
+    with replaced(optimizer._curvature.line.courier, {"wait": None}):  # waits for nobody
         until(optimizer, 3)
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
@@ -160,8 +160,8 @@ def closes_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
     with optimizer:
         found = worker(model, optimizer, rank, 2, before=close)
-    kept = optimizer._epochs._courier._shared
-    assert optimizer._epochs.start is optimizer._epochs.total is None
+    kept = optimizer._curvature.line.courier._shared
+    assert optimizer._curvature.epochs.start is optimizer._curvature.epochs.total is None
     assert not kept.received
     assert not kept.expected
     return found
@@ -239,7 +239,7 @@ def one_fails_accelerator(
         raise KeyError("in the delivery")
 
     wrong = {"_deliver": fails} if where == "delivery" and rank == failing else {}
-    wrongly = replaced(optimizer._accelerator, wrong)
+    wrongly = replaced(optimizer._curvature.accelerator, wrong)
     with pytest.raises((KeyError, SecondOrderError)) as caught, optimizer, wrongly:
         optimizer.serve(batches(), lambda batch: loss_of(model, batch))
     return repr(caught.value)
@@ -335,7 +335,7 @@ def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
 
 def disagrees_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     """The second has got pairs of the second epoch that it cannot use."""
-    courier = optimizer._epochs._courier
+    courier = optimizer._curvature.line.courier
     waits = courier.wait
 
     def wait(name: str, *args: Any) -> Any:
@@ -399,19 +399,19 @@ def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
             return loss_of(model, batch)
 
         return serve(model, optimizer, loss_fn)
-    waits = optimizer._epochs._await
+    waits = optimizer._curvature.epochs._await
 
     def wait(*args: Any) -> Any:
         late = sign.with_name("late")
-        if rank == 0 and optimizer._epochs.number > 0:
-            (sign if optimizer._epochs.number == 1 else late).touch()
-        if rank == 1 and optimizer._epochs.number == 2:
+        if rank == 0 and optimizer._curvature.epochs.number > 0:
+            (sign if optimizer._curvature.epochs.number == 1 else late).touch()
+        if rank == 1 and optimizer._curvature.epochs.number == 2:
             while not late.exists():
                 time.sleep(0.005)
             time.sleep(seconds)
         return waits(*args)
 
-    with optimizer, replaced(optimizer._epochs, {"_await": wait}):
+    with optimizer, replaced(optimizer._curvature.epochs, {"_await": wait}):
         worker(model, optimizer, rank, 2)
     return [report.waited for report in optimizer.epochs]
 
@@ -429,13 +429,13 @@ def slow_verdict(rank: int, world_size: int, seconds: float) -> Any:
     model = CASE.model()
     optimizer = mrdho2(model, final_update="guarded")
     if optimizer.role == "accelerator":
-        judge = optimizer._accelerator._judge
+        judge = optimizer._curvature.accelerator._judge
 
         def late(*args: Any) -> None:
             time.sleep(seconds)
             judge(*args)
 
-        with replaced(optimizer._accelerator, {"_judge": late}):
+        with replaced(optimizer._curvature.accelerator, {"_judge": late}):
             return serve(model, optimizer)
     with optimizer:
         worker(model, optimizer, rank, 1, BATCHES[:EPOCH])
@@ -557,8 +557,8 @@ def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str
 def frequent(rank: int, world_size: int) -> int:
     model = CASE.model()
     optimizer = mrdho2(model, final_update="guarded", epoch_steps=1)
-    half = optimizer._accelerator or optimizer._epochs
-    listened_for = half._courier._shared.expected
+    half = optimizer._curvature
+    listened_for = half.line.courier._shared.expected
     with optimizer:
         if optimizer.role == "accelerator":
             optimizer.serve(CURVED, lambda batch: loss_of(model, batch))

@@ -930,7 +930,7 @@ def test_nothing_is_left_of_an_optimizer_that_goes(System: Any, base: str) -> No
     optimizer.curvature_closure = lambda: cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])
     train(model, optimizer)
     assert hook_count(model) == 0
-    alive = weakref.ref(optimizer), weakref.ref(optimizer._subspace.basis.vectors)
+    alive = weakref.ref(optimizer), weakref.ref(optimizer._curvature.subspace.basis.vectors)
     del optimizer
     gc.collect()
     assert [ref() for ref in alive] == [None, None]

@@ -46,7 +46,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 from second_order import DHO2, CurvatureError, SecondOrderWarning
-from second_order.fosi import vector as flat
+from second_order.fosi import pieces as flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -1544,7 +1544,9 @@ def test_channels_last_trains_as_contiguous(
     optimizer = make(System, model, base=Base, **options)
     for x, y in case.batches(4):
         take(model, optimizer, (x.to(memory_format=layout), y))
-    assert len(optimizer._chunks) == (1 if packed_below > 2 else len(list(model.parameters())))
+    assert len(optimizer._curvature.vector.chunks) == (
+        1 if packed_below > 2 else len(list(model.parameters()))
+    )
     assert optimizer.curvature.refreshes == 2
     assert_near(model, plain, rtol=1e-7, atol=1e-9)
 

@@ -90,7 +90,10 @@ class World:
         group: The process group; None for one process alone.
         rank: This process in it.
         size: Its number of processes.
+        whole: Rank and size in the world of which this is a team; a pickle finds that one again.
     """
+
+    whole: tuple[int, int] | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._connect(group)
@@ -120,7 +123,7 @@ class World:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"place": (self.rank, self.size)}
+        return {"place": self.whole or (self.rank, self.size)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._connect(None)

@@ -60,6 +60,7 @@ class Roles:
                 return made
         world.level()
         team = self._team(world, helper_timeout)
+        team.whole = world.rank, world.size
         team.aside()  # made now, while every rank is here
         return team
 

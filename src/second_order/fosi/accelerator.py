@@ -18,28 +18,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
-from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Courier
 from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.errors import SecondOrderError
-from second_order.fosi.options import FOSIOptions
-from second_order.fosi.vector import Chunk
-from second_order.lanczos.hvp import LossFn
-from second_order.lanczos.spectrum import Measured, Pairs, extreme_pairs, lanczos_dtype, mean_loss
+from second_order.fosi.eigenpairs import Closures, wanted_pairs
+from second_order.fosi.options import EpochOptions
+from second_order.fosi.subject import Subject
+from second_order.lanczos.spectrum import Pairs, mean_loss
 from second_order.lanczos.vector_space import row_bounds
 
-__all__ = ["Accelerator", "Batches", "Subject"]
+__all__ = ["Accelerator", "Batches"]
 
 T = TypeVar("T")
+ClosureAt: TypeAlias = Callable[[int], Closures]
 Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
 
 # What each takes in its note, and how many vectors.
@@ -52,91 +49,14 @@ ORDERS: dict[str, tuple[dict[str, Any], int]] = {
 PARTING_SECONDS = 1.0  # in which an accelerator that fails says goodbye
 
 
-@dataclass(frozen=True)
-class Subject:
-    """Whose curvature it is.
-
-    Attributes:
-        params: The parameters that train.
-        chunks: All of them, to be written.
-        dtype: Of the vectors.
-        model: The module whose train/eval mode is kept, if it is known.
-        sign: −1 where the loss is maximized.
-        whole: All parameters and buffers of the model, or those parameters that are known.
-    """
-
-    params: Sequence[Tensor]
-    chunks: Sequence[Chunk]
-    dtype: torch.dtype
-    model: nn.Module | None
-    sign: float
-    whole: Sequence[Tensor]
-
-    def flat(self) -> Tensor:
-        """The parameters as one vector that loses nothing of them."""
-        dtype = lanczos_dtype(self.params)
-        return torch.cat([chunk.values(dtype) for chunk in self.chunks])
-
-    def write(self, flat: Tensor) -> None:
-        """Set the parameters.
-
-        Raises:
-            SecondOrderError: If there are more or fewer of them elsewhere.
-        """
-        n = sum(p.numel() for p in self.params)
-        if len(flat) != n:
-            raise SecondOrderError(
-                f"the workers train {len(flat)} numbers, this accelerator {n}: add the same groups "
-                f"of parameters on every rank"
-            )
-        flat = flat.to(self.params[0].device)
-        for chunk in self.chunks:
-            chunk.overwrite(flat[chunk.columns])
-
-    @property
-    def train(self) -> list[bool]:
-        """Which of the whole model train."""
-        return [t.requires_grad for t in self.whole]
-
-    def _rest(self) -> list[Tensor]:
-        mine = set(map(id, self.params))
-        return [t for t in self.whole if id(t) not in mine]
-
-    def rest(self) -> list[Tensor]:
-        """Copies of what does not train, one flat tensor for each dtype."""
-        return pack_by_dtype(self._rest())
-
-    def write_rest(self, flats: Sequence[Tensor]) -> None:
-        """Set what does not train.
-
-        Raises:
-            SecondOrderError: If there is more or less of it elsewhere.
-        """
-        rest = self._rest()
-        sizes = dict.fromkeys((t.dtype for t in rest), 0)
-        for t in rest:
-            sizes[t.dtype] += t.numel()
-        found = [(t.dtype, t.numel()) for t in flats]
-        if found != list(sizes.items()):
-            raise SecondOrderError(
-                f"what does not train is {found} on the workers and {list(sizes.items())} on this "
-                f"accelerator: build and change the same model on every rank"
-            )
-        unpack_by_dtype(flats, rest)
-
-
-SubjectAt: TypeAlias = Callable[[Sequence[bool]], Subject]
-
-
 class Accelerator:
     """Answers the workers' messages.
 
     Args:
-        courier: To worker 0, on the first accelerator; to that one, on the others.
-        team: The accelerators.
+        subject: Whose eigenpairs they are, among the accelerators.
         options: Of the eigenpairs.
+        courier: To worker 0, on the first accelerator; to that one, on the others.
         workers: How many workers there are.
-        judges: Whether final updates are guarded.
 
     Attributes:
         answered: How many points' eigenpairs have been computed.
@@ -144,14 +64,13 @@ class Accelerator:
     """
 
     def __init__(
-        self, courier: Courier, team: World, options: FOSIOptions, *, workers: int, judges: bool
+        self, subject: Subject, options: EpochOptions, courier: Courier, workers: int
     ) -> None:
-        self._courier, self._team, self._options = courier, team, options
-        self._workers, self._judges = workers, judges
-        self._loss_fn: LossFn | Sequence[LossFn] | None = None
+        self._subject, self._options, self._courier = subject, options, courier
+        self._team, self._workers = subject.training.world, workers
+        self._loss_fn: Closures | None = None
         self._orders = self._calls = 0
         self._over = False
-        self._device = torch.device("cpu")
         self.answered = 0
         self.lost = ""
 
@@ -165,35 +84,24 @@ class Accelerator:
         self._over = True
         self._courier.close(patience)
 
-    def help_for_a_step(
-        self, subject_at: SubjectAt, closure_at: Callable[[int], Any], device: torch.device
-    ) -> None:
+    def help_for_a_step(self, closure_at: ClosureAt) -> None:
         """As :meth:`help`, until the workers have taken as many steps as this has been called."""
         self._calls += 1
         courier, calls = self._courier, self._calls
-        self.help(subject_at, closure_at, device, lambda: (courier.heard("steps") or 0) >= calls)
+        self.help(closure_at, lambda: (courier.heard("steps") or 0) >= calls)
         courier.tell("steps", calls)  # for the other accelerators
 
-    def help(
-        self,
-        subject_at: SubjectAt,
-        closure_at: Callable[[int], Any],
-        device: torch.device,
-        enough: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def help(self, closure_at: ClosureAt, enough: Callable[[], bool] = lambda: False) -> None:
         """Answer messages until the workers close or are lost, or it is enough.
 
         Args:
-            subject_at: What to compute eigenpairs of, given which of the whole model train.
             closure_at: The curvature closure of an epoch.
-            device: Of the model.
             enough: Asked while there is nothing to do.
 
         Raises:
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             SecondOrderError: If another accelerator has failed.
         """
-        self._device = device
         while not self._over:
             order = self._lead(enough) if self._team.rank == 0 else self._follow(enough)
             if order is None:
@@ -207,9 +115,9 @@ class Accelerator:
                 elif what == "skip":
                     self._answer_nothing()
                 elif what == "compute":
-                    self._compute(partial(subject_at, note["train"]), closure_at, tensors, note)
+                    self._compute(closure_at, tensors, note)
                 else:
-                    self._judge(partial(subject_at, note["train"]), tensors)
+                    self._judge(tensors, note["train"])
             except Exception:
                 self.close(PARTING_SECONDS)
                 raise
@@ -217,7 +125,8 @@ class Accelerator:
     def _lead(self, enough: Callable[[], bool]) -> Order | None:
         """What is to be done next, by the workers' messages; the others are told."""
         courier, point = self._courier, f"point/{self.answered}"
-        trial = f"try/{self.answered - 1}" if self._judges and self._loss_fn is not None else ""
+        judges = self._options.final_update == "guarded" and self._loss_fn is not None
+        trial = f"try/{self.answered - 1}" if judges else ""
         for name in filter(None, (point, trial)):
             courier.expect(name)
         what, message = "compute", courier.wait(point, lambda: courier.holds(trial) or enough())
@@ -282,7 +191,7 @@ class Accelerator:
         except Exception as caught:
             error = caught
         try:
-            agreed = self._team.all_agree(error is None, self._device)
+            agreed = self._team.all_agree(error is None, self._subject.vector.device)
         except Exception as caught:
             if error is not None:
                 raise error from None
@@ -294,24 +203,24 @@ class Accelerator:
         return result
 
     def _compute(
-        self,
-        subject_now: Callable[[], Subject],
-        closure_at: Callable[[int], Any],
-        tensors: Sequence[Tensor],
-        note: dict[str, Any],
+        self, closure_at: ClosureAt, tensors: Sequence[Tensor], note: dict[str, Any]
     ) -> None:
         """û, V̂ at c, to the workers."""
 
-        def prepare() -> tuple[Subject, Any]:
-            subject = subject_now()
-            subject.write(tensors[0])
-            subject.write_rest(tensors[1:])
-            return subject, closure_at(note["epoch"])
+        def prepare() -> Closures:
+            self._take_over(tensors[0], tensors[1:], note["train"])
+            return closure_at(note["epoch"])
 
-        subject, self._loss_fn = self._together(prepare)
-        pairs = self._pairs(subject, self._loss_fn, note["epoch"])
-        self._together(partial(self._deliver, subject, pairs))
+        self._loss_fn = self._together(prepare)
+        pairs = self._pairs(self._loss_fn, note["epoch"])
+        self._together(partial(self._deliver, pairs))
         self.answered += 1
+
+    def _take_over(self, point: Tensor, rest: Sequence[Tensor], train: Sequence[bool]) -> None:
+        """The model is the workers' from now on."""
+        self._subject.follow(train)
+        self._subject.write(point)
+        self._subject.write_rest(rest)
 
     def _answer_nothing(self) -> None:
         """To a point that is of no use: no pairs, so that workers do not wait for them."""
@@ -321,11 +230,11 @@ class Accelerator:
             self._courier.post(name, [], finite=False, products=0)
         self.answered += 1
 
-    def _deliver(self, subject: Subject, pairs: Pairs) -> None:
+    def _deliver(self, pairs: Pairs) -> None:
         cuts = row_bounds(len(pairs.values), self._workers)
         rows = None
         if pairs.finite:
-            with torch.autocast(subject.params[0].device.type, enabled=False):
+            with self._subject.vector.plain():
                 rows = pairs.vectors()
         finite = rows is not None and bool(rows.isfinite().all())
         for j in range(self._workers):
@@ -335,46 +244,20 @@ class Accelerator:
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
             self._courier.post(name, tensors, finite=finite, products=pairs.iterations)
 
-    def _pairs(self, subject: Subject, loss_fn: Any, epoch: int) -> Pairs:
-        options = self._options
-        measured = Measured(
-            loss_fn,
-            subject.params,
-            self._team,
-            subject.dtype,
-            options.hvp,
-            subject.model,
-            subject.sign,
-        )
+    def _pairs(self, loss_fn: Closures, epoch: int) -> Pairs:
+        options, measured = self._options, self._subject.vector.hessian(loss_fn, self._options.hvp)
         with record_function("second_order.lanczos"), measured as space:
-            pairs = extreme_pairs(
-                space,
-                space.random(options.seed + epoch, 1.0),
-                options.largest,
-                options.smallest,
-                iterations=options.lanczos_iterations,
-                tol=options.lanczos_tol,
-                seed=options.seed,
-            )
-            space.raise_together()
-        return pairs
+            return wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
 
-    def _judge(self, subject_now: Callable[[], Subject], tensors: Sequence[Tensor]) -> None:
+    def _judge(self, tensors: Sequence[Tensor], train: Sequence[bool]) -> None:
         """The losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
-
-        def prepare(point: Tensor) -> Subject:
-            subject = subject_now()
-            subject.write(point)
-            subject.write_rest(tensors[2:])
-            return subject
-
-        losses = []
+        vector, losses = self._subject.vector, []
         for point in tensors[:2]:
             with record_function("second_order.judge"):
-                subject = self._together(partial(prepare, point))
-                loss = mean_loss(self._loss_fn, subject.params, self._team, subject.model)
-            losses.append(subject.sign * loss if math.isfinite(loss) else None)
+                self._together(partial(self._take_over, point, tensors[2:], train))
+                loss = mean_loss(self._loss_fn, vector.params, self._team, vector.model)
+            losses.append(vector.sign * loss if math.isfinite(loss) else None)
         if self._team.rank == 0:
             self._say_verdict(losses)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 from second_order.contract.checkpoint import ELSEWHERE, HEADER
 from second_order.contract.saved import SavedPart, is_real
 from second_order.distributed.collectives import World
-from second_order.fosi.sharded_base import gather_rows
+from second_order.fosi.pieces import FlatLayout
+from second_order.fosi.sharded_base import gather_parts
 from second_order.fosi.subspace import ColumnBasis, Subspace
-from second_order.fosi.vector import FlatLayout
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
@@ -73,25 +72,15 @@ def eigenpair_parts(
         dtype: Of the vectors.
         room: Where there are none, zeros for so many pairs.
     """
-    if not layout.params:
+    if not layout.params or (subspace is None and not room):
         return {}
     if subspace is not None:
-        here = Loaded(
-            subspace.values,
-            subspace.basis.vectors,
-            subspace.residuals,
-            subspace.largest,
-            subspace.momentum,
-            subspace.carried,
-            subspace.decayed,
-        )
-    elif room:
-        r, device = min(room, layout.size), layout.params[0].device
-        values, residuals = (torch.zeros(r, dtype=torch.float64) for _ in range(2))
-        vectors = torch.zeros((r, layout.size), dtype=dtype, device=device)
-        here = Loaded(values, vectors, residuals, -1, vectors.new_zeros(r), None, 1.0)
+        here = _whole(subspace, subspace.basis.vectors, subspace.momentum, subspace.carried)
     else:
-        return {}
+        r, device = min(room, layout.size), layout.params[0].device
+        none = torch.zeros(r, dtype=torch.float64)
+        vectors = torch.zeros((r, layout.size), dtype=dtype, device=device)
+        here = Loaded(none, vectors, none.clone(), -1, vectors.new_zeros(r), None, 1.0)
     if here.carried is None and room:
         here.carried = here.vectors.new_zeros(layout.size)
     return _cut(here, layout.params)
@@ -101,36 +90,24 @@ def gather_eigenpairs(
     subspace: Subspace, layout: FlatLayout, world: World, to: Sequence[int]
 ) -> dict[Tensor, dict[str, Any]]:
     """Each parameter's part, on the ranks that want them, from everybody's; a collective."""
-    basis, count, size, rank = subspace.basis, len(subspace.values), layout.size, world.rank
-    carried: Tensor | None = subspace.carried
-    momentum = subspace.momentum
-    if isinstance(basis, ColumnBasis):
-        cuts = row_bounds(count, world.size)
-        heights = [b - a for a, b in pairwise(cuts)]
-        parts = gather_rows(world, basis.vectors, heights, [size] * world.size, to)
-        ones = [1] * world.size
-        coefficients = gather_rows(world, momentum[None], ones, heights, to)
-        if parts is None or coefficients is None:
-            return {}
-        vectors, momentum = torch.cat(parts), torch.cat(coefficients, 1)[0]
-    else:
-        bounds = row_bounds(size, world.size)
-        widths = [b - a for a, b in pairwise(bounds)]
-        parts = gather_rows(world, basis.vectors, [count] * world.size, widths, to)
-        if carried is not None:
-            rest = gather_rows(world, carried[None], [1] * world.size, widths, to)
-            carried = None if rest is None else torch.cat(rest, 1)[0]
-        if parts is None:
-            return {}
-        vectors = torch.cat(parts, 1)
-    assert rank in to
+    momentum, carried, size = subspace.momentum, subspace.carried, layout.size
+    mine, by_vectors = subspace.basis.vectors, isinstance(subspace.basis, ColumnBasis)
+    bounds = row_bounds(len(subspace.values) if by_vectors else size, world.size)
+    vectors = gather_parts(world, mine, bounds, 0 if by_vectors else 1, to)
+    if by_vectors:
+        momentum = gather_parts(world, momentum, bounds, 0, to)
+    elif carried is not None:
+        carried = gather_parts(world, carried, bounds, 0, to)
+    if world.rank not in to:
+        return {}
     if carried is None and len(to) == world.size:  # room, as for a checkpoint read in place
         carried = vectors.new_zeros(size)
-    values, residuals = subspace.values, subspace.residuals
-    whole = Loaded(
-        values, vectors, residuals, subspace.largest, momentum, carried, subspace.decayed
-    )
-    return _cut(whole, layout.params)
+    return _cut(_whole(subspace, vectors, momentum, carried), layout.params)
+
+
+def _whole(subspace: Subspace, vectors: Tensor, momentum: Tensor, carried: Tensor | None) -> Loaded:
+    of = subspace
+    return Loaded(of.values, vectors, of.residuals, of.largest, momentum, carried, of.decayed)
 
 
 def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:

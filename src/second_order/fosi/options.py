@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +16,20 @@ from second_order.options import (
     Interval,
     Schedule,
     check_choice,
+    check_count,
     check_flag,
     check_interval,
     check_number,
     check_seed,
+    check_timeout,
     check_whole,
     value_at,
 )
 
 __all__ = [
+    "EpochOptions",
     "FOSIOptions",
+    "FinalUpdate",
     "Layout",
     "check_newton_scale",
     "check_one_vector",
@@ -33,13 +37,17 @@ __all__ = [
     "refuse_no_closure",
 ]
 
+Options = TypeVar("Options", bound="FOSIOptions")
 Layout: TypeAlias = Literal["row", "column"]
 
 REST_CLIP = 3.0
-"""[F]'s bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
+"""FOSI's bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
 
 
-@dataclass(frozen=True)
+FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class FOSIOptions:
     """What the step is told; :class:`~second_order.DHO2` says what each means.
 
@@ -66,9 +74,9 @@ class FOSIOptions:
     seed: int
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> FOSIOptions:
+    def of(cls: type[Options], values: Mapping[str, Any]) -> Options:
         """From a mapping that has them among others, such as ``locals()``."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def __post_init__(self) -> None:
         check_whole("largest", self.largest, 0, "0 for none of them")
@@ -130,6 +138,34 @@ class FOSIOptions:
         if self.lr_scale_clip is not None:
             return self.lr_scale_clip
         return REST_CLIP if base is torch.optim.SGD else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochOptions(FOSIOptions):
+    """What MRDHO2 is told; without accelerators, an epoch is the interval of DHO2.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value outside its bounds.
+    """
+
+    accelerators: int
+    epoch_steps: int
+    final_update: FinalUpdate
+    helper_timeout: float
+    warmup_steps: int | None = None
+    lr_scale_clip: float | None = None
+    lr_scale_guard: bool = True
+    subspace_momentum: float | Literal["average", "base"] = "average"
+    warm_start: bool = True
+    layout: Layout = "column"
+
+    def __post_init__(self) -> None:
+        check_count("epoch_steps", self.epoch_steps, "steps")
+        check_choice("final_update", self.final_update, ("guarded", "paper", "additive"))
+        check_timeout("helper_timeout", self.helper_timeout)
+        check_whole("accelerators", self.accelerators, 0, "0 for none")
+        super().__post_init__()
 
 
 def check_newton_scale(value: Any) -> None:

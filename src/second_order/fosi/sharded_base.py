@@ -6,16 +6,18 @@ whole tensors: pieces are gathered for them and cut again after a load, for any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+import math
+from collections.abc import MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
-from second_order.fosi.vector import Piece
+from second_order.fosi.pieces import Piece
 
-__all__ = ["ShardedBase", "cut_state", "gather_rows", "gather_state", "works_by_element"]
+__all__ = ["ShardedBase", "cut_state", "gather_parts", "gather_state", "works_by_element"]
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -35,30 +37,6 @@ ELEMENTWISE = (
 def works_by_element(base: type[torch.optim.Optimizer]) -> bool:
     """Whether a base does to a part of a tensor what it does to it as part of the whole."""
     return base in ELEMENTWISE
-
-
-class _PieceState(MutableMapping[Tensor, dict[str, Any]]):
-    """The base's state of parameters, under the stand-ins for their pieces."""
-
-    def __init__(
-        self, state: MutableMapping[Tensor, dict[str, Any]], params: dict[Tensor, Tensor]
-    ) -> None:
-        self._state, self._params = state, params
-
-    def __getitem__(self, piece: Tensor) -> dict[str, Any]:
-        return self._state[self._params[piece]]
-
-    def __setitem__(self, piece: Tensor, value: dict[str, Any]) -> None:
-        self._state[self._params[piece]] = value
-
-    def __delitem__(self, piece: Tensor) -> None:
-        del self._state[self._params[piece]]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (piece for piece, p in self._params.items() if p in self._state)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class ShardedBase:
@@ -89,12 +67,12 @@ class ShardedBase:
                 state[p] = cut_state(state[p], here[p])
             elif p.requires_grad:  # that of a frozen one stays whole, for when it trains again
                 del state[p]
-        params = {s: piece.param for s, piece in zip(self._stand_ins, pieces, strict=True)}
-        self._base = type(base).__new__(type(base))
         own = [{**group, "params": part} for group, part in zip(groups, members, strict=True)]
-        self._base.__setstate__(
-            {"defaults": base.defaults, "state": _PieceState(state, params), "param_groups": own}
-        )
+        both = list(zip(self._stand_ins, pieces, strict=True))
+        known = {s: state[piece.param] for s, piece in both if piece.param in state}
+        self._base = type(base).__new__(type(base))
+        self._base.__setstate__({"defaults": base.defaults, "state": known, "param_groups": own})
+        self._base.state = {s: state[piece.param] for s, piece in both}  # type: ignore[assignment]
 
     def step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the pieces, with the hyperparameters of the groups as they are now."""
@@ -192,27 +170,27 @@ def gather_state(
     return whole
 
 
-def gather_rows(
-    world: World, mine: Tensor, heights: Sequence[int], widths: Sequence[int], to: Sequence[int]
-) -> list[Tensor] | None:
-    """Every process's matrix, on the ranks that want them; None on the others; a collective.
+def gather_parts(
+    world: World, mine: Tensor, bounds: Sequence[int], dim: int, to: Sequence[int]
+) -> Tensor:
+    """A tensor from every process's part of it, on some ranks; nothing on others; a collective.
 
     Args:
         world: The processes.
-        mine: ``(heights[rank], widths[rank])``.
-        heights: Of all processes' matrices.
-        widths: Of all processes' matrices.
-        to: The ranks that want them.
+        mine: This one's part.
+        bounds: Where in the whole each part begins, and the last one ends.
+        dim: Along which it is cut.
+        to: The ranks that want it.
     """
+    shapes = [list(mine.shape) for _ in range(world.size)]
+    for shape, (start, stop) in zip(shapes, pairwise(bounds), strict=True):
+        shape[dim] = stop - start
     items = [
-        Delivery(rank, to, heights[rank] * widths[rank], mine if rank == world.rank else None)
-        for rank in range(world.size)
+        Delivery(rank, to, math.prod(shape), mine if rank == world.rank else None)
+        for rank, shape in enumerate(shapes)
     ]
     received = world.deliver(items, mine.dtype, mine.device)
     if world.rank not in to:
-        return None
-    return [
-        flat.view(height, width)
-        for flat, height, width in zip(received, heights, widths, strict=True)
-        if flat is not None
-    ]
+        return mine.new_empty(0)
+    parts = zip(received, shapes, strict=True)
+    return torch.cat([flat.view(shape) for flat, shape in parts if flat is not None], dim)

@@ -1,4 +1,4 @@
-"""The span of some eigenvectors V̂, and the Newton step in it ([D] algorithm 3, [F]).
+"""The span of some eigenvectors V̂, and the Newton step in it (FOSI; DHO2, algorithm 3).
 
     c = V̂ᵀg,  mom <- β mom + gain · c,  step coefficients −α |û|⁻¹ mom
 
@@ -13,15 +13,16 @@ on none of them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
-from second_order.fosi.vector import Chunk
+from second_order.fosi.pieces import Chunk
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
@@ -37,14 +38,21 @@ __all__ = [
 ]
 
 
-class Basis(Protocol):
-    """V̂, wherever its parts are; vectors are lists of this process's chunks."""
+class Basis(ABC):
+    """V̂, wherever its parts are; vectors are lists of this process's chunks.
 
-    vectors: Tensor
-    """``(rows of V̂ᵀ here, columns here)``."""
-    mine: slice
-    """Which of the r vectors the coefficients here are of."""
+    Args:
+        vectors: ``(rows of V̂ᵀ here, columns here)``.
+        chunks: Of the columns.
+        world: The processes that have the other parts.
+        mine: Which of the r vectors the coefficients here are of.
+    """
 
+    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, mine: slice) -> None:
+        self.vectors, self.mine, self._world = vectors, mine, world
+        self._parts = [vectors[:, chunk.columns] for chunk in chunks]
+
+    @abstractmethod
     def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
         """V̂ᵀx, of the vectors that are ``mine``.
 
@@ -54,6 +62,7 @@ class Basis(Protocol):
                 what :meth:`add` makes of them anywhere.
         """
 
+    @abstractmethod
     def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
         """Add V̂c to x in place, where it is finite; ``()``, whether it is, the same everywhere.
 
@@ -63,20 +72,14 @@ class Basis(Protocol):
             of: Which of them each chunk takes, if there are several.
         """
 
+    @abstractmethod
     def rows_of_sum(self, rows: slice) -> Tensor:
         """Some rows of the sum of all the vectors, to start a recurrence from."""
 
-
-class _Chunked:
-    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk]) -> None:
-        self.vectors = vectors
-        self._parts = [vectors[:, chunk.columns] for chunk in chunks]
-
     def _dots(self, x: Sequence[Tensor], witness: Tensor | None) -> Tensor:
-        total: Tensor | None = None
-        for part, each in zip(self._parts, x, strict=True):
-            total = part @ each if total is None else total.addmv_(part, each)
-        total = self.vectors.new_zeros(len(self.vectors)) if total is None else total
+        total = self.vectors.new_zeros(len(self.vectors))
+        for i, (part, each) in enumerate(zip(self._parts, x, strict=True)):
+            total = total.addmv_(part, each) if i else part @ each
         return total if witness is None else total.add_(0.0 * witness.sum())
 
     def _sums(self, c: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
@@ -85,7 +88,7 @@ class _Chunked:
         return [part.t() @ c[i] for part, i in zip(self._parts, which, strict=True)]
 
 
-class RowBasis(_Chunked):
+class RowBasis(Basis):
     """This process's rows of all vectors; with one process, all of V̂.
 
     Args:
@@ -95,9 +98,7 @@ class RowBasis(_Chunked):
     """
 
     def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> None:
-        super().__init__(vectors, chunks)
-        self.mine = slice(0, len(vectors))
-        self._world = world
+        super().__init__(vectors, chunks, world, slice(0, len(vectors)))
 
     def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
         """V̂ᵀx, ``(r,)``."""
@@ -121,8 +122,8 @@ class RowBasis(_Chunked):
         return self.vectors.sum(0)
 
 
-class ColumnBasis(_Chunked):
-    """Some of the vectors, whole ([D] algorithm 3).
+class ColumnBasis(Basis):
+    """Some of the vectors, whole (DHO2, algorithm 3).
 
     Args:
         vectors: ``(r_p, n)``.
@@ -132,10 +133,9 @@ class ColumnBasis(_Chunked):
     """
 
     def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, count: int) -> None:
-        super().__init__(vectors, chunks)
         bounds = row_bounds(count, world.size)
-        self.mine = slice(bounds[world.rank], bounds[world.rank + 1])
-        self._world = world
+        mine = slice(bounds[world.rank], bounds[world.rank + 1])
+        super().__init__(vectors, chunks, world, mine)
 
     @classmethod
     def of_rows(cls, rows: Tensor, chunks: Sequence[Chunk], size: int, world: World) -> ColumnBasis:
@@ -212,7 +212,7 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
 
 
 def rest_scale(values: Tensor, largest: int, clip: float) -> float:
-    """How much longer steps outside the subspace may be: s = clip(|λ₁| / |λ_k|, 1, clip) ([F]).
+    """How much longer steps outside the subspace may be: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
 
     Args:
         values: ``(r,)`` eigenvalues, the largest first, in descending order.

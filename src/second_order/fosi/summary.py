@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.fosi.vector import Piece
+from second_order.fosi.pieces import Piece
 from second_order.report import CurvatureReport, LayerRow
 
 __all__ = ["eigenpair_notes", "parameter_rows"]

@@ -1,209 +1,214 @@
-"""All parameters as one vector, without copying them: who has which rows, and how to work on them.
+"""All parameters that train as one vector: every process has the whole of it, or rows of its own.
 
-The vector is the parameters that train, group by group, each in the order of ``p.reshape(-1)``.
-A piece is what one process has of one parameter; a chunk is a run of pieces that is worked on at
-once, a large one in place, small ones packed together.
+rows spread   the mean gradient's rows come to their process, the base steps them there, and all get
+              everybody's rows: the volume of one all-reduce, and n/P of the base's state
+whole         every process averages, and steps, the whole vector
+
+Checkpoints hold whole tensors in either case, and load on any number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import record_function
 
-from second_order.lanczos.spectrum import lanczos_dtype
-from second_order.lanczos.vector_space import row_bounds
+from second_order.contract.averaging import Routed
+from second_order.contract.training import Training
+from second_order.fosi.pieces import Chunk, FlatLayout, Piece, chunks_of
+from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
+from second_order.lanczos.hvp import LossFn, ProductMode
+from second_order.lanczos.spectrum import Measured
 
-__all__ = ["Chunk", "FlatLayout", "Piece", "chunks_of"]
-
-PACKED_BELOW = 2**16
-"""Elements: what is smaller travels with its neighbours."""
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Elements ``start`` to ``stop`` of a flattened parameter.
-
-    Attributes:
-        param: The parameter.
-        group: Index of its group.
-        start: The first element.
-        stop: The element after the last.
-        rank: The process that has it.
-    """
-
-    param: Tensor
-    group: int
-    start: int
-    stop: int
-    rank: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This piece of a tensor of the parameter's shape: a flat view where there is one."""
-        flat = tensor.detach().reshape(-1)
-        return flat if self.size == flat.numel() else flat[self.start : self.stop]
-
-    def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Write flat values to this piece of a tensor of the parameter's shape."""
-        mine = self.of(tensor)
-        if mine.data_ptr() == values.data_ptr() and mine.dtype == values.dtype:
-            return
-        mine.copy_(values)
-        if not tensor.is_contiguous():  # it was a copy
-            whole = tensor.detach().reshape(-1)
-            whole[self.start : self.stop] = mine
-            tensor.copy_(whole.view(tensor.shape))
+__all__ = ["ParameterVector"]
 
 
-class FlatLayout:
-    """The rows of the parameters' vector, in equal parts for the processes.
+class ParameterVector:
+    """The vector, who has which rows of it, and the base on them.
 
     Args:
-        groups: The parameters that train, group by group.
-        processes: P.
+        training: Whose parameters they are.
+        spread: Whether to spread rows over the processes, if there are several.
+        dtype: To compute in; None for float64 where a parameter is, else float32.
 
     Attributes:
-        params: The parameters, in order.
-        size: n.
-        pieces: Of all processes, in order.
+        spread: Whether rows are.
+        layout: Of everybody's rows.
+        pieces: What this process has.
+        chunks: The same, as it is worked on.
+        in_parts: Whether the base's state here is that of these rows alone.
+
+    Raises:
+        ValueError: If rows are to be spread and the base needs whole tensors.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], processes: int) -> None:
-        self.params = [p for group in groups for p in group]
-        self.size = sum(p.numel() for p in self.params)
-        bounds = row_bounds(self.size, processes)
-        self.pieces: list[Piece] = []
-        offset = rank = 0
-        for index, group in enumerate(groups):
-            for p in group:
-                start = 0
-                while start < p.numel():
-                    while bounds[rank + 1] <= offset + start:
-                        rank += 1
-                    stop = min(p.numel(), bounds[rank + 1] - offset)
-                    self.pieces.append(Piece(p, index, start, stop, rank))
-                    start = stop
-                offset += p.numel()
+    layout: FlatLayout
+    pieces: list[Piece]
+    chunks: list[Chunk]
 
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """In which vectors are computed with."""
-        return lanczos_dtype(self.params)
+    def __init__(self, training: Training, *, spread: bool, dtype: torch.dtype | None) -> None:
+        self._training, self._dtype = training, dtype
+        self.spread = spread and training.world.size > 1
+        if self.spread and not works_by_element(type(training.base)):
+            raise ValueError(
+                f"layout='row' on {training.world.size} processes steps {training.base_name} on "
+                f"parts of the parameters, and it is not known to work element by element; use "
+                f"layout='column'"
+            )
+        self.in_parts = False
+        self._stepper: ShardedBase | None = None
+        self._cut()
 
-    def of(self, rank: int) -> list[Piece]:
-        """The pieces of one process."""
-        return [piece for piece in self.pieces if piece.rank == rank]
+    def _cut(self) -> None:
+        world = self._training.world
+        self.layout = FlatLayout(self._groups(), world.size if self.spread else 1)
+        self.pieces = self.layout.of(world.rank if self.spread else 0)
+        self.chunks = chunks_of(self.pieces)
 
+    def _groups(self) -> list[list[Tensor]]:
+        return [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
 
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Neighbouring pieces of one group.
+    def follow(self) -> bool:
+        """Cut the vector anew where parameters were added, frozen or unfrozen.
 
-    Attributes:
-        pieces: In order.
-        start: Where they start in the vector of the pieces that were cut into chunks.
-    """
+        A collective then, where the base's state is in parts.
 
-    pieces: Sequence[Piece]
-    start: int
+        Returns:
+            Whether they were.
+        """
+        now, before = (
+            [[id(p) for p in g] for g in x] for x in (self._groups(), self.layout.groups)
+        )
+        if now == before:
+            return False
+        whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
+        self.restart()
+        for p, part in whole.items():
+            self._training.base.state[p] = part
+        return True
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Of the pieces."""
-        return [piece.size for piece in self.pieces]
+    def restart(self) -> None:
+        """Cut the vector anew: the base's state is whole."""
+        self.in_parts, self._stepper = False, None
+        self._cut()
 
-    @cached_property
-    def columns(self) -> slice:
-        """Where it is in that vector."""
-        return slice(self.start, self.start + sum(self.sizes))
+    # ------------------------------------------------------------------------------- numbers
 
     @property
-    def group(self) -> int:
-        """Index of the parameters' group."""
-        return self.pieces[0].group
+    def params(self) -> list[Tensor]:
+        """The parameters, in order."""
+        return self.layout.params
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy."""
-        parts = [piece.of(piece.param) for piece in self.pieces]
-        if len(parts) == 1 and self.pieces[0].param.grad is None:
-            return parts[0].to(dtype, copy=True)
-        return self._flat(parts, dtype)
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which to compute with vectors."""
+        return self._dtype or self.layout.dtype
 
-    def put_values(self, flat: Tensor) -> None:
-        """Write the parameters that have a gradient: the others stay, as with any optimizer."""
-        here = [piece for piece in self.pieces if piece.param.grad is not None]
-        _put(here, [piece.param for piece in here], self._parts(flat, here))
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._training.device
+
+    def plain(self) -> torch.autocast:
+        """Without autocast, should it be on."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    @property
+    def sign(self) -> float:
+        """−1 where the loss is maximized."""
+        return -1.0 if self._training.groups[0].get("maximize") else 1.0
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module whose train/eval mode is to be kept, if it is known."""
+        return self._training.model if self._training.known else None
+
+    def hessian(self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode) -> Measured:
+        """The Hessian of a loss at the parameters, over all processes' batches."""
+        world = self._training.world
+        return Measured(loss_fn, self.params, world, self.dtype, hvp, self.model, self.sign)
+
+    @property
+    def rows(self) -> slice:
+        """Which of the n elements are here."""
+        pieces, rank = self.layout.pieces, self._training.world.rank * self.spread
+        start = sum(piece.size for piece in pieces if piece.rank < rank)
+        return slice(start, start + sum(piece.size for piece in self.pieces))
+
+    def values(self) -> list[Tensor]:
+        """The parameters that are here, a tensor each chunk."""
+        return [chunk.values(self.dtype) for chunk in self.chunks]
+
+    def gradients(self) -> list[Tensor]:
+        """Their gradients, likewise."""
+        return [chunk.gradients(self.dtype) for chunk in self.chunks]
+
+    def flat(self) -> Tensor:
+        """The parameters that are here as one tensor, which loses nothing of them."""
+        return torch.cat([chunk.values(self.layout.dtype) for chunk in self.chunks])
 
     def overwrite(self, flat: Tensor) -> None:
-        """Write all the parameters."""
-        _put(self.pieces, [piece.param for piece in self.pieces], self._parts(flat, self.pieces))
+        """Set the parameters that are here."""
+        for chunk in self.chunks:
+            chunk.overwrite(flat[chunk.columns])
 
-    def gradients(self, dtype: torch.dtype) -> Tensor:
-        """The gradients, flat, as :meth:`values`; zeros where there is none."""
-        parts = [
-            torch.zeros(piece.size, dtype=dtype, device=piece.param.device)
-            if piece.param.grad is None
-            else piece.of(piece.param.grad)
-            for piece in self.pieces
-        ]
-        return self._flat(parts, dtype)
+    # ---------------------------------------------------------------------------------- a step
 
-    def put_gradients(self, flat: Tensor) -> None:
-        """Write the gradients that there are."""
-        here = [piece for piece in self.pieces if piece.param.grad is not None]
-        gradients = [g for piece in here if (g := piece.param.grad) is not None]
-        _put(here, gradients, self._parts(flat, here))
+    def check_gradients(self) -> None:
+        """Let gradients be such as parts can be sent and received of.
 
-    def _parts(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-        if len(self.pieces) == 1:
-            return [flat] * len(pieces)
-        parts = flat.split(self.sizes)
-        if len(pieces) == len(parts):
-            return list(parts)
-        here = {piece.param for piece in pieces}
-        return [part for piece, part in zip(self.pieces, parts, strict=True) if piece.param in here]
+        Raises:
+            TypeError: If one is sparse.
+        """
+        for p in self.params:
+            if p.grad is not None and p.grad.is_sparse:
+                raise TypeError(
+                    "a sparse gradient is no part of one vector of all parameters; use "
+                    "sparse=False in the embedding"
+                )
+            if self.spread and p.grad is not None and not p.grad.is_contiguous():
+                p.grad = p.grad.contiguous()
 
-    @staticmethod
-    def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        """Each process's rows of the gradients, and that process; None if all get all."""
+        if not self.spread:
+            return None
+        of = {id(p): gradient for p, gradient in zip(params, gradients, strict=True)}
+        pieces = self.layout.pieces
+        return [piece.of(of[id(piece.param)]) for piece in pieces], [piece.rank for piece in pieces]
 
+    def step_base(self, step: Callable[[], None]) -> None:
+        """Step the base on what is here; its state is cut to that, too."""
+        if not self.spread:
+            step()
+            return
+        training = self._training
+        if self._stepper is None:  # or this is a copy, whose state is in parts already
+            base, groups = training.base, training.groups
+            self._stepper = ShardedBase(base, base.state, groups, self.pieces)
+            self.in_parts = True
+        self._stepper.step(training.groups)
 
-def _put(pieces: Sequence[Piece], tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Write flat values to pieces of tensors, those that are views all at once."""
-    if len(pieces) > 1 and all(tensor.is_contiguous() for tensor in tensors):
-        views = [piece.of(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
-        torch._foreach_copy_(views, list(parts))
-        return
-    for piece, tensor, part in zip(pieces, tensors, parts, strict=True):
-        piece.put(tensor, part)
+    def share(self) -> None:
+        """Everybody gets everybody's rows of the parameters."""
+        if not self.spread:
+            return
+        pieces = self.layout.pieces
+        with record_function("second_order.exchange"):
+            parts = [piece.of(piece.param) for piece in pieces]
+            self._training.world.share(parts, [piece.rank for piece in pieces])
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.put(piece.param, part)
 
+    def base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
+        """The base's whole state, on some ranks; a collective where it is in parts."""
+        world, state = self._training.world, self._training.base.state
+        if self.in_parts:
+            return gather_state(world, self.layout.pieces, state, ranks)
+        return dict(state) if world.rank in ranks else {}
 
-def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
-    """Cut pieces into chunks: a large one by itself, runs of small ones together."""
-    runs: list[list[Piece]] = []
-    for piece in pieces:
-        small = piece.size < PACKED_BELOW
-        last = runs[-1] if runs else None
-        if (
-            last
-            and small
-            and last[-1].size < PACKED_BELOW
-            and last[-1].group == piece.group
-            and last[-1].param.dtype == piece.param.dtype
-        ):
-            last.append(piece)
-        else:
-            runs.append([piece])
-    chunks, start = [], 0
-    for run in runs:
-        chunks.append(Chunk(run, start))
-        start += sum(piece.size for piece in run)
-    return chunks
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stepper": None}

@@ -12,25 +12,26 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Courier, Patience
 from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.fosi.accelerator import Subject
+from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
+from second_order.fosi.options import EpochOptions
+from second_order.fosi.pieces import Chunk
+from second_order.fosi.subject import Subject
 from second_order.fosi.subspace import ColumnBasis, newton_rates
-from second_order.fosi.vector import Chunk
 from second_order.lanczos.vector_space import row_bounds
 from second_order.report import EpochReport
 
-__all__ = ["LEAST_FALL", "Epochs", "FinalUpdate", "correction", "refusal"]
-
-FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
+__all__ = ["LEAST_FALL", "Epochs", "correction", "refusal"]
 
 ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 # What "guarded" asks the loss of the accelerators' batch to fall by, relative to its size. Smaller
@@ -47,12 +48,8 @@ class Epochs:
     A copy talks to nobody, and has no point to return to.
 
     Args:
-        steps: E, of an epoch.
-        final_update: Which.
-        floor: Of eigenvalues, relative to the largest.
-        patience: Seconds to wait for accelerators, at most.
-        base: What the base is called.
-        warn: Tells the user.
+        subject: What trains, among the workers.
+        options: Of eigenpairs and epochs.
 
     Attributes:
         number: Of the epoch under way.
@@ -65,18 +62,11 @@ class Epochs:
             so where one of them waits, all do.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        final_update: FinalUpdate,
-        floor: float,
-        patience: float,
-        base: str,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._steps, self._final_update, self._floor = steps, final_update, floor
-        self._patience, self._base, self._warn = patience, base, warn
+    def __init__(self, subject: Subject, options: EpochOptions) -> None:
+        self._subject, self._options = subject, options
         self._courier: Courier | None = None
+        self._warn, self._patience = subject.training.warn, options.helper_timeout
+        self._added = min(ADDED_STEPS, options.epoch_steps)
         self.number = self.step = 0
         self.start: Tensor | None = None
         self.total: Tensor | None = None
@@ -89,33 +79,25 @@ class Epochs:
         self._taken = 0  # steps, of this object
         self._unsound = False  # whether eigenpairs have been
 
-    def connect(self, courier: Courier, team: World, accelerators: int, wanted: int) -> None:
-        """From now on accelerators help.
+    def connect(self, courier: Courier) -> None:
+        """From now on accelerators help."""
+        self._courier, self.helped = courier, True
 
-        Args:
-            courier: To them.
-            team: The workers.
-            accelerators: A.
-            wanted: r, how many eigenpairs they compute, if there are as many.
-        """
-        self._courier, self._team, self._accelerators = courier, team, accelerators
-        self._wanted = wanted
-        self.helped = True
+    @property
+    def _team(self) -> World:
+        return self._subject.training.world
 
-    def add(self, params: Sequence[Tensor], subject: Callable[[], Subject]) -> None:
-        """Take in a step's gradients, and begin an epoch with its first.
-
-        Args:
-            params: Those that train.
-            subject: What trains; asked for once an epoch.
-        """
+    def add(self) -> None:
+        """Take in a step's gradients, and begin an epoch with its first."""
         if not self.helped:
             return
         if self._asked != self.number:
-            self._begin(subject())
-        last = self._steps - min(ADDED_STEPS, self._steps)
-        if self.total is None or (self._final_update == "additive" and self.step < last):
+            self._begin()
+        adds = self._options.final_update == "additive"
+        last = self._options.epoch_steps - self._added
+        if self.total is None or (adds and self.step < last):
             return
+        params = self._subject.vector.params
         if not self._parts:  # views: packing small gradients first would cost more than adding them
             pieces = self.total.split([p.numel() for p in params])
             self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
@@ -123,12 +105,13 @@ class Epochs:
         if here:  # a step may have been without backward
             torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
 
-    def _begin(self, subject: Subject) -> None:
+    def _begin(self) -> None:
         """Off with c; an epoch taken up from a checkpoint has c and p already."""
         assert self._courier is not None
+        subject, vector = self._subject, self._subject.vector
         if self.start is None or self.step == 0:
-            self.start, self._parts = subject.flat(), []
-            self.total = torch.zeros_like(self.start, dtype=subject.dtype)
+            self.start, self._parts = vector.flat(), []
+            self.total = torch.zeros_like(self.start, dtype=vector.dtype)
         self._asked, self._request = self.number, self._request + 1
         if self._team.rank == 0:
             tensors = [self.start, *subject.rest()]
@@ -138,42 +121,35 @@ class Epochs:
             self._courier.expect(name)
 
     def _expected(self) -> list[str]:
-        helpers = range(self._accelerators)
+        helpers = range(self._options.accelerators)
         return [f"pairs/{self._request}/{self._team.rank}/{a}" for a in helpers]
 
-    def stepped(
-        self, subject: Callable[[], Subject], scales: Callable[[], Sequence[Any]]
-    ) -> EpochReport | None:
-        """The base has stepped; the report, if that was the epoch's last step.
+    def stepped(self, scales: Callable[[], Sequence[float | Tensor]]) -> EpochReport | None:
+        """Count a step of the base, and end the epoch after its last; the report then.
 
         Args:
-            subject: What trains; asked for once an epoch.
-            scales: α of each group, likewise.
+            scales: α of each group; asked for once an epoch.
         """
         if not self.helped:
             return None
         assert self._courier is not None
         self.step, self._taken, report = self.step + 1, self._taken + 1, None
-        if self.step >= self._steps:
-            of = subject()
-            plain = torch.autocast(of.params[0].device.type, enabled=False)
-            with record_function("second_order.final_update"), plain:
-                report = self._end(self._courier, of, scales())
+        if self.step >= self._options.epoch_steps:
+            with record_function("second_order.final_update"), self._subject.vector.plain():
+                report = self._end(self._courier, scales())
             self.reports.append(report)
             self.let_go()
             self.number, self.step = self.number + 1, 0
         self._courier.tell("steps", self._taken)
         return report
 
-    def _end(
-        self, courier: Courier, subject: Subject, scales: Sequence[float | Tensor]
-    ) -> EpochReport:
+    def _end(self, courier: Courier, scales: Sequence[float | Tensor]) -> EpochReport:
         """The final update, if every worker has sound eigenpairs."""
         begun, patience = time.monotonic(), Patience(self._patience)
         messages = [self._await(courier, name, patience) for name in self._expected()]
         found = [message for message in messages if message is not None]
         here = len(found) == len(messages)
-        agreed = self._agreed(here, subject)
+        agreed = self._agreed(here)
         waited = time.monotonic() - begun
         if not agreed:
             self._give_up(courier)
@@ -182,7 +158,7 @@ class Epochs:
             return EpochReport(self.number, waited, False, "other parameters train now")
         refused = courier.refused
         sound = self._sound(courier, found, len(self.start))
-        if not self._agreed(sound, subject):
+        if not self._agreed(sound):
             if not self._unsound:
                 self._warn(
                     f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
@@ -193,45 +169,39 @@ class Epochs:
             return EpochReport(self.number, waited, False, reason)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
-        parts = [tensors[2].to(self.start.device, subject.dtype) for tensors, _ in found]
+        vector, adds = self._subject.vector, self._options.final_update == "additive"
+        parts = [tensors[2].to(self.start.device, vector.dtype) for tensors, _ in found]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        before = subject.flat()
-        adds = self._final_update == "additive"
+        before = vector.flat()
         change, sound_step = correction(
             None if adds else before - self.start,
-            self.total / min(ADDED_STEPS, self._steps) if adds else self.total,
-            ColumnBasis(rows, subject.chunks, self._team, len(values)),
-            newton_rates(values, self._floor),
-            subject.chunks,
+            self.total / self._added if adds else self.total,
+            ColumnBasis(rows, vector.chunks, self._team, len(values)),
+            newton_rates(values, self._options.eigenvalue_floor),
+            vector.chunks,
             scales,
         )
         if not bool(sound_step):  # the same on all workers, as its sums are
             self._warn(f"the final update of epoch {self.number} is not finite: it is left out")
             return EpochReport(self.number, waited, False, UNSOUND, products=products)
         after = before + change
-        if self._final_update != "guarded":
-            subject.write(after)
+        if self._options.final_update != "guarded":
+            vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
-        return self._ask(courier, subject, before, after, waited, products)
+        return self._ask(courier, before, after, waited, products)
 
     def _ask(
-        self,
-        courier: Courier,
-        subject: Subject,
-        before: Tensor,
-        after: Tensor,
-        waited: float,
-        products: int,
+        self, courier: Courier, before: Tensor, after: Tensor, waited: float, products: int
     ) -> EpochReport:
         """Make the update if the loss of the accelerators' batches halves with it."""
         begun = time.monotonic()
         name = f"verdict/{self._request}/{self._team.rank}"
         courier.expect(name)
         if self._team.rank == 0:
-            tensors = [before, after, *subject.rest()]
-            courier.post(f"try/{self._request}", tensors, train=subject.train)
+            tensors = [before, after, *self._subject.rest()]
+            courier.post(f"try/{self._request}", tensors, train=self._subject.train)
         message = self._await(courier, name, Patience(self._patience))
-        agreed = self._agreed(message is not None, subject)
+        agreed = self._agreed(message is not None)
         waited += time.monotonic() - begun
         if not agreed:
             self._give_up(courier)
@@ -243,16 +213,16 @@ class Epochs:
         except MalformedError as why:
             courier.refuse(name, why)
             old, new, reason = math.nan, math.nan, REFUSED
-        if not self._agreed(not reason, subject):  # all write, or none does
+        if not self._agreed(not reason):  # all write, or none does
             reason = reason or REFUSED
         else:
-            subject.write(after)
+            self._subject.vector.overwrite(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
     def _sound(self, courier: Courier, found: Sequence[Message], size: int) -> bool:
         """Whether all eigenpairs are finite; those that do not fit are refused."""
-        wanted, workers = min(self._wanted, size), self._team.size
-        cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._accelerators)
+        wanted, workers = min(self._options.wanted, size), self._team.size
+        cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._options.accelerators)
         mine, sound = cuts[self._team.rank + 1] - cuts[self._team.rank], True
         for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
             try:
@@ -267,15 +237,15 @@ class Epochs:
         with record_function("second_order.wait"):
             return courier.wait(name, patience.ended)
 
-    def _agreed(self, mine: bool, subject: Subject) -> bool:
-        return self._team.all_agree(mine, subject.params[0].device)
+    def _agreed(self, mine: bool) -> bool:
+        return self._team.all_agree(mine, self._subject.vector.device)
 
     def _give_up(self, courier: Courier) -> None:
         """Go on as the base alone."""
         why = f" ({courier.failure})" if courier.failure else ""
         self._warn(
             f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
-            f"{self._base} goes on alone"
+            f"{self._subject.training.base_name} goes on alone"
         )
         self._patience = 0.1  # there is nobody to say goodbye to
         self.close()
@@ -301,9 +271,22 @@ class Epochs:
             for name in self._expected():
                 self._courier.decline(name)
 
+    def counts(self) -> dict[str, float]:
+        """The epoch under way, how many of its steps are taken, whether c and p are saved."""
+        sums = float(self.start is not None)
+        return {"epoch": self.number, "epoch_step": self.step, "epoch_sums": sums}
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Go on where a checkpoint was made, with its c and p if they are there."""
+        counts, vector = counts_of(saved), self._subject.vector
+        self.resume(counts.get("epoch", 0), counts.get("epoch_step", 0))
+        if self.step and counts.get("epoch_sums", 1.0) and self.helped:
+            self.start = load_vector(saved, START, vector.params, vector.layout.dtype)
+            self.total = load_vector(saved, SUM, vector.params, vector.dtype)
+
     def __getstate__(self) -> dict[str, Any]:
-        alone = {"_courier": None, "_team": None, "helped": False, "start": None, "total": None}
-        return self.__dict__ | alone | {"_parts": []}
+        alone = {"_courier": None, "helped": False, "start": None, "total": None}
+        return {**self.__dict__, **alone, "_parts": []}
 
 
 def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
@@ -361,7 +344,7 @@ def correction(
     chunks: Sequence[Chunk],
     scales: Sequence[float | Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], [D] equation 17, or without its last term.
+    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2, or without its last term.
 
     Args:
         moved: ``(n,)`` w_E − c; None to leave it as it is.

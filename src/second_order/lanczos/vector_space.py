@@ -1,4 +1,4 @@
-"""Vectors whose rows are spread over processes ([D] algorithm 2).
+"""Vectors whose rows are spread over processes (DHO2, algorithm 2).
 
 Rank p keeps rows D_p. A product gathers d, multiplies by the Hessian of the rank's own batch, and
 sums the results to their rows, weighted by examples: the same recurrence as that of one process

@@ -1,4 +1,7 @@
-"""DHO2: FOSI over many processes ([D] algorithms 2 and 3; Sivan et al., FOSI, ICLR 2024).
+"""DHO2: FOSI over many processes.
+
+Sivan et al., FOSI, ICLR 2024; algorithms 2 and 3 of "Accelerating Deep Neural Network Training via
+Distributed Hybrid Order Optimization", arXiv 2505.00982, first version.
 
 for the first warmup_steps:      w <- w + Base(g)
 every curvature_interval steps:  û, V̂ <- Lanczos on the Hessian of the curvature batch, its rows
@@ -23,16 +26,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.options import FOSIOptions, Layout
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.fosi import FOSIOptimizer
+from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
 from second_order.options import Interval, Schedule, own_keywords
 
 __all__ = ["DHO2"]
 
 
-class DHO2(FOSIOptimizer):
+class DHO2(EigenpairOptimizer):
     """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
 
         optimizer = DHO2(model, lr=0.1, momentum=0.9)
@@ -71,7 +75,7 @@ class DHO2(FOSIOptimizer):
             steps are divided by them.
         subspace_momentum: Of the gradient in the eigenvectors' span. "average": the base's β, as a
             running average, so that α means the same whatever the base's momentum. "base": just as
-            the base does it, which for SGD with β sums up 1 / (1 − β) as much ([F] with α = 0.01
+            the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
             and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
         warm_start: Start a refresh from the last eigenvectors.
         hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature
@@ -132,14 +136,15 @@ class DHO2(FOSIOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
+        options = FOSIOptions.of(locals())
         super().__init__(
             params_or_model,
             model=model,
             base=base,
             base_kwargs={"lr": lr, **base_kwargs},
             own_keywords=own_keywords(DHO2),
-            options=FOSIOptions.of(locals()),
-            curvature_closure=curvature_closure,
+            curvature=lambda training: FOSICurvature(training, options, curvature_closure),
+            needs_model=False,
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,

@@ -1,0 +1,276 @@
+"""The step of FOSI (Sivan et al., FOSI, ICLR 2024) that DHO2 and MRDHO2 take.
+
+    prepare        û, V̂ <- extreme eigenpairs of the curvature batch's Hessian, when they are due
+    precondition   g₁ = V̂V̂ᵀg,  g₂ = g − g₁;  mom takes in V̂ᵀg
+    step_base      d₂ = Base(g₂)
+    correct        d₁ = −α V̂ diag(|û|⁻¹) V̂ᵀ mom(g₁)
+                   w <- w + d₁ + s (d₂ − V̂V̂ᵀd₂)
+
+mom is the base's momentum, applied to g₁; s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip). d₂ is what the
+base has moved the parameters by. Without eigenpairs, the base steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from second_order.contract.averaging import Routed
+from second_order.contract.base_state import BASE, CURVATURE
+from second_order.contract.curvature import Curvature
+from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
+from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
+from second_order.fosi.checkpoint import (
+    check_saved_pairs,
+    eigenpair_parts,
+    gather_eigenpairs,
+)
+from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
+from second_order.fosi.options import FOSIOptions, check_one_vector, newton_scale_at
+from second_order.fosi.subspace import (
+    Subspace,
+    share_inside,
+)
+from second_order.fosi.summary import eigenpair_notes, parameter_rows
+from second_order.fosi.vector import ParameterVector
+from second_order.lanczos.hvp import check_closure
+from second_order.options import scheduled
+from second_order.report import CurvatureReport, Summary
+
+__all__ = ["FOSICurvature"]
+
+
+class FOSICurvature(Curvature):
+    """Eigenpairs, and what a step makes of them.
+
+    Args:
+        training: What it serves.
+        options: Of the step.
+        closure: Evaluates the loss on the curvature batch.
+
+    Attributes:
+        options: As they were given.
+        vector: The parameters that train.
+        closure: What evaluates the loss on the curvature batch.
+        pairs: The eigenpairs, and where they come from.
+        closed: Whether the base goes on alone for good.
+
+    Raises:
+        ValueError: If the parameters are no vector with a Hessian, or the base cannot step parts.
+    """
+
+    computes_pairs = True
+    """Whether eigenpairs are this process's to renew; if not, none are taken over either."""
+
+    refused = 0
+    """How many messages and connections of other processes this one has refused."""
+
+    def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
+        super().__init__(training)
+        check_one_vector(training.groups)
+        self.options = options
+        self.vector = ParameterVector(
+            training, spread=options.layout == "row", dtype=options.lanczos_dtype
+        )
+        if closure is not None:
+            check_closure(closure)
+        self.closure = CurvatureClosure(closure)
+        self.pairs = Eigenpairs(training, options, self.vector)
+        self.closed = False
+        self._share: Tensor | None = None  # of the gradient inside, at the last refresh
+        self._newton: Tensor | None = None  # of this step
+        self._before: list[Tensor] = []  # the parameters before the base's step
+
+    @property
+    def subspace(self) -> Subspace | None:
+        """The span of the eigenpairs in use."""
+        return self.pairs.subspace
+
+    def description(self) -> list[str]:
+        """What all ranks must have alike, beside the model and its groups."""
+        shown = {k: v for k, v in vars(self.options).items() if not callable(v)}
+        return [f"options: {self.training.base_name} {shown}"]
+
+    @property
+    def scaler_matters(self) -> str:  # type: ignore[override]
+        """Why a GradScaler has to be announced; "" if it need not be."""
+        averages = self.training.averages
+        return "a step skipped on one process would leave the others waiting" * averages
+
+    def replan(self) -> None:
+        """Parameters or groups have changed: they still have to be one vector."""
+        check_one_vector(self.training.groups)
+
+    # ----------------------------------------------------------------------------------- a step
+
+    def nothing_captured(self) -> bool:
+        """Whether this may be the empty step that brings state into being."""
+        # Gradients of one rank alone may all be zero, and the others would wait for it.
+        return self.closure.given is None and (not self.training.averages or is_checkpointing())
+
+    def facts(self) -> list[tuple[str, Any]]:
+        """What decides which collectives a step has, by name."""
+        return [
+            ("closed", self.closed),
+            ("the base's state in parts", self.vector.in_parts),
+            ("eigenpairs", self.subspace is not None),
+            ("of step", self.pairs.tally.step),
+            *scheduled(self.options, ("curvature_interval", "newton_scale"), self.training.steps),
+        ]
+
+    def prepare(self) -> None:
+        """Follow the parameters that train, and renew the eigenpairs when they are due."""
+        if self.vector.follow():
+            self.parameters_changed()
+        self.vector.check_gradients()
+        if self.computes_pairs and not self.closed and self.pairs.due():
+            self.pairs.renew(self.closure.chosen(self.training))
+
+    def parameters_changed(self) -> None:
+        """Other parameters train than did: what spans the vector of those is gone."""
+        self._before = []
+        if self.subspace is not None:
+            self.pairs.drop(
+                "the parameters that train have changed: the eigenpairs are dropped, and "
+                f"{self.training.base_name} goes on alone until the next refresh"
+            )
+
+    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        """Rows of the gradients to the processes that step them."""
+        return self.vector.route(params, gradients)
+
+    def precondition(self, average: Callable[[], None]) -> None:
+        """Replace ``p.grad`` by g₂."""
+        with record_function("second_order.average_gradients"):
+            average()
+        if self.subspace is not None:
+            with record_function("second_order.split"), self.vector.plain():
+                self._split(self.subspace)
+
+    def step_base(self, step: Callable[[], None]) -> None:
+        """Let the base step on the rows that are here."""
+        self.vector.step_base(step)
+
+    def correct(self) -> None:
+        """Take the base's step out of the subspace, stretch it, and add the Newton step."""
+        if self._newton is not None and self.subspace is not None:
+            with record_function("second_order.newton"), self.vector.plain():
+                self._correct(self.subspace, self._newton)
+        self._newton = None
+        self.vector.share()
+
+    def _split(self, subspace: Subspace) -> None:
+        """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
+        gradients = self.vector.gradients()
+        c = subspace.basis.coefficients(gradients, witness=subspace.momentum * subspace.rates)
+        if self.pairs.tally.step == self.training.steps:
+            rows = self.options.layout == "row"
+            self._share = share_inside(c, gradients, self.training.world, rows=rows)
+        sound = subspace.basis.add(gradients, [-c])
+        for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
+            chunk.put_gradients(gradient)
+        self._newton = subspace.accumulate(c, *self.pairs.momentum_rule(), sound)
+        values = self.vector.values()
+        if not self._before:
+            self._before = [torch.empty_like(value) for value in values]
+        if values:  # a process may have no rows
+            torch._foreach_copy_(self._before, values)
+
+    def _correct(self, subspace: Subspace, newton: Tensor) -> None:
+        """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""
+        values, moved, chunks = self.vector.values(), self._before, self.vector.chunks
+        for value, before in zip(values, moved, strict=True):
+            torch.sub(value, before, out=before)
+        scales = self.newton_scales()
+        sound = subspace.correct(values, moved, newton, scales, [c.group for c in chunks])
+        for chunk, value in zip(chunks, values, strict=True):
+            chunk.put_values(value)
+        unsound = ~sound if subspace.unsound is None else subspace.unsound | ~sound
+        subspace.unsound = unsound
+        if unsound.device.type == "cpu":  # a device is asked at the next refresh
+            self.pairs.drop_unsound()
+
+    def newton_scales(self) -> list[float | Tensor]:
+        """α of each group at this step, downhill or uphill."""
+        chosen, training = self.options.newton_scale, self.training
+        return [newton_scale_at(chosen, training.steps, group) for group in training.groups]
+
+    def close(self) -> None:
+        """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
+        self.closed, self.pairs.subspace = True, None
+
+    # ------------------------------------------------------------------------ state and summary
+
+    def counts(self) -> dict[str, float]:
+        """What each parameter's part of a checkpoint counts."""
+        return {"steps": self.training.steps, **self.pairs.counts()}
+
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Each parameter's counts, and its part of the eigenpairs where they are whole here."""
+        counts, params = self.counts(), self.vector.params
+        if self.training.world.size > 1 and self.subspace is not None:
+            return {p: dict(counts) for p in params}
+        # A checkpoint that is read in place needs room for pairs, found or not.
+        room = self.options.wanted if is_sharded_checkpoint() else 0
+        parts = eigenpair_parts(self.subspace, self.vector.layout, self.vector.dtype, room)
+        return {p: {**counts, **parts.get(p, {})} for p in params}
+
+    def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Raise ValueError unless counts and eigenpairs are sound, and fit the parameters."""
+        check_saved_pairs(saved)
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over counts, and eigenpairs if the same parameters trained."""
+        self._share = None
+        self.vector.restart()
+        self.pairs.resume(saved, taken=self.computes_pairs and not self.closed)
+
+    @property
+    def kept_elsewhere(self) -> str:
+        """What other processes keep, and a ``state_dict`` of this one would lack; "" if nothing."""
+        pairs = self.training.world.size > 1 and self.subspace is not None
+        what = "what other processes keep of the eigenvectors and of the base's state"
+        return what if pairs or self.vector.in_parts else ""
+
+    def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
+        """The base's state and the eigenpairs, whole, on the ranks that want them; a collective."""
+        layout, curvature = self.vector.layout, {}
+        bases = self.vector.base_state(ranks)
+        if self.subspace is not None:
+            curvature = gather_eigenpairs(self.subspace, layout, self.training.world, ranks)
+        return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_before": []}
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """û and the residuals of the pairs, as they came last."""
+        if self.subspace is None:
+            return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+        return self.subspace.values.clone(), self.subspace.residuals.clone()
+
+    def report(self) -> CurvatureReport:
+        """The eigenvalues that came last, and what they took. Waits for the device."""
+        return CurvatureReport(
+            *self.found(),
+            None if self._share is None else float(self._share),
+            **vars(self.pairs.tally),
+            rest_scale=1.0 if self.subspace is None else self.subspace.rest_scale,
+        )
+
+    def summary(self) -> Summary:
+        """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
+        options, training = self.options, self.training
+        pairs = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
+        vectors = None if self.subspace is None else self.subspace.basis.vectors
+        return Summary(
+            training.titled(pairs, f"layout {options.layout}"),
+            parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
+            notes=eigenpair_notes(self.report()),
+            refused=self.refused,
+        )

@@ -1,0 +1,287 @@
+"""The curvature of MRDHO2: what a rank does, by its role.
+
+    accelerators=0, or one process   Alone: DHO2 with an interval of an epoch
+    the first P - A ranks            Worker: the base, and a final update at the end of each epoch
+    the last A ranks                 Helper: eigenpairs for the workers, and nothing else
+
+What a checkpoint says of the epoch under way all of them keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
+from second_order.distributed.checkpointing import is_sharded_checkpoint
+from second_order.distributed.collectives import World
+from second_order.distributed.mailbox import Courier, await_connections, await_goodbyes
+from second_order.distributed.messages import refused_line
+from second_order.distributed.roles import Role, Roles, assign_roles
+from second_order.distributed.store import Store, open_store
+from second_order.fosi.accelerator import Accelerator, Batches
+from second_order.fosi.checkpoint import START, SUM, vector_parts
+from second_order.fosi.curvature import FOSICurvature
+from second_order.fosi.eigenpairs import Closures, publish
+from second_order.fosi.options import EpochOptions
+from second_order.fosi.subject import Subject
+from second_order.fosi.worker_epochs import UNSOUND, Epochs
+
+__all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
+
+FAREWELL_SECONDS = 5.0  # that the store outlives its host's own goodbye at most
+
+
+def divided_curvature(
+    training: Training, options: EpochOptions, closure: Closures | None
+) -> Divided:
+    """Make the curvature for this rank's role."""
+    world = training.world
+    if not (options.wanted and options.accelerators and world.size > 1):
+        return Alone(training, options, closure)
+    helps = world.rank >= world.size - options.accelerators
+    return (Helper if helps else Worker)(training, options, closure)
+
+
+@dataclass
+class Line:
+    """The messages between this process and those of the other kind.
+
+    Attributes:
+        courier: Carries them.
+        store: Keeps them for all, on the process that has it.
+        everybody: What processes are called, by rank.
+    """
+
+    courier: Courier
+    store: Store | None
+    everybody: Sequence[str]
+
+    @classmethod
+    def of(cls, everybody: World, roles: Roles, patience: float) -> Line:
+        """Connect workers and accelerators; a collective of all."""
+        first = roles.helpers[0]
+        store, address = open_store(everybody, first, patience)
+        names = [f"{roles.of(rank)} {rank}" for rank in range(everybody.size)]
+        peer = names[0 if everybody.rank == first else first]
+        courier = Courier(address, names[everybody.rank], peer, patience)
+        return cls(courier, store, names)
+
+    @property
+    def refused(self) -> int:
+        """Malformed messages, and connections without the key."""
+        return self.courier.refused + (0 if self.store is None else self.store.refused)
+
+    def tell(self, training: Training) -> None:
+        """Say once that something has been refused."""
+        if self.refused and training.first_time("refused"):
+            training.warn(refused_line(self.courier.complaint))
+
+
+class Divided(FOSICurvature):
+    """What the roles have in common: the place in the epochs.
+
+    Attributes:
+        epochs: That place; at work on a worker alone.
+    """
+
+    options: EpochOptions
+    role: Role = "worker"
+
+    def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
+        super().__init__(training, options, closure)
+        self.epochs = Epochs(Subject(training, self.vector), options)
+
+    def check_processes(self) -> None:
+        """Raise ValueError if no process would be left to train."""
+        size, under_ddp = self.training.world.size, self.training.under_ddp
+        self._roles = assign_roles(size, self.options.accelerators, "accelerator", under_ddp)
+
+    def facts(self) -> list[tuple[str, Any]]:
+        """What decides which collectives a step has, by name."""
+        epochs = self.epochs
+        place = epochs.number, epochs.step, epochs.helped
+        return [*super().facts(), ("epoch, its steps, accelerators at work", place)]
+
+    def counts(self) -> dict[str, float]:
+        """What each parameter's part of a checkpoint counts."""
+        return {**super().counts(), **self.epochs.counts()}
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over counts, eigenpairs, and the place in the epochs."""
+        super().load(saved)
+        self.epochs.load(saved)
+
+
+class Alone(Divided):
+    """Nobody computes eigenpairs on the side: each process stops for them once an epoch."""
+
+    def begin(self) -> None:
+        """Say so."""
+        training, options = self.training, self.options
+        size = training.world.size
+        if options.wanted:
+            training.warn(
+                f"MRDHO2 with {size} process{'es' * (size > 1)} and "
+                f"accelerators={options.accelerators}: nobody computes eigenpairs on the side, so "
+                f"each process stops for them every {options.epoch_steps} steps, as DHO2 does"
+            )
+        elif self._roles.helpers:
+            training.warn(
+                f"largest=0 and smallest=0: the {options.accelerators} accelerators have nothing "
+                f"to do, so all {size} processes train"
+            )
+
+
+class _Team(Divided):
+    """One of two kinds of processes, which talk to each other; a copy talks to nobody."""
+
+    computes_pairs = False
+    line: Line | None = None
+
+    def begin(self) -> None:
+        """Give every process its role, and workers and accelerators a way to talk."""
+        training, patience = self.training, self.options.helper_timeout
+        everybody = training.world
+        line = Line.of(everybody, self._roles, patience)
+        training.world = self._roles.team(everybody, patience)
+        training.averages = training.averages and training.world.size > 1
+        await_connections(everybody, [line.courier], [line.store])
+        self.line = line
+        line.tell(training)
+        self.join(line.courier)
+
+    def join(self, courier: Courier) -> None:
+        """Take up the role."""
+        raise NotImplementedError
+
+    @property
+    def refused(self) -> int:  # type: ignore[override]
+        """How many messages and connections of other processes this one has refused."""
+        return 0 if self.line is None else self.line.refused
+
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Each parameter's counts, and its part of c and p, or room for them."""
+        parts, start, total = super().state(), self.epochs.start, self.epochs.total
+        if start is None or total is None:
+            if not parts or not is_sharded_checkpoint():
+                return parts
+            start = total = torch.zeros(self.vector.layout.size, dtype=self.vector.dtype)
+        vectors = vector_parts({START: start, SUM: total}, self.vector.params)
+        return {p: {**part, **vectors[p]} for p, part in parts.items()}
+
+    def awake(self) -> None:
+        """Find the processes of this kind again, in a pickle."""
+        world = self.training.world
+        if world.size == self._roles.size:
+            self.training.world = self._roles.team(world, self.options.helper_timeout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "line": None, "closed": True}
+
+
+class Worker(_Team):
+    """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
+
+    def join(self, courier: Courier) -> None:
+        """Begin the first epoch."""
+        self.epochs.connect(courier)
+
+    def parameters_changed(self) -> None:
+        """Other parameters train than did: there is no final update to make of those."""
+        if self.epochs.start is not None:
+            self.training.warn(
+                "the parameters that train have changed: this epoch has no final update"
+            )
+            self.epochs.let_go()
+            publish(self.training)
+
+    def precondition(self, average: Callable[[], None]) -> None:
+        """Add the gradients up."""
+        super().precondition(average)
+        self.epochs.add()
+
+    def correct(self) -> None:
+        """End the epoch, if that was the last of its steps."""
+        super().correct()
+        report = self.epochs.stepped(self.newton_scales)
+        if report is None:
+            return
+        tally = self.pairs.tally
+        tally.failures += report.reason == UNSOUND
+        if report.products:
+            tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
+        publish(self.training)  # which lets go of c and p
+        if self.line is not None:
+            self.line.tell(self.training)
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """û and the residuals of the pairs, as they came last."""
+        return super().found() if self.epochs.found is None else self.epochs.found
+
+    def close(self) -> None:
+        """Say goodbye, and go on as the base alone."""
+        self.epochs.close()
+        super().close()
+
+
+class Helper(_Team):
+    """Computes eigenpairs for the workers."""
+
+    role: Role = "accelerator"
+    scaler_matters = ""
+    accelerator: Accelerator | None
+
+    def join(self, courier: Courier) -> None:
+        """Listen to the workers."""
+        subject, workers = Subject(self.training, self.vector), len(self._roles.workers)
+        self.accelerator = Accelerator(subject, self.options, courier, workers)
+
+    @property
+    def instead(self) -> Callable[[], None]:
+        """Help until the workers have taken a step; in place of one."""
+        return self._help_for_a_step
+
+    def _help_for_a_step(self) -> None:
+        self.training.steps += 1
+        chosen = self.closure.chosen(self.training)
+        self._help(lambda accelerator: accelerator.help_for_a_step(lambda epoch: chosen))
+
+    def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
+        """Compute eigenpairs until the workers close; of how many epochs it was.
+
+        Args:
+            batches: One for each epoch.
+            loss_fn: The loss of a batch.
+        """
+        if self.accelerator is None:
+            return 0
+        before, closure_at = self.accelerator.answered, Batches(batches, loss_fn).closure
+        self._help(lambda accelerator: accelerator.help(closure_at))
+        return self.accelerator.answered - before
+
+    def _help(self, how: Callable[[Accelerator], None]) -> None:
+        if self.accelerator is None or self.line is None:
+            return
+        with torch.no_grad():
+            how(self.accelerator)
+        self.line.tell(self.training)
+        if self.accelerator.lost and self.training.first_time("lost"):
+            self.training.warn(f"{self.accelerator.lost}: this accelerator has nothing more to do")
+
+    def close(self) -> None:
+        """Say goodbye, and wait until others have, who still listen to the store."""
+        patience, line = self.options.helper_timeout, self.line
+        if self.accelerator is not None and line is not None:
+            self.accelerator.close(patience)
+            if line.store is not None and self.accelerator.dismissed:
+                await_goodbyes(line.store, line.everybody, min(patience, FAREWELL_SECONDS))
+        super().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "accelerator": None}

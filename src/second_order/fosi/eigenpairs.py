@@ -1,0 +1,312 @@
+"""Where eigenpairs come from: Lanczos on the Hessian of a curvature batch, when they are due.
+
+    start from V̂1, and FRESH of everything else
+    û, V̂ <- the k largest and l smallest Ritz pairs          lanczos/
+    the bound of s grows while the loss of the batch does not rise
+
+Accelerators (`accelerator.py`) ask for theirs by the same :func:`wanted_pairs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
+from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, has_pairs, load_eigenpairs
+from second_order.fosi.options import FOSIOptions, refuse_no_closure
+from second_order.fosi.subspace import (
+    Basis,
+    ColumnBasis,
+    RowBasis,
+    Subspace,
+    differs_in_momentum,
+    momentum_rule,
+    newton_rates,
+    rest_scale,
+)
+from second_order.fosi.vector import ParameterVector
+from second_order.lanczos.hvp import LossFn
+from second_order.lanczos.spectrum import Pairs, extreme_pairs
+from second_order.lanczos.vector_space import RowSpace
+from second_order.options import check_interval, value_at
+
+__all__ = [
+    "FRESH",
+    "Closures",
+    "CurvatureClosure",
+    "Eigenpairs",
+    "Tally",
+    "publish",
+    "wanted_pairs",
+]
+
+Closures: TypeAlias = LossFn | Sequence[LossFn]
+
+# The guard of s, at a refresh: how it grows or shrinks, and what rise of the loss is chance.
+GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
+
+BLOWN_UP = 10.0  # times the loss at the first refresh
+
+FRESH = 0.1
+"""The random share of the vector that a refresh starts from."""
+
+
+def wanted_pairs(space: RowSpace, start: Tensor, options: FOSIOptions) -> Pairs:
+    """The k largest and l smallest eigenpairs.
+
+    Raises:
+        CurvatureError: On every process, if the loss of one cannot be differentiated twice.
+    """
+    pairs = extreme_pairs(
+        space,
+        start,
+        options.largest,
+        options.smallest,
+        iterations=options.lanczos_iterations,
+        tol=options.lanczos_tol,
+        seed=options.seed,
+    )
+    space.raise_together()
+    return pairs
+
+
+def publish(training: Training) -> None:
+    """Let the optimizer's ``state`` hold what there is now, and nothing else."""
+    if training.steps:
+        training.publish()
+
+
+@dataclass
+class CurvatureClosure:
+    """What evaluates the loss on the curvature batch; a copy has none, as it is of another model.
+
+    Attributes:
+        own: The optimizer's.
+        given: The one that a step is given in its place.
+    """
+
+    own: Closures | None = None
+    given: Closures | None = None
+
+    def chosen(self, training: Training) -> Closures:
+        """Give the one to ask now; without any, a function that says so."""
+
+        def none() -> Any:
+            refuse_no_closure(training.name, training.steps)
+
+        chosen = self.own if self.given is None else self.given
+        return none if chosen is None else chosen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class Tally:
+    """What eigenpairs have taken so far, as :class:`CurvatureReport` tells it."""
+
+    step: int = -1
+    products: int = 0
+    total_products: int = 0
+    refreshes: int = 0
+    failures: int = 0
+
+    def add(self, step: int, products: int) -> None:
+        """Count a refresh."""
+        self.step, self.products = step, products
+        self.total_products += products
+        self.refreshes += 1
+
+
+class Eigenpairs:
+    """Those in use, and where they come from: the curvature batch, every ``curvature_interval``.
+
+    Args:
+        training: Whose Hessian it is.
+        options: Of the step.
+        vector: The parameters that train.
+
+    Attributes:
+        subspace: Their span; None without any.
+        tally: Of all refreshes.
+        batch_loss: Of the curvature batch at the last one.
+        bound: The most that s may be, by the guard.
+    """
+
+    def __init__(self, training: Training, options: FOSIOptions, vector: ParameterVector) -> None:
+        self._training, self._options, self._vector = training, options, vector
+        self.subspace: Subspace | None = None
+        self.tally = Tally()
+        self.batch_loss, self.bound = math.inf, 1.0
+        self._first_loss: float | None = None
+
+    def due(self) -> bool:
+        """Whether there are to be new ones at this step."""
+        options, step = self._options, self._training.steps
+        if options.wanted == 0 or step < options.first_refresh or not self._vector.params:
+            return False
+        if self.tally.step < 0:
+            return True
+        every = value_at(options.curvature_interval, step)
+        check_interval(f"curvature_interval at step {step}: curvature_interval", every)
+        return step - self.tally.step >= int(every)
+
+    def renew(self, loss_fn: Closures) -> None:
+        """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
+
+        Args:
+            loss_fn: Evaluates that batch.
+
+        Raises:
+            CurvatureError: On every process, if the loss of one cannot be evaluated or
+                differentiated twice.
+        """
+        training, options, tally = self._training, self._options, self.tally
+        self.drop_unsound()
+        had = self.subspace is not None
+        measured = self._vector.hessian(loss_fn, options.hvp)
+        with record_function("second_order.lanczos"), measured as space:
+            pairs = wanted_pairs(space, self._start(space), options)
+            loss = space.loss()
+        tally.add(training.steps, pairs.iterations)
+        if pairs.finite and math.isfinite(loss):
+            self._guard(loss)
+            with self._vector.plain():
+                if self._adopt(pairs):
+                    return
+        tally.failures += 1
+        kept = "kept" if self.subspace is not None else "let go"
+        kept = f"the last eigenpairs are {kept}" if had else "no eigenpairs yet"
+        training.warn(
+            f"the curvature at step {training.steps} is not finite: {kept} (failure "
+            f"{tally.failures} of {tally.refreshes} refreshes)"
+        )
+
+    def _start(self, space: RowSpace) -> Tensor:
+        """The sum of the last vectors, and a little of all others: what is new may be there."""
+        seed, last = self._options.seed + self._training.steps, self.subspace
+        fresh = space.random(seed, 1.0 / math.sqrt(space.size))
+        if last is None or not self._options.warm_start:
+            return fresh
+        old = last.basis.rows_of_sum(space.rows) / math.sqrt(len(last.values))
+        old.add_(fresh, alpha=FRESH)
+        # From vectors that are not finite no others would ever come.
+        return old if math.isfinite(float(space.total(old.sum().double()))) else fresh
+
+    def _guard(self, loss: float) -> None:
+        """Let s grow while the loss of the curvature batch does not rise."""
+        if math.isfinite(self.batch_loss):
+            risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
+            self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
+        self.batch_loss = loss
+        self._first_loss = loss if self._first_loss is None else self._first_loss
+        training = self._training
+        if loss > BLOWN_UP * abs(self._first_loss) and training.first_time("blown up"):
+            training.warn(
+                f"the loss of the curvature batch has grown from {self._first_loss:.3g} at the "
+                f"first refresh to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
+            )
+
+    def _adopt(self, pairs: Pairs) -> bool:
+        """Put them to use if their vectors are finite everywhere; whether they are."""
+        chunks, world, momentum = self._vector.chunks, self._training.world, None
+        if self.subspace is not None and self.momentum_rule()[0] > 0.0:
+            momentum = self.subspace.momentum_vector(chunks)
+        self.drop()  # the old vectors, before there are new ones
+        rows = pairs.vectors()
+        if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
+            return False
+        basis: Basis
+        if self._by_rows:
+            basis = RowBasis(rows, chunks, world)
+        else:
+            basis = ColumnBasis.of_rows(rows, chunks, self._vector.layout.size, world)
+        self.subspace = self._span(basis, pairs.values, pairs.bounds(), pairs.largest)
+        if momentum is not None:
+            self.subspace.carry(momentum, chunks)
+        publish(self._training)
+        return True
+
+    @property
+    def _by_rows(self) -> bool:
+        return self._options.layout == "row" or self._training.world.size == 1
+
+    def _span(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
+        options, clip = self._options, self._options.rest_clip(type(self._training.base))
+        self.bound = min(self.bound, clip)
+        scale = rest_scale(values, largest, self.bound if options.lr_scale_guard else clip)
+        rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
+        return Subspace(basis, values, residuals, largest, rates, scale, torch.zeros_like(rates))
+
+    def momentum_rule(self) -> tuple[float, float, bool]:
+        """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
+        training, chosen = self._training, self._options.subspace_momentum
+        unlike = isinstance(chosen, str) and differs_in_momentum(training.groups)
+        if unlike and training.first_time("momentum"):
+            training.warn(
+                "momentum differs between the groups; in the eigenvectors' span that of the first "
+                "is used: subspace_momentum= sets another"
+            )
+        return momentum_rule(training.groups[0], chosen)
+
+    def drop(self, why: str = "") -> None:
+        """Let the eigenpairs go, and say why."""
+        self.subspace = None
+        publish(self._training)
+        if why:
+            self._training.warn(why)
+
+    def drop_unsound(self) -> None:
+        """Let them go if a Newton step has not been finite; the same everywhere."""
+        unsound = None if self.subspace is None else self.subspace.unsound
+        if unsound is not None and bool(unsound):
+            self.drop(
+                f"a Newton step at step {self._training.steps} or before is not finite, by the "
+                f"gradient, the eigenvectors or their momentum: it is left out, and "
+                f"{self._training.base_name} goes on alone until the next refresh"
+            )
+
+    def counts(self) -> dict[str, float]:
+        """What a checkpoint counts of them."""
+        return {
+            "refreshed_at": self.tally.step,
+            "batch_loss": self.batch_loss,
+            "rest_scale_bound": self.bound,
+        }
+
+    def resume(self, saved: Mapping[Tensor, SavedPart], *, taken: bool) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            saved: Each parameter's part.
+            taken: Whether its eigenpairs are taken over, if the same parameters trained.
+        """
+        counts, vector, world = counts_of(saved), self._vector, self._training.world
+        self.subspace = None
+        self.tally.step = counts.get("refreshed_at", -1)
+        self.batch_loss = counts.get("batch_loss", math.inf)
+        self.bound = counts.get("rest_scale_bound", 1.0)
+        loaded = load_eigenpairs(saved, vector.params, vector.dtype) if taken else None
+        if loaded is None:
+            if taken and has_pairs(saved):
+                self._training.warn(OTHERS_TRAINED)
+            return
+        basis: Basis
+        if self._by_rows:
+            rows = loaded.vectors[:, vector.rows].contiguous()
+            basis = RowBasis(rows, vector.chunks, world)
+        else:
+            basis = ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
+        subspace = self._span(basis, loaded.values, loaded.residuals, loaded.largest)
+        subspace.momentum = loaded.momentum[basis.mine].clone()
+        subspace.carried = None if loaded.carried is None else loaded.carried[vector.rows].clone()
+        subspace.decayed = loaded.decayed
+        self.subspace = subspace

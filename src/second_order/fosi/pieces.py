@@ -1,0 +1,211 @@
+"""The parameters' vector without a copy of it: who has which rows, and how to work on them.
+
+The vector is the parameters that train, group by group, each in the order of ``p.reshape(-1)``.
+A piece is what one process has of one parameter; a chunk is a run of pieces that is worked on at
+once, a large one in place, small ones packed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from second_order.lanczos.spectrum import lanczos_dtype
+from second_order.lanczos.vector_space import row_bounds
+
+__all__ = ["Chunk", "FlatLayout", "Piece", "chunks_of"]
+
+PACKED_BELOW = 2**16
+"""Elements: what is smaller travels with its neighbours."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements ``start`` to ``stop`` of a flattened parameter.
+
+    Attributes:
+        param: The parameter.
+        group: Index of its group.
+        start: The first element.
+        stop: The element after the last.
+        rank: The process that has it.
+    """
+
+    param: Tensor
+    group: int
+    start: int
+    stop: int
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This piece of a tensor of the parameter's shape: a flat view where there is one."""
+        flat = tensor.detach().reshape(-1)
+        return flat if self.size == flat.numel() else flat[self.start : self.stop]
+
+    def put(self, tensor: Tensor, values: Tensor) -> None:
+        """Write flat values to this piece of a tensor of the parameter's shape."""
+        mine = self.of(tensor)
+        if mine.data_ptr() == values.data_ptr() and mine.dtype == values.dtype:
+            return
+        mine.copy_(values)
+        if not tensor.is_contiguous():  # it was a copy
+            whole = tensor.detach().reshape(-1)
+            whole[self.start : self.stop] = mine
+            tensor.copy_(whole.view(tensor.shape))
+
+
+class FlatLayout:
+    """The rows of the parameters' vector, in equal parts for the processes.
+
+    Args:
+        groups: The parameters that train, group by group.
+        processes: P.
+
+    Attributes:
+        groups: As they were given.
+        params: The parameters, in order.
+        size: n.
+        pieces: Of all processes, in order.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], processes: int) -> None:
+        self.groups = groups
+        self.params = [p for group in groups for p in group]
+        self.size = sum(p.numel() for p in self.params)
+        bounds = row_bounds(self.size, processes)
+        self.pieces: list[Piece] = []
+        offset = rank = 0
+        for index, group in enumerate(groups):
+            for p in group:
+                start = 0
+                while start < p.numel():
+                    while bounds[rank + 1] <= offset + start:
+                        rank += 1
+                    stop = min(p.numel(), bounds[rank + 1] - offset)
+                    self.pieces.append(Piece(p, index, start, stop, rank))
+                    start = stop
+                offset += p.numel()
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """In which vectors are computed with."""
+        return lanczos_dtype(self.params)
+
+    def of(self, rank: int) -> list[Piece]:
+        """The pieces of one process."""
+        return [piece for piece in self.pieces if piece.rank == rank]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Neighbouring pieces of one group.
+
+    Attributes:
+        pieces: In order.
+        start: Where they start in the vector of the pieces that were cut into chunks.
+    """
+
+    pieces: Sequence[Piece]
+    start: int
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Of the pieces."""
+        return [piece.size for piece in self.pieces]
+
+    @cached_property
+    def columns(self) -> slice:
+        """Where it is in that vector."""
+        return slice(self.start, self.start + sum(self.sizes))
+
+    @property
+    def group(self) -> int:
+        """Index of the parameters' group."""
+        return self.pieces[0].group
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy."""
+        parts = [piece.of(piece.param) for piece in self.pieces]
+        if len(parts) == 1 and self.pieces[0].param.grad is None:
+            return parts[0].to(dtype, copy=True)
+        return self._flat(parts, dtype)
+
+    def put_values(self, flat: Tensor) -> None:
+        """Write the parameters that have a gradient: the others stay, as with any optimizer."""
+        here = [piece for piece in self.pieces if piece.param.grad is not None]
+        _put(here, [piece.param for piece in here], self._parts(flat, here))
+
+    def overwrite(self, flat: Tensor) -> None:
+        """Write all the parameters."""
+        _put(self.pieces, [piece.param for piece in self.pieces], self._parts(flat, self.pieces))
+
+    def gradients(self, dtype: torch.dtype) -> Tensor:
+        """The gradients, flat, as :meth:`values`; zeros where there is none."""
+        parts = [
+            torch.zeros(piece.size, dtype=dtype, device=piece.param.device)
+            if piece.param.grad is None
+            else piece.of(piece.param.grad)
+            for piece in self.pieces
+        ]
+        return self._flat(parts, dtype)
+
+    def put_gradients(self, flat: Tensor) -> None:
+        """Write the gradients that there are."""
+        here = [piece for piece in self.pieces if piece.param.grad is not None]
+        gradients = [g for piece in here if (g := piece.param.grad) is not None]
+        _put(here, gradients, self._parts(flat, here))
+
+    def _parts(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+        if len(self.pieces) == 1:
+            return [flat] * len(pieces)
+        parts = flat.split(self.sizes)
+        if len(pieces) == len(parts):
+            return list(parts)
+        here = {piece.param for piece in pieces}
+        return [part for piece, part in zip(self.pieces, parts, strict=True) if piece.param in here]
+
+    @staticmethod
+    def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+
+
+def _put(pieces: Sequence[Piece], tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Write flat values to pieces of tensors, those that are views all at once."""
+    if len(pieces) > 1 and all(tensor.is_contiguous() for tensor in tensors):
+        views = [piece.of(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+        torch._foreach_copy_(views, list(parts))
+        return
+    for piece, tensor, part in zip(pieces, tensors, parts, strict=True):
+        piece.put(tensor, part)
+
+
+def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
+    """Cut pieces into chunks: a large one by itself, runs of small ones together."""
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        small = piece.size < PACKED_BELOW
+        last = runs[-1] if runs else None
+        if (
+            last
+            and small
+            and last[-1].size < PACKED_BELOW
+            and last[-1].group == piece.group
+            and last[-1].param.dtype == piece.param.dtype
+        ):
+            last.append(piece)
+        else:
+            runs.append([piece])
+    sizes = [sum(piece.size for piece in run) for run in runs]
+    return [
+        Chunk(run, start) for run, start in zip(runs, accumulate(sizes, initial=0), strict=False)
+    ]

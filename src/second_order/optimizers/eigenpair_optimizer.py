@@ -1,0 +1,68 @@
+"""What users see of an optimizer that steps along eigenvectors: its closure, and what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from second_order.fosi.curvature import FOSICurvature
+from second_order.fosi.eigenpairs import Closures
+from second_order.lanczos.hvp import check_closure
+from second_order.optimizers.base import SecondOrderOptimizer
+from second_order.report import CurvatureReport
+
+__all__ = ["EigenpairOptimizer"]
+
+
+class EigenpairOptimizer(SecondOrderOptimizer):
+    """A base optimizer and eigenpairs of the Hessian of a loss that is given as a closure."""
+
+    _curvature: FOSICurvature
+
+    @property
+    def curvature_closure(self) -> Closures | None:
+        """What evaluates the loss on the curvature batch; may be assigned."""
+        return self._curvature.closure.own
+
+    @curvature_closure.setter
+    def curvature_closure(self, closure: Closures | None) -> None:
+        """Take another, if it is a function, or a sequence of some."""
+        if closure is not None:
+            check_closure(closure)
+        self._curvature.closure.own = closure
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        curvature_closure: Closures | None = None,
+    ) -> Any:
+        """Take one step: refresh the eigenpairs if they are due, split the gradient, step the base.
+
+        On an accelerator, do what the workers wait for until they have taken it.
+
+        Args:
+            closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
+            curvature_closure: Evaluates the loss on the curvature batch, and does not call
+                ``backward``; asked if this step refreshes, in place of the optimizer's own.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            CurvatureError: On every process, if a refresh is due and there is no curvature
+                closure, or its loss cannot be evaluated or differentiated twice. Nothing has
+                changed then, but that eigenpairs of other parameters than train now are dropped.
+        """
+        if curvature_closure is not None and self._training.world.size == 1:
+            check_closure(curvature_closure)  # several processes hear of it together, once due
+        self._curvature.closure.given = curvature_closure
+        try:
+            return super().step(closure)
+        finally:
+            self._curvature.closure.given = None
+
+    @property
+    def curvature(self) -> CurvatureReport:
+        """The eigenvalues that came last, and what they took. Waits for the device."""
+        return self._curvature.report()
