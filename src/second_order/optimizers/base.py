@@ -368,7 +368,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_assigned(groups, self.defaults)
         params = members_of(groups)
         check_ownership(type(self).__name__, type(self._base).__name__, params, self._model)
-        rename_assigned(groups, self._model)
+        rename_assigned(groups, self._model, self.param_groups)
         before = self.param_groups
         members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
         others = next(members) != next(members)
