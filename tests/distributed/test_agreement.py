@@ -183,6 +183,56 @@ def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
         assert template.format(there_told) in there, deed
 
 
+def other_groups(rank: int, world_size: int) -> list[list[str]]:
+    """What ranks raise that change to other groups than each other; and all is as it was."""
+    warnings.simplefilter("ignore")
+    messages = []
+    for System in SYSTEMS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+        optimizer = make(System, list(model[:3].parameters()), model=model)
+        batches = [(torch.randn(6, 4).double(), torch.randint(0, 4, (6,))) for _ in range(4)]
+        for batch in batches[:2]:
+            take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
+        (group,) = groups = optimizer.param_groups
+        members = list(group["params"])
+        without = [p for i in range(3) if i != rank for p in model[i].parameters()]
+        late = list(model[3].parameters())[rank:]
+        said = []
+        with pytest.raises(RankMismatchError) as assigned:
+            optimizer.param_groups = [{**group, "params": without}]
+        said.append(str(assigned.value))
+        for params in late, late if rank else [*members[:1], "none"], {1: 2} if rank else late:
+            with pytest.raises(RankMismatchError) as added:
+                optimizer.add_param_group({"params": params})
+            said.append(str(added.value))
+        with pytest.raises(RankMismatchError) as other_rate:
+            optimizer.add_param_group({"params": iter(model[3].parameters()), "lr": 0.1 + rank})
+        said.append(str(other_rate.value))
+        assert optimizer.param_groups is groups
+        assert len(groups) == 1
+        assert all(p is q for p, q in zip(group["params"], members, strict=True))
+        optimizer.add_param_group({"params": iter(model[3].parameters()), "lr": 0.01})
+        for batch in batches[2:]:
+            take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
+        messages.append([*said, str(vector(model).tolist())])
+    return messages
+
+
+def test_ranks_that_change_to_other_groups_are_told_before_any_has(world: World) -> None:
+    """Sizes are the same, and members are not; the plans to be made would be others."""
+    first, second = world.run(other_groups, 2, timeout=60)
+    assert first == second
+    for assigned, added, wrong, neither, rate, _ in first:
+        assert "rank 0 has [group 0, 1.weight: [4, 4], trains]" in assigned
+        assert "rank 1 has [group 0, 0.weight: [4, 4], trains]" in assigned
+        assert "rank 0 has [group 1, 3.weight: [4, 4], trains]" in added
+        assert "rank 1 has [group 1, 3.bias: [4], trains]" in added
+        assert "[group 1, 0.weight" in wrong
+        assert "[group 1, 3.weight" in neither
+        assert "rank 0 has [group 1, lr: 0.1], rank 1 has [group 1, lr: 1.1]" in rate
+
+
 # What is put right can go on; under DDP; where a rank does not come at all.
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "materialised",
     "members_of",
     "named_like",
+    "outline_of",
     "rename_assigned",
     "shallow",
     "trainable",
@@ -36,10 +37,24 @@ def shallow(group: Any) -> Any:
 
 def materialised(group: Any) -> Any:
     """A group that can be walked through twice, be its parameters a generator or one tensor."""
-    if not isinstance(group, dict):
+    if not isinstance(group, dict) or "params" not in group:
         return group
     params = group["params"]
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def outline_of(group: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A group that is to be added, as ranks compare it before anybody knows whether it can be.
+
+    Args:
+        group: Materialised, if it is one.
+        defaults: Entries that it will have.
+    """
+    params = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(params, list):
+        return {"params": [], "no group": f"of type {type(group).__name__}"}
+    members = members_of([group])
+    return {**defaults, **group, "params": members, "no tensors": len(params) - len(members)}
 
 
 def members_of(groups: Iterable[Any]) -> list[Tensor]:

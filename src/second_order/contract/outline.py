@@ -38,6 +38,7 @@ class Outline:
         groups: Groups,
         facts: Callable[[], Facts],
         name_of: Callable[[], dict[int, str]],
+        coming: Groups | None = None,
     ) -> None:
         """Raise on every rank unless all are about to do the same; a collective.
 
@@ -48,14 +49,20 @@ class Outline:
             groups: The parameter groups.
             facts: Gives what else is to be equal, by name; not asked on one process, so that
                 options' callables are called no more often than they are used.
-            name_of: The parameters' names by their ids; asked for only if there is a difference.
+            name_of: The parameters' names by their ids; asked for only if there is a difference, or
+                other groups are coming.
+            coming: The groups that are to take the place of these; before any step they are
+                compared by the names of their members, too.
 
         Raises:
             RankMismatchError: With the first fact that differs.
         """
         if world.size == 1 or not self.compared:
             return
-        others = facts()
+        others, called = facts(), []
+        if coming is not None:
+            groups, names = coming, name_of()
+            called = [[names.get(id(p), "") for p in group["params"]] for group in groups]
         found = [x for group in groups for x in _outline(group)]
         if found != self._groups:  # rarely, but for the learning rate
             self._groups, self._word = found, word_of(found)
@@ -64,7 +71,7 @@ class Outline:
         def describe() -> Facts:
             return [*ours, *_named(groups, name_of()), *others]
 
-        brief = [steps, self.loaded, self._word, *(value for _, value in others)]
+        brief = [steps, self.loaded, self._word, *(value for _, value in others), called]
         with record_function("second_order.compare"):
             require_same(world, doing, brief, describe)
         self.loaded = False

@@ -31,6 +31,7 @@ from second_order.contract.groups import (
     materialised,
     members_of,
     named_like,
+    outline_of,
     rename_assigned,
     shallow,
     trainable,
@@ -184,7 +185,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._world.aside()  # made now, while every rank is here
         self._constructed = True
 
-    def _agree(self, doing: str) -> None:
+    def _agree(self, doing: str, coming: Sequence[dict[str, Any]] | None = None) -> None:
         """Raise RankMismatchError on every rank unless all are about to do this; a collective."""
         self._outline.compare(
             self._world,
@@ -193,6 +194,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.param_groups,
             self._facts,
             lambda: {id(p): name for name, p in self._model.named_parameters()},
+            coming,
         )
 
     # ---------------------------------------------------------------- what subclasses implement
@@ -373,7 +375,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
         others = next(members) != next(members)
         if others:
-            self._agree("assign other parameters")
+            self._agree("assign other parameters", groups)
         self._take_groups(groups)
         if others:
             try:
@@ -398,7 +400,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             RankMismatchError: On every process, if another does something else.
         """
         if self.__dict__.get("_constructed"):
-            self._agree("add a parameter group")
+            param_group = materialised(param_group)
+            coming = [*self.param_groups, outline_of(param_group, self.defaults)]
+            self._agree("add a parameter group", coming)
             param_group = named_like(self.param_groups, param_group, self._model)
         super().add_param_group(param_group)
         if self.__dict__.get("_constructed"):
