@@ -11,10 +11,12 @@ from second_order.contract.saved import COUNTABLE, SavedPart
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
 
-__all__ = ["check_saved_factors"]
+__all__ = ["READ_BY_ALL", "check_saved_factors"]
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS = "average_weight", "mean_eigenvalues"
+READ_BY_ALL = (WEIGHT, MEANS)
+"""What each process reads of a checkpoint, whoever keeps the factors."""
 
 
 def check_saved_factors(

@@ -37,7 +37,7 @@ from second_order.contract.groups import (
     trainable,
 )
 from second_order.contract.notices import Notices, warns_at_its_end
-from second_order.contract.outline import Outline
+from second_order.contract.outline import Outline, outline_of_load
 from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
 from second_order.options import (
@@ -79,6 +79,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     """
 
     _needs_model = True
+    _read_by_all: tuple[str, ...] = ()  # entries of the curvature that each rank reads of a file
     _scaler_matters = "the gradients it has captured carry the scale"
 
     def __init__(
@@ -451,7 +452,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         saved = found.curvature
-        self._outline.loaded = True
+        self._outline.loaded = self._read_alike(saved)
         self._steps = found.steps
         if found.absent:
             self._warn(
@@ -466,6 +467,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
         self._adopt_curvature(saved)
         self._share_state()
+
+    def _read_alike(self, saved: Mapping[Tensor, SavedPart]) -> Sequence[tuple[str, Any]]:
+        """What of a checkpoint that has been loaded is to be the same on every rank."""
+        if self._world.size == 1 or not self._outline.compared:
+            return []
+        named = dict(self._model.named_parameters())
+        return outline_of_load(named, self.state, saved, self._read_by_all)
 
     def _bind_base(self) -> None:
         """Let the base work on the very groups and state of this optimizer."""

@@ -100,6 +100,8 @@ class DPKFAC(KFACOptimizer):
         RankMismatchError: If the processes built different models or options.
     """
 
+    _read_by_all = ()  # its own layers' from a distributed checkpoint
+
     def __init__(
         self,
         params_or_model: ParamsOrModel,

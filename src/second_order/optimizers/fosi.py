@@ -23,6 +23,7 @@ from second_order.contract.saved import SavedPart
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.fosi.checkpoint import (
     OTHERS_TRAINED,
+    READ_BY_ALL,
     check_saved_pairs,
     counts_of,
     eigenpair_parts,
@@ -73,6 +74,8 @@ FRESH = 0.1  # the random share of the vector that a refresh starts from
 
 class FOSIOptimizer(FlatOptimizer):
     """The split step, its refreshes, and its state in either layout."""
+
+    _read_by_all = READ_BY_ALL
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from second_order.contract.notices import warns_at_its_end
 from second_order.contract.saved import SavedPart
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.errors import SecondOrderError
-from second_order.kfac.checkpoint import check_saved_factors
+from second_order.kfac.checkpoint import READ_BY_ALL, check_saved_factors
 from second_order.kfac.factor_moves import (
     Keepers,
     gather_factors,
@@ -64,6 +64,7 @@ class KFACOptimizer(Refresh, SecondOrderOptimizer):
 
     _rules: BlockRules | None = None  # for layers that are not plain Kronecker blocks
     _conv_approximation: Approximation | None = None
+    _read_by_all: tuple[str, ...] = READ_BY_ALL
 
     def __init__(
         self,
