@@ -244,7 +244,7 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
 
 
 def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
-    """On the courier's own thread, while it waits for something to do, and holds what that takes."""
+    """On the courier's own thread, while it waits for something to do and holds a lock for it."""
     opened, address = open_store(collectives.World.alone(), 0, 5.0)
     kept: list[Courier] = []
     said = threading.Event()
