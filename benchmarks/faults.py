@@ -184,6 +184,8 @@ class Running:
         if pid:
             return pid
         os.setsid()
+        # A shell has jobs in the background ignore it, and so would whatever they start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.close(self._life)
         output = os.open(self.directory / f"out.{phase}.{rank}", os.O_CREAT | os.O_WRONLY)
         for stream in 1, 2:

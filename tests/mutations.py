@@ -152,7 +152,7 @@ MUTANTS = [
         "kfac/factor_moves.py",
         "factors.means.copy_(means)",
         "pass",
-        "dpkfac::every_factor_arrives_at_its_new_owner",
+        "dpkfac::layers_that_are_frozen_and_thawed_take_their_factors_along",
     ),
     _mutant(
         "a lost factor arrives as zeros",

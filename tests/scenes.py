@@ -186,6 +186,8 @@ class Watched:
             pid = os.fork()
             if pid == 0:
                 os.dup2(output, 1), os.dup2(output, 2)
+                # A shell has jobs in the background ignore it, and so would whatever they start.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 return rank
             os.close(output)
             self._left[rank] = pid

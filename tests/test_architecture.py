@@ -39,7 +39,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi"),
     },
-    "": {"errors", "report", "lanczos", "contract", "optimizers"},
+    "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers"},
 }
 
 

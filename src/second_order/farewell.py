@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from contextlib import suppress
 __all__ = ["Farewell"]
 
 SLICE_SECONDS = 0.05  # between looks at a thread that gives signs of life
+ROUSED_SECONDS = 5.0  # after which the main thread hangs no more in the place of an abort
+SIGEV_THREAD_ID = 4  # Linux
 
 
 class Farewell:
@@ -109,6 +112,43 @@ def _leave_threads_alone() -> None:
         set_terminate = ctypes.CDLL(library)._ZSt13set_terminatePFvvE  # std::set_terminate
         set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
         set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+        _rouse_this_thread()
+
+
+def _rouse_this_thread() -> None:
+    """Let this one, the main one, hang in such a call for a moment only, and abort then.
+
+    ``pause`` returns after a signal, and ``std::terminate`` aborts where its handler returns. So a
+    timer of the kernel sends a signal to this thread alone, over and over; anywhere else the signal
+    does nothing, and what it interrupts goes on.
+
+    Raises:
+        AttributeError: Where there are no such timers: Linux has them.
+    """
+    libc, number = ctypes.CDLL(None), getattr(signal, "SIGRTMAX", 0)
+    if sys.platform != "linux" or signal.getsignal(number) is not signal.SIG_DFL:
+        return  # somebody else's
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(number, ctypes.cast(libc.abs, ctypes.c_void_p))  # of a number, and harmless
+    event = _Event(0, number, SIGEV_THREAD_ID, threading.get_native_id())
+    timer, seconds = ctypes.c_void_p(), int(ROUSED_SECONDS)
+    rest = int((ROUSED_SECONDS - seconds) * 1e9)
+    if libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
+        times = (ctypes.c_long * 4)(seconds, rest, seconds, rest)  # then, and between
+        libc.timer_settime.argtypes = [ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 2]
+        libc.timer_settime(timer, 0, ctypes.byref(times), None)
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent``."""
+
+    _fields_ = (
+        ("value", ctypes.c_size_t),
+        ("number", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("thread", ctypes.c_int),
+        ("padding", ctypes.c_int * 16),
+    )
 
 
 if hasattr(os, "register_at_fork"):  # where there is fork

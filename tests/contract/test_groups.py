@@ -138,6 +138,39 @@ def test_a_group_cut_in_two_is_named_anew(System: Any) -> None:
     assert own[0]["param_names"][0] == "my 0.weight"
 
 
+@each_of_five
+def test_a_group_copied_with_other_members_is_named_anew(System: Any) -> None:
+    """By the names of others, a checkpoint would be taken for one in another order."""
+    model = MLP.model()
+    optimizer = make(System, model, momentum=0.9)
+    train(model, optimizer)
+    (group,) = optimizer.param_groups
+    params, names = group["params"], group["param_names"]
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups = [{**group, "params": [*params[2:], *params[:2]]}]
+    assert optimizer.param_groups[0]["param_names"] == [*names[2:], *names[:2]]
+    with pytest.raises(ValueError, match="make the groups in the order that they were saved in"):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups = [{**group, "params": params[2:4]}, {**group, "params": params[:2]}]
+    assert [g["param_names"] for g in optimizer.param_groups] == [names[2:4], names[:2]]
+
+
+@each_of_five
+def test_names_of_a_part_of_the_model_are_not_anothers(System: Any) -> None:
+    """Such as a part's own named_parameters() gives; what is called by nobody else's name stays."""
+    model = MLP.model()
+    optimizer = make(System, [{"params": [*model[0].named_parameters()]}], model=model)
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == ["weight", "bias"]
+    optimizer.param_groups = [{**group, "params": group["params"][::-1]}]
+    assert optimizer.param_groups[0]["param_names"] == ["bias", "weight"]
+    optimizer.param_groups = [{**group, "params": [*model[2].parameters()]}]
+    assert optimizer.param_groups[0]["param_names"] == ["2.weight", "2.bias"]
+    own = {**group, "param_names": ["mine", "2.bias"], "params": [model[0].weight, model[2].bias]}
+    optimizer.param_groups = [own]
+    assert own["param_names"] == ["mine", "2.bias"]
+
+
 @pytest.mark.parametrize("System", EIGENPAIRS)
 def test_eigenpairs_of_other_parameters_are_dropped(System: Any) -> None:
     model = MLP.model()

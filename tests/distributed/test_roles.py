@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pickle
+import queue
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -240,6 +241,33 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
             one.close(PATIENCE)
     assert opened is not None
     assert len(silences) > 0
+
+
+def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
+    """On the courier's own thread, while it waits for something to do and holds a lock for it."""
+    opened, address = open_store(collectives.World.alone(), 0, 5.0)
+    kept: list[Courier] = []
+    said = threading.Event()
+
+    def as_the_collector(frame: Any, event: str, what: Any) -> None:
+        locked = event == "call" and frame.f_code is threading.Condition.wait.__code__
+        got = event == "c_call" and what.__name__ == "get"
+        got = got and isinstance(what.__self__, queue.SimpleQueue)
+        if (locked or got) and kept and kept[0]._shared.connected.is_set() and not said.is_set():
+            said.set()
+            kept[0].leave()  # what the finalizer does
+
+    threading.setprofile(as_the_collector)
+    try:
+        one = Courier(address, "a", "b", 5.0)
+    finally:
+        threading.setprofile(None)
+    kept.append(one)
+    assert said.wait(PATIENCE)
+    one._thread.join(PATIENCE / 4)
+    assert not one._thread.is_alive()
+    assert opened is not None
+    assert opened.said(["a/closed"])
 
 
 def test_a_message_larger_than_a_part_arrives_whole() -> None:

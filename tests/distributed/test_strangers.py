@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
@@ -191,6 +192,54 @@ def test_silent_strangers_hold_nobody_up_for_longer_than_a_handshake() -> None:
     assert eventually(lambda: store.refused >= 5)
     for each in silent:
         each.close()
+
+
+def test_strangers_who_drip_bytes_hold_nobody_up_either() -> None:
+    """A handshake has to be over in time, however it is going."""
+    over = threading.Event()
+
+    def drip(peer: socket.socket) -> None:
+        with suppress(OSError):
+            peer.sendall((256).to_bytes(4, "big"))
+            while not over.wait(0.05):
+                peer.sendall(b"x")
+
+    with replaced(stores, {"STRANGERS": 2, "HANDSHAKE_SECONDS": 0.4}):
+        store = Store("127.0.0.1")
+        dripping = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(2)]
+        threads = [stores._thread(drip, peer) for peer in dripping]
+        assert eventually(lambda: len(store._state.strangers) == 2)
+        begun = time.monotonic()
+        client = StoreClient(address(store), PATIENCE)
+        assert time.monotonic() - begun < 10.0  # 250 bytes would take longer
+        assert eventually(lambda: store.refused >= 2)
+        assert works(store, client, "after")
+        assert not store._state.strangers
+    over.set()
+    for thread in threads:
+        thread.join()
+    for peer in dripping:
+        peer.close()
+
+
+@pytest.mark.parametrize("what", ["_connection", "_thread"])
+def test_a_place_is_free_again_where_a_connection_cannot_be_opened(what: str) -> None:
+    """There may be no more files, or threads; then there are."""
+    work, left = getattr(stores, what), [0, 1, 2]
+
+    def failing(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and left:
+            left.pop()
+            raise OSError("too many open files") if what == "_connection" else RuntimeError("no")
+        return work(*arguments)
+
+    with replaced(stores, {"STRANGERS": 1, what: failing}):
+        store = Store("127.0.0.1")
+        client = StoreClient(address(store), PATIENCE)
+    assert left == []
+    assert store.refused >= 3
+    assert works(store, client, "after")
+    assert not store._state.strangers
 
 
 def test_a_stranger_who_dawdles_is_sent_away_when_all_are_there(store: Store) -> None:

@@ -11,6 +11,7 @@ import pytest
 from accelerated import CASE, CURVED, loss_of, mrdho2, noted, reference, worker
 from ranks import agreed, assert_same_trajectory, replaced
 
+from second_order.distributed import mailbox, messages
 from second_order.distributed.mailbox import Courier
 from second_order.distributed.store import open_store
 from second_order.fosi import divided as module
@@ -132,6 +133,27 @@ def test_an_order_that_is_refused_ends_the_accelerators_and_not_the_worker(
     assert second.startswith("SecondOrderError: the first accelerator's order/1/1 was refused")
     expected, _ = reference("paper", with_update=lambda epoch: epoch == 0, **MOMENTUM)
     assert_same_trajectory(trainer["found"], expected, rtol=1e-7)
+
+
+def wordy(rank: int, world_size: int, kind: str) -> dict[str, Any]:
+    """A run whose workers say more than they are asked for, by names that orders have, too."""
+
+    def describe(tensors: Any, note: Any) -> bytes:
+        if "train" in note and "do" not in note:
+            note = {**note, "name": "order/0/1", "tensors": [], "self": 0, "do": "leave"}
+        return messages.describe(tensors, note)
+
+    with replaced(mailbox, {"describe": describe}):
+        return trained(rank, world_size, {"final_update": kind, "accelerators": 2})
+
+
+@pytest.mark.parametrize("kind", ["paper", "guarded"])
+def test_what_a_message_says_beside_is_not_passed_on(world: World, kind: str) -> None:
+    trainer, *accelerators = world.run(wordy, 3, kind, timeout=120)
+    expected, _ = reference(kind, **MOMENTUM)
+    assert_same_trajectory(trainer["found"], expected, rtol=1e-7)
+    assert trainer["reports"]
+    assert [each["refused"] for each in (trainer, *accelerators)] == [0, 0, 0]
 
 
 def besieged(rank: int, world_size: int) -> tuple[dict[str, Any], bool]:

@@ -319,15 +319,26 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     return worker_part(model, optimizer, rank)
 
 
-def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    vectors = Pairs.vectors
-    with replaced(Pairs, {"vectors": lambda pairs: vectors(pairs) * math.nan}):
-        return serve(model, optimizer)
+def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
+    """For each message of pairs, whether it says that they are finite, and how many tensors."""
+    vectors, courier, sent = Pairs.vectors, optimizer._accelerator._courier, []
+    posts = courier.post
+
+    def post(name: str, tensors: Sequence[Tensor], **note: Any) -> None:
+        if name.startswith("pairs/"):
+            sent.append((note["finite"], len(tensors)))
+        posts(name, tensors, **note)
+
+    spoilt = replaced(Pairs, {"vectors": lambda pairs: vectors(pairs) * math.nan})
+    with spoilt, replaced(courier, {"post": post}):
+        assert serve(model, optimizer) == 3
+    return sent
 
 
 def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
-    """Be the eigenvalues as sound as they may."""
+    """Be the eigenvalues as sound as they may; workers would refuse them, but need not get them."""
     results = world.run(play, 3, "vectors")
+    assert results[2]["found"] == [(False, 0)] * 6, "three epochs, two workers"
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
         assert result["reports"] == [(False, UNSOUND)] * 3

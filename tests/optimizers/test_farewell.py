@@ -5,6 +5,9 @@ How processes end is among the tests of `scenes.py`.
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -107,3 +110,37 @@ def test_who_has_ended_is_forgotten(clock: Clock) -> None:
     for _ in range(100):
         of(Thread(clock, 0.0))
     assert len(farewell._to_come) == 1
+
+
+ENDS = """
+import atexit, ctypes, os, sys, threading, time
+
+
+def late():
+    begun = time.monotonic()
+    time.sleep(0.7)  # signals or not
+    print("slept" if time.monotonic() - begun >= 0.7 else "woken", flush=True)
+    if sys.argv[1] == "terminate":
+        ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
+
+
+atexit.register(late)  # before ours: it runs after it
+from second_order import farewell
+from second_order.farewell import Farewell
+
+farewell.ROUSED_SECONDS = 0.2
+thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)
+thread.start()
+kept = Farewell(lambda: None, [thread], 0.1)
+print("ends", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="by a timer of Linux")
+@pytest.mark.parametrize("end", ["terminate", "as usual"])
+def test_who_terminates_on_the_main_thread_is_not_kept_for_ever(end: str) -> None:
+    """Whatever else happens at the end has its time."""
+    run = [sys.executable, "-c", ENDS, end]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.split() == ["ends", "slept"]
+    assert ended.returncode == (-signal.SIGABRT if end == "terminate" else 0), ended.stderr

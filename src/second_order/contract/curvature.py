@@ -37,6 +37,9 @@ class Curvature:
     parts_suffice = False
     """Whether ``torch.distributed.checkpoint`` may save each rank's part by itself."""
 
+    read_by_all: tuple[str, ...] = ()
+    """Entries of a checkpoint that every rank reads, whoever keeps what."""
+
     def __init__(self, training: Training) -> None:
         self.training = training
 

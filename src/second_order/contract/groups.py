@@ -16,6 +16,7 @@ __all__ = [
     "materialised",
     "members_of",
     "named_like",
+    "outline_of",
     "rename_assigned",
     "shallow",
     "trainable",
@@ -36,10 +37,24 @@ def shallow(group: Any) -> Any:
 
 def materialised(group: Any) -> Any:
     """A group that can be walked through twice, be its parameters a generator or one tensor."""
-    if not isinstance(group, dict):
+    if not isinstance(group, dict) or "params" not in group:
         return group
     params = group["params"]
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def outline_of(group: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A group that is to be added, as ranks compare it before anybody knows whether it can be.
+
+    Args:
+        group: Materialised, if it is one.
+        defaults: Entries that it will have.
+    """
+    params = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(params, list):
+        return {"params": [], "no group": f"of type {type(group).__name__}"}
+    members = members_of([group])
+    return {**defaults, **group, "params": members, "no tensors": len(params) - len(members)}
 
 
 def members_of(groups: Iterable[Any]) -> list[Tensor]:
@@ -95,21 +110,45 @@ def named_like(
     if known or not any(NAMES in other for other in others):
         return group
     start = sum(len(other["params"]) for other in others)
-    return {**group, NAMES: _called(group["params"], model, start)}
-
-
-def _called(params: Sequence[Tensor], model: nn.Module, start: int) -> list[str]:
     names = {id(p): name for name, p in model.named_parameters()}
+    return {**group, NAMES: _called(group["params"], names, start)}
+
+
+def _called(params: Sequence[Tensor], names: Mapping[int, str], start: int) -> list[str]:
     return [names.get(id(p), f"parameter {start + i}") for i, p in enumerate(params)]
 
 
-def rename_assigned(groups: Sequence[dict[str, Any]], model: nn.Module) -> None:
-    """Name parameters anew where a group has another number of names, as a part of one may."""
+def rename_assigned(
+    groups: Sequence[dict[str, Any]], model: nn.Module, before: Sequence[Mapping[str, Any]]
+) -> None:
+    """Name the parameters of a group anew where its names are of others, or too many or too few.
+
+    So they are where a group has been copied with other members. A parameter is called as it was,
+    or else as in the model. Names that are nobody else's are left as they are.
+
+    Args:
+        groups: Those to come.
+        model: Whose parameters they are.
+        before: The groups there have been.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    owners: dict[str, set[int]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(name, set()).add(id(p))
+    for group in before:
+        if len(group.get(NAMES, ())) == len(group["params"]):
+            for name, p in zip(group.get(NAMES, ()), group["params"], strict=True):
+                names[id(p)] = name
+                owners.setdefault(name, set()).add(id(p))
     start = 0
     for group in groups:
-        if NAMES in group and len(group[NAMES]) != len(group["params"]):
-            group[NAMES] = _called(group["params"], model, start)
-        start += len(group["params"])
+        called, params = group.get(NAMES), group["params"]
+        if called is not None and (
+            len(called) != len(params)
+            or any(id(p) not in owners.get(n, {id(p)}) for n, p in zip(called, params, strict=True))
+        ):
+            group[NAMES] = _called(params, names, start)
+        start += len(params)
 
 
 def check_assigned(groups: Any, defaults: Mapping[str, Any]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from second_order.contract.base_state import BASE
+from second_order.contract.saved import unusual
 from second_order.distributed.agreement import Facts, require_same, word_of
 from second_order.distributed.collectives import World
 
-__all__ = ["Outline"]
+__all__ = ["Outline", "outline_of_load"]
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
 MEMBERS = ("params", "param_names")  # compared by their sizes
@@ -21,12 +24,12 @@ class Outline:
     """An optimizer's groups, steps and loads, in a word.
 
     Attributes:
-        loaded: Whether a checkpoint has been loaded since the ranks last compared.
-        compared: False where it need not be: on a helper, which does as it is told.
+        loaded: What of a checkpoint that has been loaded since the ranks last compared has to be
+            the same on all of them, by name; None if none has.
     """
 
     def __init__(self) -> None:
-        self.loaded, self.compared = False, True
+        self.loaded: Facts | None = None
         self._groups: list[Any] = []
         self._word = 0
 
@@ -38,6 +41,7 @@ class Outline:
         groups: Groups,
         facts: Callable[[], Facts],
         name_of: Callable[[], dict[int, str]],
+        coming: Groups | None = None,
     ) -> None:
         """Raise on every rank unless all are about to do the same; a collective.
 
@@ -48,26 +52,83 @@ class Outline:
             groups: The parameter groups.
             facts: Gives what else is to be equal, by name; not asked on one process, so that
                 options' callables are called no more often than they are used.
-            name_of: The parameters' names by their ids; asked for only if there is a difference.
+            name_of: The parameters' names by their ids; asked for only if there is a difference, or
+                other groups are coming.
+            coming: The groups that are to take the place of these; before any step they are
+                compared by the names of their members, too.
 
         Raises:
             RankMismatchError: With the first fact that differs.
         """
-        if world.size == 1 or not self.compared:
+        if world.size == 1:
             return
-        others = facts()
+        others, called = facts(), []
+        if coming is not None:
+            groups, names = coming, name_of()
+            called = [[names.get(id(p), "") for p in group["params"]] for group in groups]
         found = [x for group in groups for x in _outline(group)]
         if found != self._groups:  # rarely, but for the learning rate
             self._groups, self._word = found, word_of(found)
-        ours = ("a checkpoint loaded since the last step", self.loaded), ("step", steps)
+        loaded, read = self.loaded is not None, self.loaded or []
+        ours = ("a checkpoint loaded since the last step", loaded), ("step", steps), *read
 
         def describe() -> Facts:
             return [*ours, *_named(groups, name_of()), *others]
 
-        brief = [steps, self.loaded, self._word, *(value for _, value in others)]
+        brief = [steps, loaded, read, self._word, *(value for _, value in others), called]
         with record_function("second_order.compare"):
             require_same(world, doing, brief, describe)
-        self.loaded = False
+        self.loaded = None
+
+
+def outline_of_load(
+    names: Mapping[str, Tensor],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    curvature: Mapping[Tensor, Mapping[str, Any]],
+    told: Sequence[str],
+) -> Facts:
+    """What has been read of a checkpoint, as far as every rank reads it: numbers, and lengths.
+
+    Of another run's checkpoint of the same step they are others, and parameters would part.
+
+    Args:
+        names: The parameters, by name.
+        state: Their state as it has been loaded, with the base's parts.
+        curvature: The ``"curvature"`` parts that have been read.
+        told: Those of their entries that every rank has.
+    """
+    keys: list[tuple[str, list[str]]] = []
+    values: list[Any] = []
+    for name, p in names.items():
+        base, ours = state.get(p, {}).get(BASE, {}), curvature.get(p, {})
+        kept = [key for key in told if key in ours]
+        keys.append((name, [*base, *kept]))
+        values += [*base.values(), *(ours[key] for key in kept)]
+    numbers = iter(_lengths(values))
+    return [
+        (f"{name} in the checkpoint loaded", [[key, next(numbers)] for key in found])
+        for name, found in keys
+    ]
+
+
+def _lengths(values: Sequence[Any]) -> list[Any]:
+    """Tensors by their Euclidean lengths, for which a device is waited for once; numbers as is."""
+    tensors = [v for v in values if isinstance(v, Tensor) and not unusual(v)]
+    lengths = [
+        torch.linalg.vector_norm(
+            t.detach() if t.is_floating_point() or t.is_complex() else t.double(),
+            dtype=torch.complex128 if t.is_complex() else torch.float64,
+        )
+        for t in tensors
+    ]
+    devices = {each.device for each in lengths}
+    found: dict[int, float] = {}
+    for device in devices:
+        here = [(id(t), x) for t, x in zip(tensors, lengths, strict=True) if x.device == device]
+        found.update(
+            zip((i for i, _ in here), torch.stack([x for _, x in here]).tolist(), strict=True)
+        )
+    return [found[id(v)] if id(v) in found else _number(v) for v in values]
 
 
 def _outline(group: dict[str, Any]) -> list[Any]:

@@ -60,8 +60,8 @@ def require_same(
             first, other = found
             raise RankMismatchError(
                 f"the ranks have parted: rank 0 has [{first}], rank {rank} has [{other}]; freeze, "
-                f"add groups, load checkpoints, close and set options at the same step on every "
-                f"rank"
+                f"change groups, load the same checkpoint, close and set options at the same step "
+                f"on every rank"
             )
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -155,7 +156,7 @@ class Courier:
         if self._thread.is_alive():
             sent = [t.detach().cpu().contiguous() for t in tensors]
             self._shared.outgoing.put((name, sent, note))
-            self._shared.wake.set()
+            self._shared.wake.put(None)
 
     def tell(self, name: str, value: int) -> None:
         """Say a number that replaces the one said before; delivered when there is time."""
@@ -249,7 +250,7 @@ class Courier:
     def lost(self) -> bool:
         """Whether the store has failed, or the peer's heart has stopped."""
         shared = self._shared
-        dead = not self._thread.is_alive() and not shared.stop.is_set()
+        dead = not self._thread.is_alive() and not shared.stopping
         return dead or bool(shared.failure) or shared.silence.ended()
 
     @property
@@ -294,8 +295,10 @@ class _Shared:
         self.declined: set[str] = set()
         self.received: dict[str, Message] = {}
         self.lock = threading.Lock()
-        self.news, self.stop, self.wake = threading.Event(), threading.Event(), threading.Event()
+        self.news = threading.Event()
         self.connected = threading.Event()  # or there is no hope of it
+        # No locks: goodbye may be said by the collector, in the middle of the thread's own wait.
+        self.stopping, self.wake = False, queue.SimpleQueue[None]()
         self.hurried = False  # somebody waits
         self.failure = ""
         self.begun = self.ended = 0  # passes of the thread
@@ -305,7 +308,7 @@ class _Shared:
     def hurry(self, hurried: bool) -> None:
         self.hurried = hurried
         if hurried:
-            self.wake.set()
+            self.wake.put(None)
 
     def heard_beat(self, beat: int) -> None:
         if beat != self._beat:
@@ -315,8 +318,8 @@ class _Shared:
 
 def _say_goodbye(shared: _Shared) -> None:
     shared.said[CLOSED] = 1
-    shared.stop.set()
-    shared.wake.set()
+    shared.stopping = True
+    shared.wake.put(None)
 
 
 def _run(address: Address, shared: _Shared) -> None:
@@ -412,7 +415,7 @@ class _Line:
 def _pass(line: _Line, shared: _Shared) -> bool:
     """Send what is to be sent, and fetch what has come; False when goodbye has been said."""
     shared.begun += 1
-    stopping = shared.stop.is_set()  # read first: what is posted before it is still sent
+    stopping = shared.stopping  # read first: what is posted before it is still sent
     busy = _send(line, shared)
     for name, value in list(shared.said.items()):
         early = name == CLOSED and (busy or not stopping)  # goodbye comes after what was posted
@@ -445,8 +448,10 @@ def _pass(line: _Line, shared: _Shared) -> bool:
     line.pause = POLL_SECONDS if busy or shared.hurried else min(2 * line.pause, IDLE_SECONDS)
     line.idle = not busy
     if not busy and not held:
-        shared.wake.wait(line.pause)
-        shared.wake.clear()
+        with suppress(queue.Empty):
+            shared.wake.get(timeout=line.pause)
+    while not shared.wake.empty():  # nobody else takes from it
+        shared.wake.get()
     return True
 
 

@@ -38,7 +38,7 @@ REQUEST_BYTES = 2**20  # at most; names are short
 HEADING_BYTES = 64 * 2**20  # at most; a heading has a few bytes for each tensor
 LOOK_SECONDS = 1.0  # that an answer may be held back, at most
 KEY_BYTES = 32
-HANDSHAKE_SECONDS = 5.0  # between two bytes of one
+HANDSHAKE_SECONDS = 5.0  # that a stranger may take for all of one
 STRANGERS = 64  # connections that have not proved the key, at most; more are closed at once
 ACCEPT_SECONDS = 0.1  # between looks at whether to stop listening, where nothing else tells
 RETRY_SECONDS = 0.05
@@ -158,12 +158,32 @@ class _State:
         self.headings: dict[str, bytes] = {}
         self.refused = 0
         self.sealed = threading.Event()
-        self.strangers: set[socket.socket] = set()
+        self.strangers: dict[socket.socket, float] = {}  # and until when each may be one
         self.clients: set[socket.socket] = set()
 
     def refuse(self) -> None:
         with self.changed:
             self.refused += 1
+
+    def welcome(self, peer: socket.socket) -> bool:
+        """Whether there is a place for a stranger, who has it then."""
+        with self.changed:
+            if self.sealed.is_set() or len(self.strangers) >= STRANGERS:
+                return False
+            self.strangers[peer] = time.monotonic() + HANDSHAKE_SECONDS
+            return True
+
+    def leave(self, peer: socket.socket) -> None:
+        """Give back a stranger's place."""
+        with self.changed:
+            self.strangers.pop(peer, None)
+
+    def hurry(self) -> None:
+        """Hang up on strangers whose time is over, even if they still send a byte now and then."""
+        with self.changed:
+            now = time.monotonic()
+            for peer in [peer for peer, end in self.strangers.items() if end < now]:
+                _hang_up(peer)
 
 
 class Store:
@@ -241,6 +261,7 @@ def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
 def _listen(listener: socket.socket, state: _State, key: bytes) -> None:
     with listener:
         while not state.sealed.is_set():
+            state.hurry()
             try:
                 peer, _ = listener.accept()
             except TimeoutError:
@@ -248,29 +269,28 @@ def _listen(listener: socket.socket, state: _State, key: bytes) -> None:
             except OSError:  # of this connection, which was given up meanwhile; or it is the end
                 time.sleep(0.0 if state.sealed.is_set() else ACCEPT_SECONDS)
                 continue
-            with state.changed:
-                welcome = not state.sealed.is_set() and len(state.strangers) < STRANGERS
-                if welcome:
-                    state.strangers.add(peer)
-            if welcome:
-                _thread(_attend, peer, state, key)
-            else:
-                state.refuse()
-                peer.close()
+            if state.welcome(peer):
+                try:
+                    _thread(_attend, peer, state, key)
+                    continue
+                except RuntimeError:  # there can be no more threads
+                    state.leave(peer)
+            state.refuse()
+            peer.close()
 
 
 def _attend(peer: socket.socket, state: _State, key: bytes) -> None:
     """One connection, from the proof of the key until either side hangs up."""
-    with peer, _connection(peer, HANDSHAKE_SECONDS) as connection:
+    with peer, contextlib.ExitStack() as opened:
         try:
+            connection = opened.enter_context(_connection(peer, HANDSHAKE_SECONDS))
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
-        except Exception:  # whatever a stranger says
+        except Exception:  # whatever a stranger says, or there are no more files
             state.refuse()
             return
         finally:
-            with state.changed:
-                state.strangers.discard(peer)
+            state.leave(peer)
         with state.changed:
             if state.sealed.is_set():  # meanwhile: it has been hung up, or is to be
                 return

@@ -152,8 +152,9 @@ class Accelerator:
                 self.lost = f"the workers have not been heard of any more{self._why()}"
         courier.forget(trial)
         tensors, note = message or ([], {"lost": self.lost})
+        known = {name: note[name] for name in ORDERS[what][0]}  # whatever else it says
         for a in range(1, self._team.size):
-            courier.post(f"order/{self._orders}/{a}", tensors, do=what, **note)
+            courier.post(f"order/{self._orders}/{a}", tensors, do=what, **known)
         self._orders += 1
         return None if self._over else (what, tensors, note)
 

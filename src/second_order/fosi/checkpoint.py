@@ -23,6 +23,7 @@ from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
     "OTHERS_TRAINED",
+    "READ_BY_ALL",
     "START",
     "SUM",
     "Loaded",
@@ -40,6 +41,8 @@ VECTORS, CARRIED = "eigenvectors", "carried_momentum"
 SUM, START = "gradient_sum", "epoch_start"
 COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", "epoch", "epoch_step", "epoch_sums")
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
+READ_BY_ALL = (*COUNTS, *HEADS)
+"""What each process reads of a checkpoint, whatever the layout."""
 KNOWN = (*HEADER, *COUNTS, *HEADS, VECTORS, CARRIED, SUM, START)
 OTHERS_TRAINED = (
     "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "

@@ -26,6 +26,7 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.fosi.checkpoint import (
+    READ_BY_ALL,
     check_saved_pairs,
     eigenpair_parts,
     gather_eigenpairs,
@@ -63,6 +64,8 @@ class FOSICurvature(Curvature):
     Raises:
         ValueError: If the parameters are no vector with a Hessian, or the base cannot step parts.
     """
+
+    read_by_all = READ_BY_ALL
 
     computes_pairs = True
     """Whether eigenpairs are this process's to renew; if not, none are taken over either."""

@@ -14,10 +14,12 @@ from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
 
-__all__ = ["check_saved_factors", "load_factors", "saved_factors"]
+__all__ = ["READ_BY_ALL", "check_saved_factors", "load_factors", "saved_factors"]
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS = "average_weight", "mean_eigenvalues"
+READ_BY_ALL = (WEIGHT, MEANS)
+"""What each process reads of a checkpoint, whoever keeps the factors."""
 
 
 def saved_factors(

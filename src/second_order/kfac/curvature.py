@@ -23,7 +23,12 @@ from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.checkpoint import check_saved_factors, load_factors, saved_factors
+from second_order.kfac.checkpoint import (
+    READ_BY_ALL,
+    check_saved_factors,
+    load_factors,
+    saved_factors,
+)
 from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
@@ -96,6 +101,8 @@ class KFACCurvature(Curvature):
     ) -> None:
         super().__init__(training)
         self._options, self._system = options, system
+        # Of a distributed checkpoint an owner may read its own layers alone.
+        self.read_by_all = READ_BY_ALL if system.owners is None else ()
         self.helpers = helpers
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}

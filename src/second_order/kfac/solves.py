@@ -510,12 +510,12 @@ class Solves:
         for block in sound:
             if self._training.world.rank in self._plan[block].workers:
                 parts = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
-                damping: Damping | None = self.flights[block].damping
+                known = self.flights[block].damping
                 if travels:  # what is rounded on its way is rounded on its solver, too
-                    sent, *rest = parts["A"]
-                    damping, parts["A"] = sent.to(options.inv_dtype), tuple(rest)
-                assert damping is not None
-                received[block] = damping, parts
+                    known, *rest = parts["A"]
+                    known, parts["A"] = known.to(options.inv_dtype), tuple(rest)
+                assert known is not None
+                received[block] = known, parts
         return received
 
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:

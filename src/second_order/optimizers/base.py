@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -36,12 +36,14 @@ from second_order.contract.groups import (
     materialised,
     members_of,
     named_like,
+    outline_of,
     rename_assigned,
     shallow,
     trainable,
 )
 from second_order.contract.notices import warns_at_its_end
-from second_order.contract.outline import Outline
+from second_order.contract.outline import Outline, outline_of_load
+from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
@@ -189,7 +191,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._constructed = True
         self._curvature.begin()
 
-    def _agree(self, doing: str) -> None:
+    def _agree(self, doing: str, coming: Sequence[dict[str, Any]] | None = None) -> None:
         """Raise RankMismatchError on every rank unless all are about to do this; a collective."""
         if self._curvature.instead is None:  # a helper does as it is told
             self._outline.compare(
@@ -199,6 +201,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 self.param_groups,
                 self._curvature.facts,
                 self._training.names,
+                coming,
             )
 
     # ------------------------------------------------------------------------------- stepping
@@ -343,12 +346,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_ownership(
             type(self).__name__, type(self._base).__name__, params, self._training.model
         )
-        rename_assigned(groups, self._training.model)
+        rename_assigned(groups, self._training.model, self.param_groups)
         before = self.param_groups
         members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
         others = next(members) != next(members)
         if others:
-            self._agree("assign other parameters")
+            self._agree("assign other parameters", groups)
         self._take_groups(groups)
         if others:
             try:
@@ -369,7 +372,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             RankMismatchError: On every process, if another does something else.
         """
         if self.__dict__.get("_constructed"):
-            self._agree("add a parameter group")
+            param_group = materialised(param_group)
+            coming = [*self.param_groups, outline_of(param_group, self.defaults)]
+            self._agree("add a parameter group", coming)
             param_group = named_like(self.param_groups, param_group, self._training.model)
         super().add_param_group(param_group)
         if self.__dict__.get("_constructed"):
@@ -477,7 +482,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         saved = found.curvature
-        self._outline.loaded, self._gathered = True, None
+        self._outline.loaded, self._gathered = self._read_alike(saved), None
         self._training.steps = found.steps
         if found.absent:
             self._training.warn(
@@ -492,6 +497,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
         self._curvature.load(saved)
         self._share_state()
+
+    def _read_alike(self, saved: Mapping[Tensor, SavedPart]) -> Sequence[tuple[str, Any]]:
+        """What of a checkpoint that has been loaded is to be the same on every rank."""
+        if self._training.world.size == 1 or self._curvature.instead is not None:
+            return []
+        named = dict(self._training.model.named_parameters())
+        return outline_of_load(named, self.state, saved, self._curvature.read_by_all)
 
     def _bind_base(self) -> None:
         """Let the base work on the very groups and state of this optimizer."""
