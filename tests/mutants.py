@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -59,11 +60,25 @@ def mutated(source: str, mutant: Mutant) -> str | None:
     return source.replace(mutant.old, mutant.new) if source.count(mutant.old) == 1 else None
 
 
+@functools.cache
+def _files_of(name: str) -> list[Path]:
+    """The files that have a test, wherever it has moved to."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [p for p in paths if f"\ndef test_{name}(" in p.read_text("utf-8")]
+
+
 def nodes(mutant: Mutant) -> list[str]:
-    """The names that pytest has for the tests of a mutant: "kaisa::x" is short for one."""
-    parts = [test.split("::") for test in mutant.tests]
-    where = {path.stem: path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
-    return [f"{where[f'test_{file}']}::test_{name}" for file, name in parts]
+    """The names that pytest has for the tests of a mutant.
+
+    "kaisa::x" is short for test_x of test_kaisa.py, or else of a file whose name begins like that.
+    """
+    found = []
+    for file, name in (test.split("::") for test in mutant.tests):
+        files = _files_of(name.split("[")[0])
+        ranked = sorted(files, key=lambda p, f=file: (not p.stem.startswith(f"test_{f}"), p.stem))
+        assert ranked, f"{mutant.name}: there is no test_{name}"
+        found.append(f"{ranked[0].relative_to(ROOT)}::test_{name}")
+    return found
 
 
 def copy(into: Path) -> Path:
