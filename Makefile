@@ -87,7 +87,7 @@ pytest: venv
 test-thorough: venv ## the tests with other random examples in each run, 300 for each property: hours
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal --timeout 0 $(ARGS)
 
-mutants: venv ## small faults put into the source, one at a time: do the tests notice? half an hour
+mutants: venv ## small faults put into the source, one at a time: do the tests notice? some ten minutes
 	$(BIN)/python tests/mutants.py --jobs $(TEST_JOBS) \
 		--json benchmarks/results/mutants.json $(ARGS)
 
