@@ -367,6 +367,8 @@ class KFACCurvature(Curvature):
 
     def awake(self) -> None:
         """Watch the copied model; groups of processes are made again at the next step."""
+        if self.helpers is not None:
+            self.helpers.awake(self.training)
         self._exchange = None
         if not self._closed:
             self.layers.connect()

@@ -61,6 +61,13 @@ def _divide(
     return roles, stores
 
 
+def _rejoin(training: Training, count: int) -> None:
+    """Find the processes of one's own role again, in a pickle."""
+    if training.world.size > 1 and training.world.whole is None:
+        roles = assign_roles(training.world.size, count, "stats")
+        training.world = roles.team(training.world)
+
+
 @dataclass
 class Helper:
     """One stats worker, as a gradient worker sees it.
@@ -128,6 +135,10 @@ class StatsWorkers:
         self.couriers = [helper.courier for helper in self.active]
         await_connections(everybody, self.couriers, [store for store, _ in stores])
         self.shapes = [t.shape for t in training.whole_model()]
+
+    def awake(self, training: Training) -> None:
+        """Find the other gradient workers again, in a copy, which has no helpers."""
+        _rejoin(training, self.count)
 
     @property
     def refused(self) -> int:
@@ -373,6 +384,11 @@ class StatsWorker(Curvature):
     def _take_part(self) -> None:
         self._deliver()
         self._fetch()
+
+    def awake(self) -> None:
+        """Watch the copied model; a copy talks to nobody."""
+        _rejoin(self.training, self._count)
+        self._look()
 
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
