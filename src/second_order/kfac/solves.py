@@ -437,8 +437,9 @@ class Solves:
     def _verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
         """What this rank has to say of a layer."""
         ticket = flight.ticket
-        if ticket is None:
-            return flight.verdict
+        if ticket is None:  # solved at once, or by another rank, which knows what is worse
+            lands = flight.verdict is Verdict.FLYING and self._waits(block)
+            return Verdict.SOUND if lands else flight.verdict
         if self._waits(block):
             with record_function("second_order.wait"):
                 ticket.wait()
