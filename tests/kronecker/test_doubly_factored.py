@@ -147,7 +147,7 @@ def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, see
     for label in range(CLASSES):
         ((_, d),) = ref.captured(model, x, lambda out, i=label: (out * v[i]).sum(), "1")["1"]
         pair = block.statistics(model[1], x.flatten(1), d, "expand", F64)
-        A, G, L = (part[0] for part in pair.factors)
+        A, G, L = (part[0] for part in pair.factors.values())
         total += ref.kron(G, A, L)
     exact = weight_fisher(ref.exact_fisher(model, x, "categorical", "1"), width)
     close(total, exact, rtol=1e-9)
@@ -269,10 +269,9 @@ def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float, pac
         Problem(1, len(f), F64, f.device, f[None].clone, added, None, False)
         for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
     ]
-    a, g, locations = SOLVERS[solver].decompose(problems, F64, packed)
-    assert a is not None
-    assert g is not None
-    return SOLVERS[solver].combine(a, g, damping, locations)
+    found = SOLVERS[solver].decompose(problems, F64, packed)
+    parts = {k: part for k, part in zip("AGL", found, strict=True) if part is not None}
+    return SOLVERS[solver].combine(parts, damping)
 
 
 @each_solver

@@ -204,12 +204,12 @@ class KFACCurvature(Curvature):
         if helpers is None:
             return
         mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
-        for found, sharing in helpers.statistics(mine, [b.name for b in fed]):
+        for found in helpers.statistics(mine, [b.name for b in fed]):
             decay = self._decay_after(self.training.steps - self._heard_at)
             self._heard_at = self.training.steps
             for block in found:
                 block.asked = True
-            self.layers.average(self.layers.active, found, sharing, decay)
+            self.layers.take_in(found, decay)
         helpers.tell(self.training)
 
     def _precondition(self) -> None:

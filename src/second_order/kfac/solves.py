@@ -331,7 +331,7 @@ class Solves:
         added = self._solver.dampings(means, damping, shape.exact)[position]
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
-            guess = inverse.q_a if letter == "A" else inverse.q_g
+            guess = inverse.vectors.get(letter)
             scale = factored_damping(*means.unbind(), damping=damping)[position]
         return Problem(
             shape.groups,
@@ -469,8 +469,7 @@ class Solves:
             inverse = None
             if block in received:
                 damping, parts = received.pop(block)
-                a, g, *rest = (parts[letter] for letter in block.shape.letters)
-                inverse = self._solver.combine(a, g, damping, *rest)
+                inverse = self._solver.combine(parts, damping)
             block.install(inverse)
             self.landed_at[block], self.taken_at[block] = self._training.steps, flight.step
         return list(verdicts), failing
