@@ -1,4 +1,4 @@
-"""The faults that benchmarks/faults.py puts into trainings, but for those of checkpoints.
+"""The faults that `faults.py` puts into trainings, but for those of checkpoints.
 
 Each is a function that hangs what it wants to a `Run`, and says by `expect` what has to follow:
 
