@@ -250,7 +250,8 @@ def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> Non
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
     x, d = torch.randn(4, 6, dtype=F64), torch.randn(4, block.shape.out_dim, dtype=F64)
     x[1, 1] = math.nan
-    assert not block.statistics(block.modules[0], x, d, "expand", F64).a.isfinite().all()
+    pair = block.statistics(block.modules[0], x, d, "expand", F64)
+    assert not pair.factors["A"].isfinite().all()
 
 
 # 15. eigen = dense solve with A ⊗ L ⊗ G + γI. inverse = dense solve with the damped factors.
