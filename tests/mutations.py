@@ -1049,10 +1049,10 @@ MUTANTS = [
         "options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself",
     ),
     _mutant(
-        "steps are not compared",
+        "groups are not compared",
         "contract/outline.py",
-        "brief = [steps, ",
-        "brief = [0, ",
+        "self._groups, self._word = found, word_of(found)",
+        "self._groups, self._word = found, 0",
         "agreement::a_rank_out_of_line_is_told_of_on_all",
     ),
     _mutant(
