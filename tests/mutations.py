@@ -248,6 +248,13 @@ MUTANTS = [
         "failures::one_factor_that_fails_is_told",
     ),
     _mutant(
+        "who solves nothing says that a layer is under way",
+        "kfac/solves.py",
+        "return Verdict.SOUND if lands else flight.verdict",
+        "return flight.verdict",
+        "benchmark_scaling::simulated_processes_send_and_keep_what_is_computed",
+    ),
+    _mutant(
         "silence outweighs pairs without an example",
         "kfac/solves.py",
         "    SILENT = 3  # no pair of statistics has ever come\n    UNSEEN = 4",
@@ -1018,7 +1025,7 @@ MUTANTS = [
         "contract/notices.py",
         "        if not self._depth:",
         "        if True:",
-        "notices::what_is_said_in_a_block_is_said_at_its_end_in_order",
+        "notices::errors_are_raised_one_at_a_time_after_the_work",
     ),
     _mutant(
         "warnings again and again",
@@ -1133,6 +1140,20 @@ MUTANTS = [
         "if (rank, size) != (self.rank, self.size):",
         "if False:",
         "collectives::a_pickle_is_refused_at_another_place",
+    ),
+    _mutant(
+        "a pickled gradient worker's place is that among the workers",
+        "distributed/collectives.py",
+        '"place": self.whole or (self.rank, self.size)',
+        '"place": (self.rank, self.size)',
+        "distkfac_ranks::a_pickle_beside_stats_workers_finds_those_of_its_role",
+    ),
+    _mutant(
+        "a pickled gradient worker takes helpers for workers",
+        "kfac/stats_workers.py",
+        "        training.world = roles.team(training.world)\n\n",
+        "        pass\n\n",
+        "distkfac_ranks::a_pickle_beside_stats_workers_finds_those_of_its_role",
     ),
     _mutant(
         "the place of a pickle without the number of processes",
