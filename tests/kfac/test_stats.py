@@ -138,6 +138,24 @@ def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+def test_micro_batches_of_a_stats_worker_are_counted() -> None:
+    """Its own loop, too, may divide the losses of several passes by their number."""
+    x, y = BATCHES[0]
+    sent = []
+    for passes, steps in ((1, 1), (3, 3), (3, "auto")):
+        model = CASE.model()
+        optimizer = distkfac(model, accumulation_steps=steps)
+        post = helping(optimizer)
+        optimizer._curvature.layers.capture.enabled = True
+        with noted():
+            for one in zip(x.chunk(passes), y.chunk(passes), strict=True):
+                (CASE.loss(model(one[0]), one[1]) / passes).backward()
+            optimizer.step()
+        sent.append(post.sent[TO_WORKER.format(0)][0])
+    for other in sent[1:]:
+        torch.testing.assert_close(other, sent[0])
+
+
 def test_what_is_served_is_neither_scaled_nor_divided() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     sent = []
