@@ -242,6 +242,26 @@ def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
             assert float(block.factors.weight) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: bool) -> None:
+    """Which was of own passes, or is in the checkpoint."""
+    other, model = CASE.model(), CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    worker = distkfac(model, factor_decay=None)
+    for _ in range(60):
+        worker.zero_grad()
+        loss_on(model).backward()
+        worker.step()
+    if resumed:
+        saved = worker.state_dict()
+        worker = distkfac(model, factor_decay=None)
+        worker.load_state_dict(saved)
+    before = [float(block.factors.weight) for block in worker._curvature.layers.blocks]
+    hear(worker, helped(worker), 0, sent, 0)
+    for block, weight in zip(worker._curvature.layers.blocks, before, strict=True):
+        assert float(block.factors.weight) == pytest.approx(weight * STEP_DECAY + 1.0)
+
+
 def test_a_stats_workers_gradients_do_not_pile_up() -> None:
     model, seen = CASE.model(), []
     optimizer = distkfac(model)

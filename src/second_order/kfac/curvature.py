@@ -116,7 +116,7 @@ class KFACCurvature(Curvature):
             else OwnerGradients(training, clip, only_to_owners=system.owners == "owner")
         )
         self._exchange: Exchange | None = None
-        self._heard_at = 0  # the step of the last message from a stats worker
+        self._updated_at = 0  # the step of the last update of the averages
         self._closed = False
         self.layers.find()
 
@@ -201,12 +201,13 @@ class KFACCurvature(Curvature):
             with record_function("second_order.exchange"):
                 exchange.statistics(sums)
             self.layers.take_in(sums, self._decay())
+            self._updated_at = self.training.steps
         if helpers is None:
             return
         mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
         for found in helpers.statistics(mine, [b.name for b in fed]):
-            decay = self._decay_after(self.training.steps - self._heard_at)
-            self._heard_at = self.training.steps
+            decay = self._decay_after(self.training.steps - self._updated_at)
+            self._updated_at = self.training.steps
             for block in found:
                 block.asked = True
             self.layers.take_in(found, decay)
@@ -349,6 +350,7 @@ class KFACCurvature(Curvature):
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh finds and tells
         self.solves.restart()
+        self._updated_at = self.training.steps
         self.watch()
 
     @property
