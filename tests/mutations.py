@@ -192,8 +192,8 @@ MUTANTS = [
     _mutant(
         "heads are not summed",
         "kfac/exchange.py",
-        "tensors += [each.head, *each.factors]",
-        "tensors += [each.head.clone(), *each.factors]",
+        "tensors += [each.head, *each.factors.values()]",
+        "tensors += [each.head.clone(), *each.factors.values()]",
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
         "kaisa::unequal_shards_are_weighted_by_their_examples",
     ),
@@ -229,8 +229,8 @@ MUTANTS = [
     _mutant(
         "a failure is less grave than a sound solve",
         "kfac/solves.py",
-        "    SOUND = 1\n    FAILED = 2\n",
-        "    FAILED = 1\n    SOUND = 2\n",
+        "    SOUND = 3\n    FAILED = 4\n",
+        "    FAILED = 3\n    SOUND = 4\n",
         "failures::one_factor_that_fails_is_told",
     ),
     _mutant(
@@ -456,8 +456,8 @@ MUTANTS = [
     _mutant(
         "a gradient's scale once instead of squared",
         "kronecker/factors.py",
-        "torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2",
-        "torch.as_tensor(gradient_scale, dtype=pair.g.dtype)",
+        'torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2',
+        'torch.as_tensor(gradient_scale, dtype=found["G"].dtype)',
         "invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch",
     ),
     _mutant(
@@ -859,8 +859,8 @@ MUTANTS = [
     _mutant(
         "the damping of the landing",
         "kfac/solves.py",
-        "self._solver.combine(a, g, damping, *rest)",
-        "self._solver.combine(a, g, self._dampings([block])[block], *rest)",
+        "self._solver.combine(parts, damping)",
+        "self._solver.combine(parts, self._dampings([block])[block])",
         "distkfac::an_inverse_has_the_damping_of_its_snapshot",
     ),
     _mutant(
@@ -924,8 +924,8 @@ MUTANTS = [
     _mutant(
         "messages forget since the beginning",
         "kfac/curvature.py",
-        "            self._heard_at = self.training.steps\n",
-        "",
+        "            self._updated_at = self.training.steps\n            for block",
+        "            for block",
         "stats::factors_forget_between_messages_as_much_as_in_so_many_steps",
     ),
     _mutant(
