@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerated import noted
-from contract import factors, hook_count, take
+from contract import factors, hook_count, same, take
 from models import ZOO
 from ranks import OPTIONS, assert_same_trajectory, go, vector
 from reference import cross_entropy
@@ -25,6 +25,7 @@ from threaded import (
     BATCHES,
     CASE,
     LAYERS,
+    BrokenError,
     Dawdle,
     Gate,
     delayed,
@@ -49,10 +50,6 @@ def train(**options: Any) -> list[torch.Tensor]:
     model = CASE.model()
     with distkfac(model, **options) as optimizer:
         return go(model, optimizer, CASE, BATCHES)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 # When inverses come: invariant 23.
@@ -203,10 +200,6 @@ def test_deterministic_beside_a_layer_without_statistics() -> None:
 
 
 # What goes wrong on a thread.
-
-
-class BrokenError(Exception):
-    pass
 
 
 def raising(solve: Callable[[], Any]) -> Any:

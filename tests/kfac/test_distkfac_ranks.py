@@ -30,6 +30,7 @@ from threaded import (
     CASE,
     LAYERS,
     LONG,
+    BrokenError,
     Dawdle,
     Delayed,
     Gate,
@@ -273,10 +274,6 @@ def test_all_workers_know_the_weights_and_traces_of_all_layers(world: World) -> 
 
 
 # What goes wrong on a thread.
-
-
-class BrokenError(Exception):
-    pass
 
 
 def raising(kind: type[BaseException], solve: Callable[[], Any]) -> Any:
