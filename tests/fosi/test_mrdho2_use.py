@@ -38,7 +38,7 @@ from second_order import SecondOrderError
 from second_order.lanczos.spectrum import Pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pool import World
 
@@ -46,21 +46,21 @@ MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 
 
-SCENES: dict[str, dict[str, Any]] = {  # options
-    "judged": {"final_update": "guarded"},
-    "one_fails": {"accelerators": 2},
-}
-
-
 def couriers() -> int:
     return sum(t.name == "second_order courier" for t in threading.enumerate())
 
 
-def play(rank: int, world_size: int, scene: str, *args: Any) -> dict[str, Any]:
-    """A scene on one rank: {"worker": ..., "accelerator": ...}'s part; what it warned of."""
-    model, options = CASE.model(), {"final_update": "paper", **MOMENTUM, **SCENES.get(scene, {})}
-    optimizer = mrdho2(model, **options)
-    part = globals()[f"{scene}_{optimizer.role}"]
+def play(
+    rank: int,
+    world_size: int,
+    scene: tuple[Callable[..., Any], Callable[..., Any]],
+    *args: Any,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A scene on one rank: a worker's part of it or an accelerator's; what it warned of."""
+    model = CASE.model()
+    optimizer = mrdho2(model, **{"final_update": "paper", **MOMENTUM, **(options or {})})
+    part = scene[optimizer.role == "accelerator"]
     with noted() as warned:
         found = part(model, optimizer, rank, *args)
     assert couriers() == 0, "no thread is left"
@@ -122,7 +122,7 @@ def loop_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
 
 
 def test_the_usual_loop_on_every_rank(world: World) -> None:
-    results = world.run(play, 3, "loop")
+    results = world.run(play, 3, (loop_worker, loop_accelerator))
     expected = expected_until(3, curved=CURVED[:1])
     assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
     assert all(result["warned"] == [] for result in results)
@@ -143,7 +143,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 def test_an_accelerator_that_leaves_early(world: World) -> None:
     """What it has computed is still used; then the base goes on alone."""
-    results = world.run(play, 3, "leaves")
+    results = world.run(play, 3, (leaves_worker, leaves_accelerator))
     expected = expected_until(2, curved=CURVED[:1])
     assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
     told_once(results, "SGD goes on alone")
@@ -172,7 +172,7 @@ def closes_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
 
 
 def test_workers_that_close_early(world: World) -> None:
-    results = world.run(play, 3, "closes")
+    results = world.run(play, 3, (closes_worker, closes_accelerator))
     assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
     assert all(result["warned"] == [] for result in results)
     assert all(result["reports"] == [(True, "")] for result in results[:2])
@@ -194,7 +194,7 @@ def raises_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
 
 def test_an_exception_in_the_loop_reaches_the_caller(world: World) -> None:
     """And the accelerators return."""
-    results = world.run(play, 3, "raises")
+    results = world.run(play, 3, (raises_worker, raises_accelerator))
     assert all(result["warned"] == [] for result in results)
     assert results[2]["found"] in (1, 2)
 
@@ -214,7 +214,7 @@ def fails_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 
 def test_an_exception_in_the_loss_reaches_the_caller_of_serve(world: World) -> None:
-    results = world.run(play, 3, "fails")
+    results = world.run(play, 3, (fails_worker, fails_accelerator))
     assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
     told_once(results, "SGD goes on alone")
 
@@ -251,7 +251,14 @@ def test_one_accelerator_that_fails_takes_the_others_along(
 ) -> None:
     """With its own error where it failed; nobody waits for a timeout, which is half a minute."""
     begun = time.monotonic()
-    results = world.run(play, 3, "one_fails", failing, where)
+    results = world.run(
+        play,
+        3,
+        (one_fails_worker, one_fails_accelerator),
+        failing,
+        where,
+        options={"accelerators": 2},
+    )
     assert time.monotonic() - begun < 15.0
     epochs = 1 if where == "loader" else 0
     assert len(results[0]["found"]) == STEPS
@@ -276,7 +283,7 @@ def empty_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 
 def test_an_iterator_that_ends_is_told(world: World) -> None:
-    results = world.run(play, 3, "empty")
+    results = world.run(play, 3, (empty_worker, empty_accelerator))
     assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
     told_once(results, "SGD goes on alone")
 
@@ -300,7 +307,7 @@ def spoiled_accelerator(model: nn.Module, optimizer: Any, rank: int, epochs: Seq
 
 @pytest.mark.parametrize("epochs", [[0, 1, 2], [0, 2], [1]])
 def test_eigenpairs_that_are_not_finite_are_left_out(world: World, epochs: list[int]) -> None:
-    results = world.run(play, 3, "spoiled", epochs)
+    results = world.run(play, 3, (spoiled_worker, spoiled_accelerator), epochs)
     found = agreed([result["found"][0] for result in results[:2]])
     expected, _ = reference("paper", with_update=lambda epoch: epoch not in epochs, **MOMENTUM)
     assert_same_trajectory(found, expected, rtol=1e-7)
@@ -337,7 +344,7 @@ def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tup
 
 def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
     """Be the eigenvalues as sound as they may; workers would refuse them, but need not get them."""
-    results = world.run(play, 3, "vectors")
+    results = world.run(play, 3, (vectors_worker, vectors_accelerator))
     assert results[2]["found"] == [(False, 0)] * 6, "three epochs, two workers"
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
@@ -364,7 +371,7 @@ def disagrees_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
 
 
 def test_pairs_that_one_worker_cannot_use_are_used_by_none(world: World) -> None:
-    results = world.run(play, 3, "disagrees", timeout=30.0)
+    results = world.run(play, 3, (disagrees_worker, disagrees_accelerator), timeout=30.0)
     expected, _ = reference("paper", with_update=lambda epoch: epoch != 1, **MOMENTUM)
     assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
     for result in results[:2]:
@@ -388,7 +395,9 @@ def judged_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
 
 
 def test_a_verdict_that_is_not_finite_is_told_as_such(world: World) -> None:
-    results = world.run(play, 3, "judged")
+    results = world.run(
+        play, 3, (judged_worker, judged_accelerator), options={"final_update": "guarded"}
+    )
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     reason = "the loss of the accelerators' batches is not finite"
     assert all(result["reports"] == [(False, reason)] * 3 for result in results[:2])
@@ -514,7 +523,7 @@ def copied_accelerator(model: nn.Module, optimizer: Any, rank: int, way: str) ->
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_goes_on_as_the_base_alone(world: World, way: str) -> None:
-    results = world.run(play, 3, "copied", way)
+    results = world.run(play, 3, (copied_worker, copied_accelerator), way)
     found = agreed([result["found"][0] for result in results[:2]])
     assert_same_trajectory(found, expected_until(3), rtol=1e-7)
     twins = agreed([result["found"][1] for result in results[:2]])
@@ -556,7 +565,7 @@ def frozen_accelerator(model: nn.Module, optimizer: Any, rank: int, where: str, 
 @pytest.mark.parametrize("where", ["workers", "everywhere"])
 def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str) -> None:
     """That epoch has no final update; in the next the accelerators know of it, told or not."""
-    results = world.run(play, 3, "frozen", where, tmp_path / "frozen")
+    results = world.run(play, 3, (frozen_worker, frozen_accelerator), where, tmp_path / "frozen")
     trajectory_of(results)
     for result in results[:2]:
         applied = [applied for applied, _ in result["reports"]]

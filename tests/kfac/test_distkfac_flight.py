@@ -1,4 +1,4 @@
-"""DistKFAC on one process in mid-flight: copies, checkpoints, changes, and the end of its threads."""
+"""DistKFAC on one process in mid-flight: copies, checkpoints, changes, and the end."""
 
 from __future__ import annotations
 

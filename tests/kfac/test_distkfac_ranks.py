@@ -466,9 +466,13 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def play(
-    rank: int, world_size: int, scene: str, options: dict[str, Any], *args: Any
+    rank: int,
+    world_size: int,
+    scene: tuple[Callable[..., Any], Callable[..., Any]],
+    options: dict[str, Any],
+    *args: Any,
 ) -> dict[str, Any]:
-    """A scene on one rank: {"<scene>_worker", "<scene>_stats"}'s part; what it warned of.
+    """A scene on one rank: a worker's part of it or a stats worker's; what it warned of.
 
     The optimizer begins with the `layers` among the options, or with all.
     """
@@ -478,7 +482,7 @@ def play(
     params = [p for layer in layers for p in layer.parameters()]
     with noted() as warned:
         optimizer = distkfac(params, **options)
-        found = globals()[f"{scene}_{optimizer.role}"](model, optimizer, *args)
+        found = scene[optimizer.role == "stats"](model, optimizer, *args)
     assert threads_of("second_order") == 0, "no thread is left"
     dist.barrier()  # until then the store, which a stats worker has, is there
     return {"role": optimizer.role, "found": found, "warned": warned}
@@ -583,7 +587,9 @@ def test_statistics_are_those_of_the_helpers_batches_at_the_points_it_got(
 ) -> None:
     """The running averages are, message for message, what a dense reference makes of them."""
     options = {"stats_workers": helpers, "factor_update_steps": NEVER, "factor_decay": 0.8}
-    results = world.run(play, world_size, "watched", options, timeout=2 * LONG)
+    results = world.run(
+        play, world_size, (watched_worker, watched_stats), options, timeout=2 * LONG
+    )
     assert quiet(results)
     workers, stats = roles_of(results)
     assert (len(workers), len(stats)) == (world_size - helpers, helpers)
@@ -655,7 +661,13 @@ def test_nobody_waits_for_stats_workers(
     averaging = {"gradient_averaging": False} if wrap else {}
     options = {**SYNCHRONOUS, "stats_workers": helpers, **averaging}
     results = world.run(
-        play, world_size, "held", options, tmp_path / "sign", wrap, timeout=2 * LONG
+        play,
+        world_size,
+        (held_worker, held_stats),
+        options,
+        tmp_path / "sign",
+        wrap,
+        timeout=2 * LONG,
     )
     assert quiet(results)
     workers, _ = roles_of(results)
@@ -714,7 +726,9 @@ def test_one_worker_beside_a_stats_worker_takes_a_grad_scaler(
     with distkfac(model, **copy.deepcopy(options)) as optimizer:
         expected = scaled_on(model, optimizer, BATCHES)
     assert torch.equal(expected[3], expected[2]), "a step is skipped"
-    results = world.run(play, 2, "scaled", options, tmp_path / "sign", how, timeout=2 * LONG)
+    results = world.run(
+        play, 2, (scaled_worker, scaled_stats), options, tmp_path / "sign", how, timeout=2 * LONG
+    )
     assert quiet(results)
     (found, fed, scale), *others = roles_of(results)[0]
     assert not others
@@ -763,7 +777,7 @@ def test_the_usual_loop_on_every_rank(
     world: World, world_size: int, helpers: int, how: str
 ) -> None:
     options = {"stats_workers": helpers}
-    results = world.run(play, world_size, "loop", options, how, timeout=LONG)
+    results = world.run(play, world_size, (loop_worker, loop_stats), options, how, timeout=LONG)
     assert quiet(results)
     found = agreed(roles_of(results)[0])
     assert len(found) == 2 * len(BATCHES)
@@ -810,7 +824,7 @@ def frozen_stats(model: nn.Module, optimizer: Any) -> int:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_stats_worker_follows_what_workers_freeze(world: World, world_size: int) -> None:
     """Of layers that train statistics go on coming."""
-    results = world.run(play, world_size, "frozen", {}, timeout=2 * LONG)
+    results = world.run(play, world_size, (frozen_worker, frozen_stats), {}, timeout=2 * LONG)
     assert quiet(results)
     workers, _ = roles_of(results)
     for i, layers in enumerate((LAYERS, ("0", "4"), LAYERS)):
@@ -860,7 +874,9 @@ def test_a_stats_worker_follows_what_workers_add(
 ) -> None:
     """Statistics of the new layer come, whenever the stats worker adds it, and if it never does."""
     options = {"layers": LAYERS[:2], "factor_update_steps": every}
-    results = world.run(play, world_size, "added", options, tmp_path, when, timeout=4 * LONG)
+    results = world.run(
+        play, world_size, (added_worker, added_stats), options, tmp_path, when, timeout=4 * LONG
+    )
     assert quiet(results)
     workers, _ = roles_of(results)
     agreed([found for found, _ in workers])
@@ -894,7 +910,9 @@ def test_a_model_that_grows_beside_a_stats_worker_is_refused(
     world: World, world_size: int, where: str
 ) -> None:
     """Before anything changes. If it stays, the stats worker ends, and says why; workers go on."""
-    results = world.run(play, world_size, "outgrown", {}, where, timeout=2 * LONG)
+    results = world.run(
+        play, world_size, (outgrown_worker, outgrown_stats), {}, where, timeout=2 * LONG
+    )
     workers, (helper,) = roles_of(results)
     remedy = "make the optimizer of a model that has all its layers"
     for said in workers:
@@ -926,7 +944,13 @@ def test_closing_at_once_finds_everybody_connected(
     world: World, world_size: int, helpers: int
 ) -> None:
     """Nobody looks for a store that has gone already, for as long as the timeout."""
-    results = world.run(play, world_size, "at_once", {"stats_workers": helpers}, timeout=2 * LONG)
+    results = world.run(
+        play,
+        world_size,
+        (at_once_worker, at_once_stats),
+        {"stats_workers": helpers},
+        timeout=2 * LONG,
+    )
     assert quiet(results)
     assert all(failure == "" for result in results for failure in result["found"])
 
@@ -958,7 +982,7 @@ def ends_stats(model: nn.Module, optimizer: Any, how: str) -> int:
 @pytest.mark.parametrize("how", ["close", "exception"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_serve_returns_when_the_workers_have_ended(world: World, world_size: int, how: str) -> None:
-    results = world.run(play, world_size, "ends", {}, how, timeout=LONG)
+    results = world.run(play, world_size, (ends_worker, ends_stats), {}, how, timeout=LONG)
     assert quiet(results)
     assert roles_of(results)[1][0] >= 1
 
@@ -1037,7 +1061,7 @@ def test_a_helper_that_ends_leaves_workers_to_their_own_passes(
     world: World, world_size: int, how: str, said: str
 ) -> None:
     """Its exception is raised where it belongs, and workers say once what has become of it."""
-    results = world.run(play, world_size, "fails", {}, how, timeout=LONG)
+    results = world.run(play, world_size, (fails_worker, fails_stats), {}, how, timeout=LONG)
     workers, (helper,) = roles_of(results)
     assert helper == said
     agreed(workers)
@@ -1070,7 +1094,9 @@ def one_left_stats(model: nn.Module, optimizer: Any) -> str:
 
 
 def test_one_helper_that_ends_leaves_the_others(world: World) -> None:
-    results = world.run(play, 4, "one_left", {"stats_workers": 2}, timeout=LONG)
+    results = world.run(
+        play, 4, (one_left_worker, one_left_stats), {"stats_workers": 2}, timeout=LONG
+    )
     assert roles_of(results)[0] == [False, False]
     told_once(results, "stats worker 2 has left, died", "the others go on")
 
@@ -1107,7 +1133,15 @@ def test_statistics_that_are_not_finite_are_dropped_and_told_once(
     world: World, tmp_path: Path, world_size: int, sound: int
 ) -> None:
     """Without any that are sound, or any more, workers go on with their own."""
-    results = world.run(play, world_size, "spoiled", {}, sound, tmp_path / "stop", timeout=LONG)
+    results = world.run(
+        play,
+        world_size,
+        (spoiled_worker, spoiled_stats),
+        {},
+        sound,
+        tmp_path / "stop",
+        timeout=LONG,
+    )
     workers, _ = roles_of(results)
     found = agreed([trajectory for trajectory, *_ in workers])
     assert all(bool(w.isfinite().all()) for w in found)
@@ -1200,7 +1234,9 @@ def test_a_checkpoint_with_stats_workers(
     """Owners' factors need consolidate(), are refused without, and arrive where they belong."""
     path = str(tmp_path / "dcp") if distributed else ""
     options = {"stats_workers": before[1]}
-    results = world.run(play, before[0], "saves", options, path, timeout=2 * LONG)
+    results = world.run(
+        play, before[0], (saves_worker, saves_stats), options, path, timeout=2 * LONG
+    )
     assert quiet(results)
     workers, _ = roles_of(results)
     whole: dict[str, Any] = {}
@@ -1210,7 +1246,9 @@ def test_a_checkpoint_with_stats_workers(
         whole |= parts
     assert sorted(whole) == list(LAYERS)
     options = {"stats_workers": after[1]}
-    results = world.run(play, after[0], "loads", options, workers[0][0], path, timeout=2 * LONG)
+    results = world.run(
+        play, after[0], (loads_worker, loads_stats), options, workers[0][0], path, timeout=2 * LONG
+    )
     assert quiet(results)
     loaded, _ = roles_of(results)
     agreed([trajectory for _, _, trajectory in loaded])
@@ -1224,7 +1262,7 @@ def test_a_checkpoint_with_stats_workers(
 
 
 def test_one_process_takes_up_a_checkpoint_of_stats_workers(world: World) -> None:
-    results = world.run(play, 3, "saves", {}, "", timeout=2 * LONG)
+    results = world.run(play, 3, (saves_worker, saves_stats), {}, "", timeout=2 * LONG)
     data = roles_of(results)[0][0][0]
     found = world.run(resumed, 1, data, {"max_staleness": 0})[0]
     assert len(found) == len(BATCHES) - 4
