@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
 MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
 

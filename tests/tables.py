@@ -15,6 +15,7 @@ from second_order import MRDHO2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
 

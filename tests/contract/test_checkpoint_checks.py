@@ -25,6 +25,7 @@ from second_order import DHO2, KAISA, MRDHO2, SecondOrderWarning, export_base_st
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"

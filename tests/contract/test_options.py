@@ -20,6 +20,7 @@ from second_order.distributed.assignment import gradient_worker_count
 
 if TYPE_CHECKING:
     from pool import World
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 

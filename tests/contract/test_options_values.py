@@ -16,6 +16,7 @@ from second_order.options import own_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 

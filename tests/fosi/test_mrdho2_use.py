@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pool import World
+
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 
 

@@ -32,6 +32,7 @@ from second_order import KAISA, DecayingClip, DecompositionError, SecondOrderErr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 ADAM = {"base": torch.optim.Adam, "lr": 0.01}
 NEVER = 10**9
 

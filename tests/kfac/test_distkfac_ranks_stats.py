@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from pool import World
     from reference import Batch
+
 NEVER = 10**9
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reference import Batch
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 F64 = torch.float64
 MLP = ZOO["mlp"]

@@ -18,6 +18,7 @@ from second_order.kronecker.capture import Capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
 
 

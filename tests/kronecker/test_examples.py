@@ -19,6 +19,7 @@ from second_order import KAISA, SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 MLP = ZOO["mlp"]
 F64 = torch.float64
 each_fisher = pytest.mark.parametrize("fisher", ["empirical", "sampled"])

@@ -24,6 +24,7 @@ from second_order.kronecker.layers import factor_shape, pair_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 MLP = ZOO["mlp"]
 F64 = torch.float64
 SEEDS = st.integers(0, 2**16)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reference import Batch, Likelihood
+
 F64 = torch.float64
 SEEDS = st.integers(0, 2**16)
 LIKELIHOODS: list[Likelihood] = ["categorical", "bernoulli", "gaussian"]

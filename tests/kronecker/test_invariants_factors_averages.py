@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reference import Factors
+
 F64 = torch.float64
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**16)

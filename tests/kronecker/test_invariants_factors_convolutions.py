@@ -25,6 +25,7 @@ from second_order.kronecker.patches import extract_patches
 
 if TYPE_CHECKING:
     from reference import Approx, Factors
+
 F64 = torch.float64
 CONVS = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 

@@ -26,6 +26,7 @@ from second_order.kronecker.fisher import sampled_loss
 
 if TYPE_CHECKING:
     from reference import Likelihood
+
 F64 = torch.float64
 SEEDS = st.integers(0, 2**16)
 LIKELIHOODS: list[Likelihood] = ["categorical", "bernoulli", "gaussian"]

@@ -19,6 +19,7 @@ from second_order.kronecker.solvers import SOLVERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 SEEDS = st.integers(0, 2**16)
 F32, F64 = torch.float32, torch.float64
 

@@ -30,6 +30,7 @@ from second_order import DHO2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 each_base = pytest.mark.parametrize("base", BASES)
 MLP = ZOO["mlp"]

@@ -36,6 +36,7 @@ from torch.optim.swa_utils import AveragedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 each_base = pytest.mark.parametrize("base", BASES)
 MLP = ZOO["mlp"]

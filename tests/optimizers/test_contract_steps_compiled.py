@@ -30,6 +30,7 @@ from second_order.fosi import pieces as flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4)

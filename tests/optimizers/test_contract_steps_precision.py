@@ -30,6 +30,7 @@ from second_order import DHO2
 
 if TYPE_CHECKING:
     from reference import Batch
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4)

@@ -19,6 +19,7 @@ from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4)
