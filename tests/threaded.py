@@ -37,6 +37,10 @@ OPTIONS: dict[str, Any] = {"factor_decay": 0.95, **PLAIN, "inverse_threads": 1}
 LONG = 20.0  # seconds, of what takes none
 
 
+class BrokenError(Exception):
+    """What a thread raises."""
+
+
 def distkfac(params_or_model: Any, **options: Any) -> DistKFAC:
     return DistKFAC(params_or_model, **{**OPTIONS, **options})
 

@@ -1,9 +1,8 @@
-"""What a checkpoint may be: tampered, older, another base's. All or nothing of it is taken over."""
+"""What a checkpoint may be: tampered with, it is refused whole or sound."""
 
 from __future__ import annotations
 
 import copy
-import io
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -13,49 +12,24 @@ from contract import (
     BASES,
     EIGENPAIRS,
     assert_same_curvature,
-    base_only,
     curvature_of,
     each_kronecker,
     each_of_five,
     make,
-    same,
-    take,
 )
 from models import ZOO
+from tampered import alike, containers, plain, snapshot, train, trained
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
-import second_order
-from second_order import DHO2, KAISA, MRDHO2, DistKFAC, SecondOrderWarning, export_base_state
+from second_order import DHO2, KAISA, MRDHO2, SecondOrderWarning, export_base_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-BATCHES = MLP.batches(6)
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 Path = tuple[Any, ...]
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 3, start: int = 0) -> None:
-    for batch in BATCHES[start : start + steps]:
-        take(model, optimizer, batch)
-
-
-def trained(System: Any, base: str = "SGD", **options: Any) -> tuple[nn.Module, Any]:
-    Base, given = BASES[base]
-    model = MLP.model()
-    optimizer = make(System, model, base=Base, **given, **options)
-    train(model, optimizer)
-    return model, optimizer
-
-
-# Tampering.
 
 
 def paths(value: Any, at: Path = ()) -> Iterator[Path]:
@@ -75,13 +49,6 @@ def at_path(value: Any, path: Path) -> Any:
     for key in path:
         value = value[key]
     return value
-
-
-def containers(value: Any) -> Any:
-    """A copy whose tensors are the same."""
-    if isinstance(value, dict):
-        return {key: containers(inner) for key, inner in value.items()}
-    return [containers(inner) for inner in value] if isinstance(value, list) else value
 
 
 def spoilt(value: Any) -> Iterator[tuple[str, Any]]:
@@ -131,23 +98,6 @@ def tamperings(saved: Any) -> Iterator[tuple[Path, str, Any]]:
             else:
                 at_path(state, path[:-1])[path[-1]] = wrong
             yield path, what, state
-
-
-def snapshot(model: nn.Module, optimizer: Any) -> Any:
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return copy.deepcopy(
-        (model.state_dict(), optimizer.state_dict(), groups, curvature_of(optimizer))
-    )
-
-
-def alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
 
 
 def whole_state(System: Any, model: nn.Module, optimizer: Any) -> Any:
@@ -414,209 +364,3 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(System: Any) -> None:
     del saved["state"][2]
     with pytest.warns(SecondOrderWarning, match=r"has nothing of 2\.weight: their state begins"):
         optimizer.load_state_dict(saved)
-
-
-# Versions.
-
-
-def as_version_0(saved: Any) -> Any:
-    """As the package wrote it before there was a version."""
-    saved = copy.deepcopy(saved)
-    for entry in saved["state"].values():
-        for key in ("version", "base_class"):
-            del entry["curvature"][key]
-    for group in saved["param_groups"]:
-        group.pop("param_names", None)
-    return saved
-
-
-@each_of_five
-@pytest.mark.parametrize("base", BASES)
-def test_checkpoints_without_a_version_load_as_ever(System: Any, base: str) -> None:
-    Base, options = BASES[base]
-    model, optimizer = trained(System, base)
-    saved = as_version_0(optimizer.state_dict())
-    twin = copy.deepcopy(model)
-    resumed = make(System, twin, base=Base, **options)
-    resumed.load_state_dict(saved)
-    train(model, optimizer, 2, start=3)
-    train(twin, resumed, 2, start=3)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-    part = resumed.state_dict()["state"][0]["curvature"]
-    assert part["version"] == 1
-    assert part["base_class"] == {base: 1}
-
-
-@each_of_five
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_the_version_survives_every_way_of_saving(System: Any, flat: bool) -> None:
-    model, optimizer = trained(System)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    buffer = io.BytesIO()
-    torch.save(get_optimizer_state_dict(model, optimizer, options=options), buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
-    twin = MLP.model()
-    resumed = make(System, twin, base=torch.optim.AdamW)
-    with pytest.raises((ValueError, KeyError), match=r"saved by SGD.*is AdamW|momentum|betas"):
-        set_optimizer_state_dict(twin, resumed, copy.deepcopy(loaded), options=options)
-    resumed = make(System, twin, momentum=0.9)
-    set_optimizer_state_dict(twin, resumed, loaded, options=options)
-    assert resumed.state_dict()["state"][0]["curvature"]["version"] == 1
-    for key in ("0.weight", "4.bias"):
-        if flat:
-            assert loaded[f"state.{key}.curvature.version"] == 1
-        else:
-            assert loaded["state"][key]["curvature"]["version"] == 1
-
-
-# Of which base.
-
-PLAIN: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.1, "momentum": 0.9},
-    **{n: {"lr": 0.1} for n in ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"]},
-    **{n: {"lr": 0.1} for n in ["Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor"]},
-}
-
-
-def plain(name: str, model: nn.Module, steps: int = 2) -> Any:
-    optimizer = getattr(torch.optim, name)(model.parameters(), **PLAIN[name])
-    train(model, optimizer, steps)
-    return optimizer
-
-
-@pytest.mark.parametrize("ours", PLAIN)
-def test_a_plain_state_of_another_base_is_refused_naming_it(ours: str) -> None:
-    """It would end in `KeyError: 'step'` at the next step."""
-    model = MLP.model()
-    optimizer = make(KAISA, model, base=getattr(torch.optim, ours), **PLAIN[ours])
-    train(model, optimizer, 1)
-    for theirs in PLAIN:
-        saved = plain(theirs, MLP.model()).state_dict()
-        if theirs == ours:
-            optimizer.load_state_dict(saved)
-            continue
-        before = snapshot(model, optimizer)
-        with pytest.raises(ValueError, match=rf"saved by {theirs}, and the base here is {ours}"):
-            optimizer.load_state_dict(saved)
-        assert alike(snapshot(model, optimizer), before)
-    train(model, optimizer, 2)
-
-
-@each_of_five
-def test_a_plain_sgd_state_does_not_load_over_adamw(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, base=torch.optim.AdamW)
-    for steps in (0, 2):  # a fresh one, too: its settings tell
-        with pytest.raises(ValueError, match=r"saved by SGD.*base here is AdamW.*base=SGD"):
-            optimizer.load_state_dict(plain("SGD", MLP.model(), steps).state_dict())
-    train(model, optimizer, 2)
-
-
-@each_of_five
-@pytest.mark.parametrize("version", [0, 1])
-def test_ours_over_another_base_is_refused_naming_it(System: Any, version: int) -> None:
-    _, theirs = trained(System, "SGD")
-    model, optimizer = trained(System, "AdamW")
-    saved = theirs.state_dict() if version else as_version_0(theirs.state_dict())
-    before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match="saved by SGD, and the base here is AdamW"):
-        optimizer.load_state_dict(saved)
-    assert alike(snapshot(model, optimizer), before)
-
-
-class OfSomebody(torch.optim.SGD):
-    """A base that torch does not know, with entries and settings of its own."""
-
-    def __init__(self, params: Any, lr: float, momentum: float = 0.9, taste: str = "good") -> None:
-        super().__init__(params, lr=lr, momentum=momentum)
-        for group in self.param_groups:
-            group["taste"] = taste
-            for p in group["params"]:
-                self.state[p]["best"] = float("inf")
-
-
-@each_of_five
-def test_a_base_of_somebody_keeps_what_it_likes(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, base=OfSomebody)
-    train(model, optimizer)
-    twin = copy.deepcopy(model)
-    resumed = make(System, twin, base=OfSomebody)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert resumed.state[twin[0].weight]["base"]["best"] == float("inf")
-    alone = OfSomebody(MLP.model().parameters(), lr=0.1)
-    resumed.load_state_dict(alone.state_dict())
-    with pytest.raises(ValueError, match="saved by AdamW, and the base here is OfSomebody"):
-        resumed.load_state_dict(plain("AdamW", MLP.model()).state_dict())
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_every_entry_that_torch_keeps_is_known(name: str) -> None:
-    """Spoil each of them: a newer torch with another one shows here."""
-    optimizer = make(KAISA, MLP.model(), base=getattr(torch.optim, name), **PLAIN[name])
-    saved = plain(name, MLP.model()).state_dict()
-    for key, value in saved["state"][0].items():
-        state = containers(saved)
-        state["state"][0][key] = torch.full_like(torch.as_tensor(value), torch.nan)
-        with pytest.raises(ValueError, match=rf"'{key}'\], of parameter '0.weight', is.*finite"):
-            optimizer.load_state_dict(state)
-
-
-def test_a_learning_rate_a_little_below_zero_loads() -> None:
-    """As schedulers leave it by rounding."""
-    model, optimizer = trained(KAISA)
-    optimizer.param_groups[0]["lr"] = -1e-19
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.param_groups[0]["lr"] = -0.1
-    saved = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\] is -0.1, outside"):
-        make(KAISA, model, momentum=0.9).load_state_dict(saved)
-
-
-# And back to the base alone.
-
-
-@each_of_five
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("version", [0, 1])
-def test_the_base_goes_on_alone_with_what_is_exported(System: Any, base: str, version: int) -> None:
-    """Momentum and hyperparameters go on: as if the wrapper had done nothing from there on."""
-    Base, options = BASES[base]
-    model = MLP.model()
-    optimizer = make(System, model, base=Base, **options, **base_only(System))
-    train(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.03
-    saved = copy.deepcopy(optimizer.state_dict())
-    twin = copy.deepcopy(model)
-    alone = Base(twin.parameters(), **options)
-    alone.load_state_dict(export_base_state(saved if version else as_version_0(saved)))
-    assert alone.param_groups[0]["lr"] == 0.03
-    assert "peak_lr" not in alone.param_groups[0]
-    assert alone.state[twin[0].weight].keys() == optimizer.state[model[0].weight]["base"].keys()
-    train(model, optimizer, start=3)
-    train(twin, alone, start=3)
-    assert same(model, twin)
-
-
-def test_export_takes_a_plain_state_as_it_is_and_nothing_else() -> None:
-    saved = plain("AdamW", MLP.model()).state_dict()
-    exported = export_base_state(saved)
-    assert exported["param_groups"] == saved["param_groups"]
-    assert alike(exported["state"], saved["state"])
-    wrong: list[Any] = [None, [], {}, {"state": {}}, {"state.0.weight.base.exp_avg": 1}]
-    for value in wrong:
-        with pytest.raises(ValueError, match="no state of an optimizer"):
-            export_base_state(value)
-    broken: list[Any] = [
-        ({"state": 3, "param_groups": []}, "'state' is 3"),
-        ({"state": {0: None}, "param_groups": []}, r"state\[0\] is of type NoneType"),
-        ({"state": {}, "param_groups": [3]}, "'param_groups' is not a list"),
-    ]
-    for value, message in broken:
-        with pytest.raises(ValueError, match=message):
-            export_base_state(value)
-    fresh = make(DistKFAC, MLP.model())
-    assert export_base_state(fresh.state_dict())["state"] == {}
-    assert "export_base_state" in second_order.__all__

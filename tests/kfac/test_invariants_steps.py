@@ -7,7 +7,6 @@ has taken; whole trajectories are compared with `ReferenceKFAC`, whose solves ar
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -19,6 +18,7 @@ from contract import assert_same_factors, factors, identity_curvature, make, sam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import FACTORED, ZOO, Case
+from nearness import close, error
 from reference import ReferenceKFAC, cross_entropy
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -29,12 +29,11 @@ from second_order.kronecker import layers as kinds
 from second_order.kronecker.examples import LiveRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 F64 = torch.float64
 MLP = ZOO["mlp"]
 SOLVE = {"eigen": ref.damped_dense_solve, "inverse": ref.damped_factored_solve}
@@ -43,19 +42,6 @@ DAMPINGS = st.floats(1e-3, 10.0)
 each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
 # One of every kind of layer and use.
 KINDS = ["mlp", "sequence_mlp", "shared_conv", "conv_rectangular", "conv1d", "conv3d"]
-
-
-def close(actual: Iterable[Tensor], expected: Iterable[Tensor], rtol: float = 1e-8) -> None:
-    """Equal up to rounding, elements measured by their tensor's largest."""
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=rtol, atol=rtol * float(b.detach().abs().max()) + 1e-14
-        )
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """Relative, in the Frobenius norm."""
-    return float((actual - expected).norm() / expected.norm())
 
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
@@ -368,7 +354,6 @@ def test_19_what_is_not_preconditioned_is_not_clipped() -> None:
 # The clip under a schedule: a constant bound is that of the largest learning rate, and shrinks with
 # the square of the rate; a callable one is taken as it is.
 
-
 FACTORS = {
     "falling": [1.0, 0.5, 0.5, 0.1, 0.02],
     "warm-up and decay": [0.1, 0.5, 1.0, 0.3, 0.1],
@@ -527,157 +512,6 @@ def test_20_identity_curvature_is_the_base_bit_for_bit(name: str, base: str, sol
     take(curved, make(KAISA, curved, base=Base, solver=solver, **options), batches[0], case.loss)
     take(start, Base(start.parameters(), **options), batches[0], case.loss)
     assert not same(curved, start)
-
-
-# Whole trajectories.
-
-
-def run(case: Case, batches: Sequence[Batch], **options: Any) -> list[Tensor]:
-    """All parameters after each step of the package."""
-    model = case.model()
-    optimizer = make(KAISA, model, **options)
-    vectors = []
-    for batch in batches:
-        take(model, optimizer, batch, case.loss)
-        vectors.append(parameters_to_vector(model.parameters()).detach())
-    return vectors
-
-
-TRAJECTORIES = [
-    (name, approx)
-    for name, case in FACTORED.items()
-    for approx in ("expand", "reduce")
-    if approx == "expand" or case.shared == "reduce" or "conv" in name
-]
-# What is due when does not depend on the layer: all pairs for one of every kind.
-INTERVALS = [
-    (name, approx, *pair)
-    for name, approx in TRAJECTORIES
-    for pair in (itertools.product((1, 2), (1, 3)) if name in KINDS else [(1, 1), (2, 3)])
-]
-SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "damping": 0.1, "factor_decay": 0.9}
-
-
-@each_solver
-@pytest.mark.parametrize(("name", "approx", "factor_steps", "inv_steps"), INTERVALS)
-def test_trajectories_are_those_of_the_reference(
-    name: str, approx: ref.Approx, solver: Any, factor_steps: int, inv_steps: int
-) -> None:
-    """With a clip that is active and without; the two differ."""
-    case, ends = FACTORED[name], []
-    batches = case.batches(5, n=6)
-    intervals = {"factor_update_steps": factor_steps, "inv_update_steps": inv_steps}
-    for kl_clip in (None, 1e-3):
-        options: dict[str, Any] = {**SGD, **intervals, "solver": solver, "kl_clip": kl_clip}
-        kfac = ReferenceKFAC(case.reference.model(), loss=case.loss, approx=approx, **options)
-        found = run(case, batches, kfac_approx=approx, **options)
-        close(found, kfac.trajectory(batches))
-        ends.append(found[-1])
-    assert error(ends[1], ends[0]) > 1e-4
-
-
-@pytest.mark.parametrize(
-    "name", ["unused", "lora", "norms", "batch_norm", "transformer", "attention", "language_model"]
-)
-@each_solver
-def test_trajectories_of_models_with_more_than_factored_layers(name: str, solver: Any) -> None:
-    case = ZOO[name]
-    batches = case.batches(4, n=6)
-    approx: ref.Approx = "reduce" if case.shared == "reduce" else "expand"
-    options: dict[str, Any] = {**SGD, "solver": solver, "kl_clip": 1e-3}
-    kfac = ReferenceKFAC(case.model(), loss=case.loss, approx=approx, **options)
-    close(run(case, batches, kfac_approx=approx, **options), kfac.trajectory(batches))
-
-
-def test_trajectories_see_the_intervals() -> None:
-    """The control of the above: each pair of intervals is a trajectory of its own."""
-    batches = MLP.batches(5, n=6)
-    ends = [
-        run(MLP, batches, factor_update_steps=f, inv_update_steps=i)[-1]
-        for f, i in itertools.product((1, 2), (1, 3))
-    ]
-    for a, b in itertools.combinations(ends, 2):
-        assert error(a, b) > 1e-6
-
-
-@each_solver
-def test_a_trajectory_with_adam_for_base(solver: Any) -> None:
-    case = ZOO["conv_strided"]
-    batches = case.batches(6, n=6)
-    shared: dict[str, Any] = {
-        "lr": 0.01,
-        "damping": 0.1,
-        "kl_clip": 1e-3,
-        "inv_update_steps": 3,
-        "solver": solver,
-    }
-    kfac = ReferenceKFAC(
-        case.model(), base=lambda parameters: torch.optim.Adam(parameters, lr=0.01), **shared
-    )
-    expected = kfac.trajectory(batches)
-    # Adam divides gradients by their size, and rounding in the smallest of them with it.
-    close(run(case, batches, base=torch.optim.Adam, **shared), expected, rtol=1e-7)
-    sgd = run(case, batches, **shared)
-    assert error(sgd[-1], expected[-1]) > 1e-3
-
-
-@each_solver
-def test_a_trajectory_of_callables(solver: Any) -> None:
-    """Damping, decay, clip and intervals, each a function of the step."""
-    case = ZOO["conv_grouped"]
-    batches = case.batches(6, n=6)
-    options: dict[str, Any] = {
-        "lr": 0.1,
-        "damping": lambda step: 0.3 * 0.5**step,
-        "factor_decay": lambda step: 0.5 + 0.08 * step,
-        "kl_clip": lambda step: 1e-3 / (step + 1),
-        "factor_update_steps": lambda step: 1 if step < 2 else 2,
-        "inv_update_steps": lambda step: 1 + step // 3,
-        "solver": solver,
-    }
-    found = run(case, batches, **options)
-    close(found, ReferenceKFAC(case.model(), **options).trajectory(batches))
-    for name in options.keys() - {"lr", "solver"}:
-        other = run(case, batches, **{**options, name: options[name](0)})
-        assert error(other[-1], found[-1]) > 1e-6, name
-
-
-# Damping in units of a layer's mean curvature.
-
-
-def relative(kfac: ReferenceKFAC) -> ReferenceKFAC:
-    """A reference whose damping of a layer is times tr A tr G / (dim A dim G), by hand.
-
-    Of a grouped convolution the groups share one damping, that of their mean curvature.
-    """
-    solve = kfac.solve
-
-    def scaled(A: Tensor, G: Tensor, gradient: Tensor, damping: float) -> Tensor:
-        curvatures = [
-            float(a.trace()) / len(a) * float(g.trace()) / len(g) for a, g in zip(A, G, strict=True)
-        ]
-        return solve(A, G, gradient, damping * sum(curvatures) / len(curvatures))
-
-    kfac.solve = scaled
-    return kfac
-
-
-@each_solver
-@pytest.mark.parametrize("triangular", [True, False])
-@pytest.mark.parametrize("name", [*KINDS, "conv_grouped", "language_model"])
-def test_relative_damping_is_in_units_of_a_layers_mean_curvature(
-    name: str, solver: Any, triangular: bool
-) -> None:
-    case = ZOO[name]
-    batches = case.batches(4, n=6)
-    options: dict[str, Any] = {"lr": 0.05, "damping": 2.0, "kl_clip": 1e-3, "solver": solver}
-    options["inv_update_steps"] = 3
-    kfac = relative(ReferenceKFAC(case.model(), loss=case.loss, **options))
-    storage = {"symmetry_aware": triangular}
-    found = run(case, batches, relative_damping=True, **storage, **options)
-    close(found, kfac.trajectory(batches))
-    absolute = run(case, batches, **storage, **options)
-    assert error(absolute[-1], found[-1]) > 1e-6
 
 
 # A model that is trained and one that only gathers statistics agree on them: what the other tests

@@ -1,0 +1,102 @@
+"""What the tests of the factors' invariants share: networks, their factors and blocks, nearness."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import reference as ref
+import torch
+from contract import make, take
+from hypothesis import strategies as st
+from reference import cross_entropy
+from torch import Tensor, nn
+
+from second_order import KAISA
+from second_order.kronecker import layers as kinds
+from second_order.kronecker.examples import LiveRows
+from second_order.kronecker.factors import KroneckerFactors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reference import Batch, Likelihood, Loss
+
+
+def close(actual: Any, expected: Any, rtol: float = 1e-10) -> None:
+    """Equal up to rounding, elements measured by their tensor's largest."""
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=rtol, atol=rtol * float(b.detach().abs().max()) + 1e-14
+        )
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative, in the Frobenius norm."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """By group."""
+    return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def block(kronecker: KroneckerFactors) -> Tensor:
+    """A layer's whole block; that of a grouped convolution is zero between its groups."""
+    return torch.block_diag(*kronecker.to_dense())
+
+
+def empirical(
+    model: nn.Module, batch: Batch, loss: Loss = cross_entropy, **options: Any
+) -> dict[str, KroneckerFactors]:
+    """By layer, what the package has after one batch with the data's labels."""
+    optimizer = make(KAISA, model, lr=0.0, **options)
+    take(model, optimizer, batch, loss)
+    return {block.name: block.ensure_factors() for block in optimizer._curvature.layers.blocks}
+
+
+def exact(
+    model: nn.Module, x: Tensor, likelihood: Likelihood, **options: Any
+) -> dict[str, KroneckerFactors]:
+    """By layer, what the package has with the model's own labels, when they are enumerated.
+
+    A pass for each loss term and label, with √p times that label's gradient. The sampled Fisher
+    takes the mean over passes where the expectation is the sum. The rows of other terms, which have
+    no gradient in a pass, are to be examples of it, too.
+    """
+    with torch.no_grad():
+        outputs = model(x)
+    rows = outputs.reshape(-1, outputs.shape[-1])
+    vectors = ref.label_gradients(rows, likelihood)
+    todo = list(itertools.product(range(len(vectors)), range(len(rows))))
+    remaining = iter(todo)
+
+    def one_term(outputs: Tensor) -> Tensor:
+        label, term = next(remaining)
+        return outputs.reshape(rows.shape)[term] @ vectors[label, term]
+
+    optimizer = make(KAISA, model, lr=0.0, fisher="sampled", likelihood=one_term, **options)
+    with patch.object(kinds, "live_rows", lambda d: LiveRows(None, len(d))):
+        for _ in todo:
+            model(x).sum().backward()  # the user's own, which the sampled gradients wait for
+    optimizer.step()
+    averages = {block.name: block.ensure_factors() for block in optimizer._curvature.layers.blocks}
+    for found in averages.values():
+        found.g.mul_(len(todo))
+        found.means[1] *= len(todo)
+    return averages
+
+
+def network(
+    widths: Sequence[int], activation: Callable[[], nn.Module], bias: bool, seed: int
+) -> nn.Sequential:
+    """Linear layers, named "0", "2", "4" and so on, with activations between them."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for d_in, d_out in itertools.pairwise(widths):
+        layers += [nn.Linear(d_in, d_out, bias=bias), activation()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+WIDTHS = st.lists(st.integers(1, 5), min_size=2, max_size=3).map(lambda inner: [*inner, 3])

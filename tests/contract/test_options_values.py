@@ -1,0 +1,388 @@
+"""Values of options, and what is said of a wrong one: its value, the bound, the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import SYSTEMS, asking, each_kronecker, each_system, eigenpairs_only, take
+from models import ZOO
+from tables import ALL, mlp, rows, takes
+from torch import nn
+
+from second_order import DHO2, DPKFAC, KAISA, DecayingClip
+from second_order.options import own_keywords
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+
+NUMBERS: list[tuple[str, Any, str]] = [
+    ("damping", -1.0, r"damping=-1\.0 is outside \[0, inf\); "),
+    ("damping", float("nan"), r"damping=nan is outside \[0, inf\); "),
+    ("damping", float("inf"), r"damping=inf is outside \[0, inf\); "),
+    ("factor_decay", 1.0, r"factor_decay=1\.0 is outside \[0, 1\); 0\.95 is"),
+    ("factor_decay", -0.1, r"factor_decay=-0\.1 is outside \[0, 1\); 0\.95 is"),
+    ("factor_decay", float("nan"), r"factor_decay=nan is outside"),
+    ("kl_clip", 0.0, r"kl_clip=0\.0 is outside \(0, inf\]; use a positive number, or None"),
+    ("kl_clip", -1e-3, r"kl_clip=-0\.001 is outside \(0, inf\]; use a positive number, or None"),
+    ("grad_worker_fraction", -0.5, r"grad_worker_fraction=-0\.5 is outside \[0, 1\]; 1\.0 is"),
+    ("grad_worker_fraction", 1.5, r"grad_worker_fraction=1\.5 is outside \[0, 1\]; 1\.0 is"),
+    ("factor_update_steps", 0, "factor_update_steps=0 is below 1; use 1 for every step"),
+    ("inv_update_steps", -3, "inv_update_steps=-3 is below 1; use 1 for every step"),
+    ("accumulation_steps", 0, "accumulation_steps=0 is below 1.*use 1"),
+    ("max_consecutive_failures", 0, "max_consecutive_failures=0 is below 1.*use"),
+    ("largest", -1, "largest=-1 is below 0; use 0 for none"),
+    ("smallest", -2, "smallest=-2 is below 0; use 0 for none"),
+    ("curvature_interval", 0, "curvature_interval=0 is below 1; use 1 for every step"),
+    ("warmup_steps", -1, "warmup_steps=-1 is below 0; use 0 to begin with a refresh"),
+    ("newton_scale", -0.1, r"newton_scale=-0\.1 is outside \[0, inf\); 0\.1 is the default"),
+    ("newton_scale", float("nan"), r"newton_scale=nan is outside \[0, inf\); 0\.1 is the default"),
+    ("newton_scale", float("inf"), r"newton_scale=inf is outside \[0, inf\); 0\.1 is the default"),
+    ("lr_scale_clip", 0.5, r"lr_scale_clip=0\.5 is outside \[1, inf\]; 1\.0 for no scaling"),
+    ("lanczos_iterations", 9, r"lanczos_iterations=9 is below 10; use 4 \(largest \+ smallest\)"),
+    ("lanczos_tol", -1e-3, r"lanczos_tol=-0\.001 is outside \[0, inf\); 1e-2 is the default"),
+    ("lanczos_tol", float("nan"), r"lanczos_tol=nan is outside \[0, inf\); 1e-2 is the default"),
+    ("lanczos_tol", float("inf"), r"lanczos_tol=inf is outside \[0, inf\); 1e-2 is the default"),
+    ("eigenvalue_floor", -0.1, r"eigenvalue_floor=-0\.1 is outside \[0, 1\]; 0\.01 is usual"),
+    ("eigenvalue_floor", 1.1, r"eigenvalue_floor=1\.1 is outside \[0, 1\]; 0\.01 is usual"),
+    ("subspace_momentum", 1.0, r"subspace_momentum=1\.0 is outside \[0, 1\); use 'average'"),
+    ("subspace_momentum", -0.1, r"subspace_momentum=-0\.1 is outside \[0, 1\); use 'average'"),
+    ("seed", -1, "seed=-1 is below 0; use 0"),
+    ("seed", 2**63, r"seed is above 2\*\*62, and generators take 64 bits; use 0"),
+    ("refresh_warmup_steps", -1, "refresh_warmup_steps=-1 is below 0; use 0 to keep to"),
+    ("damping", 10**400, "damping is a whole number that no float can hold; 1.0 is"),
+    ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
+    ("lr", float("nan"), "lr=nan is not finite; use 0.1"),
+    ("lr", float("inf"), "lr=inf is not finite; use 0.1"),
+    ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
+    ("helper_timeout", 1e30, r"helper_timeout=1e\+30 is outside \[0\.1, 1e\+06\]; 60\.0"),
+    ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both whole numbers"),
+    ("doubly_factored", {"0": ("2", "4")}, r"doubly_factored=.*both whole numbers"),
+    ("doubly_factored", {"0": (True, 4)}, r"doubly_factored=.*both whole numbers"),
+    ("doubly_factored", {0: (2, 4)}, r"doubly_factored=.*a dict of layer names"),
+    ("doubly_factored", torch.ones(2), r"doubly_factored=tensor.*is not 'auto', None, or a dict"),
+    ("curvature_closure", [], "curvature closure is an empty sequence; give a function"),
+]
+CHOICES: list[tuple[str, Any, str]] = [
+    ("solver", "eigne", "solver='eigne' is not one of 'eigen', 'inverse'; did you mean 'eigen'"),
+    ("solver", None, "solver=None is not one of 'eigen', 'inverse'"),
+    ("fisher", "emprical", "'empirical', 'sampled'; did you mean 'empirical'"),
+    ("likelihood", "gausian", "likelihood='gausian' is not one of .*did you mean 'gaussian'"),
+    ("kfac_approx", "reduced", "'expand', 'reduce'; did you mean 'reduce'"),
+    ("factor_exchange", "reduced", "'all_reduce', 'reduce'; did you mean 'reduce'"),
+    ("eigen_refresh", "worm", "'full', 'warm'; did you mean 'warm'"),
+    ("loss_reduction", "none", "loss_reduction='none' is not one of 'mean', 'sum'"),
+    ("gradient_averaging", "always", "gradient_averaging='always' is not one of 'auto', True"),
+    ("factor_dtype", torch.float16, r"factor_dtype=torch\.float16 .*65504\); use torch\.float32"),
+    ("inv_dtype", torch.int64, r"inv_dtype=torch\.int64 is not one of float32, float64"),
+    (
+        "lanczos_dtype",
+        torch.bfloat16,
+        r"lanczos_dtype=torch\.bfloat16 loses orthogonality; use torch\.float32 or torch\.float64",
+    ),
+    ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
+    ("hvp", None, "hvp=None is not one of 'auto', 'retained', 'recomputed', 'differences'"),
+    ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
+    ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),
+    ("gradient_averaging", 1, "gradient_averaging=1 is not one of 'auto', True, False"),
+    ("gradient_averaging", torch.tensor(True), r"gradient_averaging=tensor\(True\) is not one of"),
+    ("gradient_averaging", torch.ones(2), r"gradient_averaging=tensor\(\[1"),
+    ("solver", torch.ones(2), "solver=tensor.* is not one of 'eigen', 'inverse'"),
+]
+OWN_CHOICES: list[tuple[Any, str, Any, str]] = [
+    (KAISA, "assignment", "memroy", "'compute', 'memory'; did you mean 'memory'"),
+    (KAISA, "assignment", "balanced", "assignment='balanced' is not one of 'compute', 'memory'"),
+    (DPKFAC, "assignment", "roundrobin", "'balanced', 'round_robin'; did you mean 'round_robin'"),
+    (DPKFAC, "assignment", None, "assignment=None is not one of 'balanced', 'round_robin'"),
+    (DPKFAC, "gradient_exchange", "owners", "'owner', 'all_reduce'; did you mean 'owner'"),
+]
+FLAGS = (
+    "relative_damping",
+    "symmetry_aware",
+    "colocate_factors",
+    "async_inverse",
+    "deterministic",
+    "exact_blocks",
+    "lr_scale_guard",
+    "warm_start",
+)
+TYPES: list[tuple[str, Any, str]] = [
+    ("damping", "auto", r"damping='auto' is not a number; "),
+    ("damping", True, "damping=True is not a number; "),
+    ("damping", None, "damping=None is not a number; "),
+    ("kl_clip", "off", "kl_clip='off' is not a number; use a positive number, or None"),
+    ("grad_worker_fraction", "half", r"grad_worker_fraction='half' is not a number; 1\.0"),
+    ("factor_update_steps", 1.5, r"factor_update_steps=1\.5 is not a whole number of steps; use"),
+    ("inv_update_steps", True, "inv_update_steps=True is not a whole number of steps; use"),
+    (
+        "accumulation_steps",
+        lambda step: 1,
+        "accumulation_steps=.* is not a whole number of micro-batches",
+    ),
+    ("skip_layers", "head", r"skip_layers='head' is not a sequence .*; write skip_layers=\['head'"),
+    ("skip_layers", [1], r"skip_layers=\[1\] is not a sequence of patterns; write skip_layers"),
+    ("skip_layers", 5, "skip_layers=5 is not a sequence of patterns; write skip_layers"),
+    ("symmetry_aware", "no", "symmetry_aware='no'.*True"),
+    ("colocate_factors", "no", "colocate_factors='no'.*True"),
+    ("largest", 2.0, r"largest=2\.0 is not a whole number; use 0 for none"),
+    ("largest", True, "largest=True is not a whole number; use 0 for none"),
+    ("smallest", None, "smallest=None is not a whole number; use 0 for none"),
+    ("curvature_interval", 1.5, r"curvature_interval=1\.5 is not a whole number of steps; use"),
+    ("curvature_interval", None, "curvature_interval=None is not a whole number of steps; use 1"),
+    ("warmup_steps", 0.5, r"warmup_steps=0\.5 is not a whole number; use 0 to begin with"),
+    ("newton_scale", "auto", "newton_scale='auto' is not a number; 0.1 is the default"),
+    ("newton_scale", None, "newton_scale=None is not a number; 0.1 is the default"),
+    ("lr_scale_clip", "off", "lr_scale_clip='off' is not a number; 1.0 for no scaling"),
+    ("lr_scale_guard", 1, "lr_scale_guard=1 is not a flag; use True or False"),
+    ("lanczos_iterations", 40.0, r"lanczos_iterations=40\.0 is not a whole number; use 4 \(larg"),
+    ("lanczos_tol", None, "lanczos_tol=None is not a number; 1e-2 is the default"),
+    ("eigenvalue_floor", "0.1", "eigenvalue_floor='0.1' is not a number; 0.01 is usual"),
+    ("subspace_momentum", True, "subspace_momentum=True is not a number; use 'average'"),
+    ("warm_start", "no", "warm_start='no' is not a flag; use True or False"),
+    ("seed", "42", "seed='42' is not a whole number; use 0"),
+    ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
+    ("grad_scaler", torch.amp.GradScaler, r"GradScaler.* has no scale\(\); pass a torch"),
+    ("lr", "0.1", "lr='0.1' is neither a number nor a tensor"),
+    ("lr", True, "lr=True is neither a number nor a tensor"),
+    ("refresh_warmup_steps", 2.5, r"refresh_warmup_steps=2\.5 is not a whole number; use 0 to"),
+    ("refresh_warmup_steps", True, "refresh_warmup_steps=True is not a whole number; use 0 to"),
+    ("helper_timeout", "60", "helper_timeout='60' is not a number; 60.0 is the default"),
+    ("process_group", {}, "process_group={} is not a .*ProcessGroup; pass what"),
+    ("process_group", "gloo", "process_group='gloo' is not a .*ProcessGroup; pass what"),
+    ("process_group", [0, 1], r"process_group=\[0, 1\] is not a .*ProcessGroup; pass what"),
+    *(
+        (name, flag, rf"{name}={shown} is not a flag; use True or False")
+        for name in FLAGS
+        for flag, shown in ((torch.tensor(True), r"tensor\(True\)"), (torch.ones(2), "tensor.*"))
+    ),
+    ("curvature_closure", 3, "the curvature closure is 3; give a function"),
+    ("curvature_closure", "loss", "the curvature closure is 'loss'; give a function"),
+    ("curvature_closure", [None], "the curvature closure is None; give a function"),
+    ("curvature_closure", torch.tensor(1.0), r"the curvature closure is tensor\(1\.\); give"),
+    ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
+    ("base", 0.1, r"base=0\.1 is not an optimizer class; pass the class itself"),
+    ("base", nn.Linear, "is not an optimizer class; pass the class itself"),
+    ("base", torch.optim.LBFGS, "base=LBFGS .*; use SGD or Adam"),
+    ("base", type("Mine", (torch.optim.LBFGS,), {}), "evaluates its closure many times"),
+    *(("base", system, "is a second-order optimizer; use a first-order") for system in SYSTEMS),
+]
+
+
+def case_id(value: Any) -> str | None:
+    return value if isinstance(value, str) and value.isidentifier() else None
+
+
+@pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
+def test_wrong_value_raises_with_value_bound_and_remedy(
+    System: Any, option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        System(mlp(), **{"lr": 0.1, option: value})
+
+
+@pytest.mark.parametrize(("System", "option", "value", "message"), OWN_CHOICES, ids=case_id)
+def test_wrong_choice_raises_with_those_of_the_system(
+    System: Any, option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        System(mlp(), **{"lr": 0.1, option: value})
+
+
+@pytest.mark.parametrize(("System", "option", "value", "message"), rows(TYPES))
+def test_wrong_type_raises_with_value_and_remedy(
+    System: Any, option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        System(mlp(), **{"lr": 0.1, option: value})
+
+
+@eigenpairs_only
+def test_every_option_is_in_a_table_of_wrong_values(System: Any) -> None:
+    """But for those that every optimizer has, and the closure, which is tested by itself."""
+    tested = {row[0] for row in NUMBERS + CHOICES + TYPES}
+    others = {"model"}
+    assert set(own_keywords(System)) - tested == others
+
+
+@each_kronecker
+def test_there_are_no_eigenvectors_to_refine_in_the_inverse_solve(System: Any) -> None:
+    message = "eigen_refresh='warm' starts from eigenvectors.*use solver='eigen', or leave"
+    if "eigen_refresh" not in own_keywords(System):
+        pytest.skip("it has no eigen_refresh")
+    with pytest.raises(ValueError, match=message):
+        System(mlp(), lr=0.1, eigen_refresh="warm", solver="inverse")
+    System(mlp(), lr=0.1, eigen_refresh="warm", solver="eigen")
+
+
+@each_system
+def test_an_instance_for_a_base_is_refused(System: Any) -> None:
+    model = mlp()
+    with pytest.raises(TypeError, match=r"pass the class itself, as in base=torch\.optim\.SGD"):
+        System(model, lr=0.1, base=SGD(model.parameters(), lr=0.1))
+
+
+def train_twice(optimizer: Any, model: nn.Module) -> None:
+    for batch in ZOO["mlp"].batches(2):
+        take(model, optimizer, batch)
+
+
+SCHEDULES = [
+    ("damping", -1.0, ValueError, r"damping=-1\.0 is outside"),
+    ("factor_decay", 1.0, ValueError, r"factor_decay=1\.0 is outside"),
+    ("kl_clip", 0.0, ValueError, r"kl_clip=0\.0 is outside"),
+    ("factor_update_steps", 0, ValueError, "factor_update_steps.*=0 is below 1"),
+    ("inv_update_steps", 0.5, TypeError, r"inv_update_steps.*=0\.5 is not a whole"),
+    ("newton_scale", -1.0, ValueError, r"newton_scale=-1\.0 is outside"),
+    ("newton_scale", "fast", TypeError, "newton_scale='fast' is not a number"),
+    ("curvature_interval", 0, ValueError, "curvature_interval.*=0 is below 1"),
+    ("curvature_interval", 0.5, TypeError, r"curvature_interval.*=0\.5 is not a whole"),
+]
+
+
+@pytest.mark.parametrize(
+    ("System", "option", "value", "error", "message"), rows(SCHEDULES, SYSTEMS)
+)
+def test_a_callable_is_held_to_the_same_bounds_and_named(
+    System: Any, option: str, value: Any, error: Any, message: str
+) -> None:
+    model = mlp()
+    options: dict[str, Any] = {option: lambda step: value}
+    for warm_up in ("refresh_warmup_steps", "warmup_steps"):
+        if takes(System, warm_up):
+            options[warm_up] = 0
+    with pytest.raises(error, match=message):  # the first step asks no interval
+        train_twice(System(model, lr=0.1, **options), model)
+
+
+@each_system
+def test_callables_are_asked_with_the_number_of_the_step(System: Any) -> None:
+    asked: list[int] = []
+
+    def scale(step: int) -> float:
+        asked.append(step)
+        return 0.1
+
+    model = mlp()
+    own = {"newton_scale": scale, "warmup_steps": 0} if System is DHO2 else {"damping": scale}
+    optimizer = System(model, lr=0.1, **own)
+    for batch in ZOO["mlp"].batches(3):
+        take(model, optimizer, batch)
+    assert sorted(set(asked)) == [0, 1, 2]
+
+
+@each_kronecker
+@pytest.mark.parametrize("form", [list, tuple, iter])
+def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., Any]) -> None:
+    model = ZOO["norms"].model()
+    optimizer = System(model, lr=0.1, skip_layers=form(["Conv*", "7"]))
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert rows["0"].detail == "skip_layers: 'Conv*'"
+    assert rows["7"].detail == "skip_layers: '7'"
+    assert rows["4"].status == "preconditioned"
+
+
+@each_kronecker
+def test_boundary_values_are_accepted(System: Any) -> None:
+    System(mlp(), lr=0.0, damping=0, factor_decay=0.0, kl_clip=None, skip_layers=[])
+    System(mlp(), lr=torch.tensor(0.1), damping=0.99, kl_clip=1)
+
+
+@eigenpairs_only
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"largest": 0, "smallest": 1, "newton_scale": 0, "lr_scale_clip": 1, "lanczos_tol": 0},
+        {"largest": 1, "lanczos_iterations": 1, "eigenvalue_floor": 0, "subspace_momentum": 0},
+        {"largest": 200, "curvature_interval": 1, "eigenvalue_floor": 1, "lr_scale_guard": False},
+        {
+            "largest": 5,
+            "smallest": 200,
+            "newton_scale": 1,
+            "hvp": "recomputed",
+            "warm_start": False,
+        },
+        {"lr": 0.0, "layout": "column", "lanczos_dtype": torch.float32, "seed": 7},
+    ],
+    ids=str,
+)
+def test_boundary_values_are_accepted_and_taken_steps_with(
+    System: Any, options: dict[str, Any]
+) -> None:
+    """More pairs than there are parameters are as many as there are parameters."""
+    model = mlp()
+    optimizer = System(model, warmup_steps=0, **{"lr": 0.01, **options})
+    train_twice(optimizer, model)
+    wanted = options.get("largest", 10) + options.get("smallest", 0)
+    size = sum(p.numel() for p in model.parameters())
+    assert len(optimizer.curvature.eigenvalues) == min(wanted, size)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("closure", [3, "loss", [], [None], torch.tensor(1.0)], ids=str)
+def test_a_curvature_closure_that_is_no_function_is_refused_wherever_it_is_given(
+    System: Any, closure: Any
+) -> None:
+    model = mlp()
+    optimizer = System(model, lr=0.1, warmup_steps=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises((TypeError, ValueError), match=r"curvature closure.*function"):
+        optimizer.curvature_closure = closure
+    assert optimizer.curvature_closure is None
+    x, y = ZOO["mlp"].batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises((TypeError, ValueError), match=r"curvature closure.*function"):
+        optimizer.step(curvature_closure=closure)
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.step(**asking(model, optimizer, (x, y)))
+    assert optimizer.curvature.refreshes == 1
+
+
+@pytest.mark.parametrize("System", ALL)
+@pytest.mark.parametrize("closure", [3, "loss", torch.tensor(1.0)], ids=str)
+def test_a_closure_that_is_no_function_is_refused_before_the_step(
+    System: Any, closure: Any
+) -> None:
+    model = mlp()
+    optimizer = System(model, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = ZOO["mlp"].batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(TypeError, match=r"closure=.* is not a function; use step\(\) without"):
+        optimizer.step(closure)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("System", ALL)
+@pytest.mark.parametrize("given", [5, "model", None, {"params": 1}, torch.ones(3)], ids=str)
+def test_what_is_neither_a_module_nor_parameters_is_refused(System: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{System.__name__} got .*{System.__name__}\("):
+        System(given, model=mlp(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0 is below 1"),
+        ({"every": 0.5}, "every=0.5 is not a whole number of steps"),
+        ({"start": -1.0}, "start=-1.0 is outside"),
+        ({"start": float("inf")}, "start=inf is outside"),
+        ({"decay": 1.5}, "decay=1.5 is outside"),
+    ],
+)
+def test_a_decaying_clip_that_makes_no_sense_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        DecayingClip(**options)
+
+
+@each_kronecker
+@pytest.mark.parametrize("to", ["0", 0.0, True, torch.tensor(0)], ids=str)
+def test_what_is_no_rank_is_refused(System: Any, to: Any) -> None:
+    with pytest.raises(TypeError, match=r"consolidate\(to=.* is not the number of a rank"):
+        System(mlp(), lr=0.1).consolidate(to=to)

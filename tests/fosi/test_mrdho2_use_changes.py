@@ -1,0 +1,269 @@
+"""MRDHO2 over time: what it reports, schedules, copies, and parameters that change.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import (
+    BATCHES,
+    CASE,
+    CURVED,
+    EPOCH,
+    STEPS,
+    gradient,
+    loss_of,
+    mrdho2,
+    reference,
+    worker,
+)
+from ranks import agreed, assert_same_trajectory, replaced, vector
+from scripted import MOMENTUM, expected_until, play, serve, trajectory_of
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from pool import World
+
+
+# Time.
+
+
+def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
+    """The accelerator begins to sleep when worker 0 has begun to wait, then worker 1 does."""
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="paper")
+    if optimizer.role == "accelerator":
+
+        def loss_fn(batch: Any) -> Tensor:
+            while batch is CURVED[1] and not sign.exists():
+                time.sleep(0.005)
+            time.sleep(seconds if batch is CURVED[1] else 0.0)
+            return loss_of(model, batch)
+
+        return serve(model, optimizer, loss_fn)
+    waits = optimizer._curvature.epochs._await
+
+    def wait(*args: Any) -> Any:
+        late = sign.with_name("late")
+        if rank == 0 and optimizer._curvature.epochs.number > 0:
+            (sign if optimizer._curvature.epochs.number == 1 else late).touch()
+        if rank == 1 and optimizer._curvature.epochs.number == 2:
+            while not late.exists():
+                time.sleep(0.005)
+            time.sleep(seconds)
+        return waits(*args)
+
+    with optimizer, replaced(optimizer._curvature.epochs, {"_await": wait}):
+        worker(model, optimizer, rank, 2)
+    return [report.waited for report in optimizer.epochs]
+
+
+def test_a_worker_reports_how_long_it_has_waited(world: World, tmp_path: Path) -> None:
+    """For accelerators, and with that for workers who wait for them longer."""
+    *waited, served = world.run(slow, 3, tmp_path / "waiting", 0.1)
+    assert served == 3
+    assert waited[0][1] >= 0.1
+    assert waited[0][2] >= 0.1
+    assert min(map(min, waited)) >= 0.0
+
+
+def slow_verdict(rank: int, world_size: int, seconds: float) -> Any:
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="guarded")
+    if optimizer.role == "accelerator":
+        judge = optimizer._curvature.accelerator._judge
+
+        def late(*args: Any) -> None:
+            time.sleep(seconds)
+            judge(*args)
+
+        with replaced(optimizer._curvature.accelerator, {"_judge": late}):
+            return serve(model, optimizer)
+    with optimizer:
+        worker(model, optimizer, rank, 1, BATCHES[:EPOCH])
+    return [report.waited for report in optimizer.epochs]
+
+
+def test_a_worker_reports_how_long_it_has_waited_for_a_verdict(world: World) -> None:
+    (waited,), _ = world.run(slow_verdict, 2, 0.3)
+    assert waited >= 0.25
+
+
+# Schedulers, copies, and parameters that change.
+
+
+def scheduled(rank: int, world_size: int) -> Any:
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="paper", **MOMENTUM)
+    if optimizer.role == "accelerator":
+        return serve(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, EPOCH, gamma=0.5)
+    trajectory = []
+    with optimizer:
+        for batch in BATCHES:
+            gradient(model, optimizer, batch)
+            optimizer.step()
+            scheduler.step()
+            trajectory.append(vector(model))
+    return trajectory
+
+
+def test_schedules_reach_the_base_and_scale_the_newton_step(world: World) -> None:
+    found, _ = world.run(scheduled, 2)
+    expected, _ = reference("paper", decay=0.5, **MOMENTUM)
+    assert_same_trajectory(found, expected, rtol=1e-7)
+
+
+def copied_worker(
+    model: nn.Module, optimizer: Any, rank: int, way: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A copy that is made in mid-epoch, and the original goes on."""
+    twins: list[Any] = []
+
+    def copy_both(step: int) -> None:
+        if step == 6:
+            both = (model, optimizer)
+            if way == "deepcopy":
+                twins.extend(copy.deepcopy(both))
+            else:
+                twins.extend(pickle.loads(pickle.dumps(both)))
+
+    with optimizer:
+        found = worker(model, optimizer, rank, 2, before=copy_both)
+    assert twins[1].role == "worker"
+    assert twins[1].worker_group.size() == 2
+    with twins[1]:
+        return found, worker(twins[0], twins[1], rank, 2, BATCHES[6:])
+
+
+def copied_accelerator(model: nn.Module, optimizer: Any, rank: int, way: str) -> int:
+    twin = copy.deepcopy(optimizer)
+    assert twin.role == "accelerator"
+    assert twin.serve(CURVED, lambda _: None) == 0
+    return serve(model, optimizer)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_as_the_base_alone(world: World, way: str) -> None:
+    results = world.run(play, 3, (copied_worker, copied_accelerator), way)
+    found = agreed([result["found"][0] for result in results[:2]])
+    assert_same_trajectory(found, expected_until(3), rtol=1e-7)
+    twins = agreed([result["found"][1] for result in results[:2]])
+    assert_same_trajectory(twins, expected_until(1)[6:], rtol=1e-7)
+    assert all(result["warned"] == [] for result in results)
+
+
+def freeze(model: nn.Module) -> None:
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    first.grad = None
+
+
+def frozen_worker(
+    model: nn.Module, optimizer: Any, rank: int, where: str, sign: Path
+) -> list[Tensor]:
+    def change(step: int) -> None:
+        if step == 6:
+            freeze(model)
+        while step == 2 * EPOCH and where == "everywhere" and not sign.exists():
+            time.sleep(0.005)
+
+    with optimizer:
+        return worker(model, optimizer, rank, 2, before=change)
+
+
+def frozen_accelerator(model: nn.Module, optimizer: Any, rank: int, where: str, sign: Path) -> None:
+    if where == "workers":
+        serve(model, optimizer)
+        return
+    with optimizer:
+        for step in range(STEPS):
+            if step == 6:
+                freeze(model)
+                sign.touch()
+            optimizer.step(curvature_closure=lambda: loss_of(model, CURVED[0]))
+
+
+@pytest.mark.parametrize("where", ["workers", "everywhere"])
+def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str) -> None:
+    """That epoch has no final update; in the next the accelerators know of it, told or not."""
+    results = world.run(play, 3, (frozen_worker, frozen_accelerator), where, tmp_path / "frozen")
+    trajectory_of(results)
+    for result in results[:2]:
+        applied = [applied for applied, _ in result["reports"]]
+        assert applied == [True, False, True]
+        (line,) = result["warned"]
+        assert "the parameters that train have changed" in line
+
+
+def frequent(rank: int, world_size: int) -> int:
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="guarded", epoch_steps=1)
+    half = optimizer._curvature
+    listened_for = half.line.courier._shared.expected
+    with optimizer:
+        if optimizer.role == "accelerator":
+            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        else:
+            worker(model, optimizer, rank, 1)
+            assert len(optimizer.epochs) == STEPS
+        return len(listened_for)
+
+
+def test_what_is_listened_for_does_not_grow(world: World) -> None:
+    assert max(world.run(frequent, 2)) <= 2
+
+
+def grouped(rank: int, world_size: int) -> Any:
+    """The second group's rate falls to nothing at step 2."""
+    model = CASE.model()
+    params = list(model.parameters())
+    groups = [{"params": params[:3], "lr": 0.05}, {"params": params[3:], "lr": 0.05}]
+    optimizer = mrdho2(model, groups, final_update="additive", momentum=0.9)
+    with optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        found = []
+        for step, batch in enumerate(BATCHES[:8]):
+            if step == 2:
+                optimizer.param_groups[1]["lr"] *= 0.0
+            gradient(model, optimizer, batch)
+            optimizer.step()
+            found.append([p.detach().clone() for p in params])
+        return found
+
+
+def test_each_group_has_its_own_newton_scale_in_a_final_update(world: World) -> None:
+    found, _ = world.run(grouped, 2)
+    for before, after in itertools.pairwise(found[1:]):
+        assert all(map(torch.equal, before[3:], after[3:])), "a group of lr 0 does not move"
+        assert not torch.equal(before[0], after[0])
+
+
+def reloaded(rank: int, world_size: int) -> Any:
+    """In the middle of an epoch, into the optimizer that has saved it, a step later."""
+    model = CASE.model()
+    optimizer = mrdho2(model, final_update="paper", **MOMENTUM, helper_timeout=10.0)
+    with optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
+        found = worker(model, optimizer, 0, 1, BATCHES[:6])
+        weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        worker(model, optimizer, 0, 1, BATCHES[6:7])
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        return found + worker(model, optimizer, 0, 1, BATCHES[6:])
+
+
+def test_a_checkpoint_of_the_epoch_under_way_is_taken_back(world: World) -> None:
+    found, _ = world.run(reloaded, 2)
+    assert_same_trajectory(found, reference("paper", **MOMENTUM)[0], rtol=1e-7)

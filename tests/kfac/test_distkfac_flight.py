@@ -1,0 +1,302 @@
+"""DistKFAC on one process in mid-flight: copies, checkpoints, changes, and the end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from contract import factors, hook_count, same
+from ranks import assert_same_trajectory, go
+from threaded import (
+    BATCHES,
+    CASE,
+    LAYERS,
+    BrokenError,
+    Dawdle,
+    Gate,
+    distkfac,
+    eventually,
+    landed,
+    solving,
+    threads_of,
+)
+from torch import nn
+
+from second_order import DistKFAC
+
+NEVER = 10**9
+
+
+# In mid-flight.
+
+
+def in_flight(model: nn.Module, gate: Gate, **options: Any) -> DistKFAC:
+    """An optimizer after three steps, all of whose layers are under way since the second."""
+    optimizer = distkfac(model, **{"momentum": 0.9, "refresh_warmup_steps": 1, **options})
+    go(model, optimizer, CASE, BATCHES[:1])
+    with solving(gate):
+        go(model, optimizer, CASE, BATCHES[1:3])
+    assert len(optimizer._curvature.solves.flights) == 3
+    return optimizer
+
+
+def twice(step: int) -> int:
+    """Solves are launched at steps 0 and 1, and then no more."""
+    return 1 if step < 2 else NEVER
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_in_mid_flight_goes_on_with_threads_of_its_own(how: str) -> None:
+    """What was under way is launched anew there, and lands in the original once it is let go on."""
+    gate, model = Gate(), CASE.model()
+    optimizer = in_flight(model, gate, inv_update_steps=twice)
+    if how == "deepcopy":
+        twin, copied = copy.deepcopy((model, optimizer))
+    else:
+        twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    assert copied._curvature.solves.flights == {}
+    assert copied.staleness == optimizer.staleness == dict.fromkeys(LAYERS, 3)
+    before = threads_of()
+    go(twin, copied, CASE, BATCHES[3:6])
+    assert threads_of() == before + 1
+    eventually(lambda: landed(copied))
+    go(twin, copied, CASE, BATCHES[6:7])
+    assert max(copied.staleness.values()) <= 4
+    assert optimizer.staleness == dict.fromkeys(LAYERS, 3), "the original knows of nothing"
+    copied.close()
+    gate.open()
+    eventually(lambda: landed(optimizer))
+    go(model, optimizer, CASE, BATCHES[3:4])
+    assert optimizer.delays == dict.fromkeys(LAYERS, 2)
+    optimizer.close()
+    assert threads_of() == 0
+
+
+def test_a_copy_takes_the_same_course() -> None:
+    """Its inverses are of the factors of where it was copied."""
+    model = CASE.model()
+    options = {"deterministic": True, "max_staleness": 1, "inv_update_steps": NEVER}
+    with distkfac(model, **options) as optimizer:
+        go(model, optimizer, CASE, BATCHES[:3])
+        twin, copied = copy.deepcopy((model, optimizer))
+        with copied:
+            assert same(
+                go(twin, copied, CASE, BATCHES[3:]), go(model, optimizer, CASE, BATCHES[3:])
+            )
+
+
+def test_loading_in_mid_flight_drops_what_is_under_way() -> None:
+    """Inverses are solved anew of the factors loaded, and waited for."""
+    model, gate = CASE.model(), Gate()
+    saved = CASE.model()
+    with distkfac(saved, max_staleness=0, momentum=0.9) as other:
+        go(saved, other, CASE, BATCHES[:5])
+        state = copy.deepcopy((saved.state_dict(), other.state_dict()))
+        expected = go(saved, other, CASE, BATCHES[5:])
+    optimizer = in_flight(model, gate, inverse_threads=4)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    assert (optimizer.staleness, optimizer.delays) == ({}, {}), "no inverse is in use"
+    found = go(model, optimizer, CASE, BATCHES[5:6])
+    assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
+    assert_same_trajectory(found, expected[:1])
+    gate.open()
+    go(model, optimizer, CASE, BATCHES[6:8])
+    assert max(optimizer.staleness.values()) <= 3
+    optimizer.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_checkpoint_is_one_line(staleness: int) -> None:
+    """With `torch.load`'s defaults; inverses are not in it, and solved at once after it."""
+    options = {"max_staleness": staleness, "deterministic": True, "momentum": 0.9}
+    model, buffer = CASE.model(), io.BytesIO()
+    with distkfac(model, **options) as optimizer:
+        go(model, optimizer, CASE, BATCHES[:4])
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+        went_on = go(model, optimizer, CASE, BATCHES[4:])
+    buffer.seek(0)
+    state, model = torch.load(buffer), CASE.model(seed=7)
+    with distkfac(model, **options) as optimizer:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        found = go(model, optimizer, CASE, BATCHES[4:])
+        assert optimizer._training.steps == len(BATCHES)
+    if staleness == 0:
+        assert_same_trajectory(found, went_on)
+    else:
+        assert not same(found, went_on)
+
+
+def test_a_fork_in_mid_flight_solves_in_both_processes() -> None:
+    """The child has no threads but its own."""
+    gate, model = Gate(), CASE.model()
+    optimizer = in_flight(model, gate, max_staleness=2)
+    gate.open()  # for the child, too, whatever a thread of the parent is at
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            found = go(model, optimizer, CASE, BATCHES[3:])
+            optimizer.close()
+            code = 0 if max(optimizer.delays.values(), default=0) <= 2 and len(found) == 6 else 2
+        finally:
+            os._exit(code)
+    go(model, optimizer, CASE, BATCHES[3:])
+    assert max(optimizer.delays.values()) <= 2
+    optimizer.close()
+    end = time.monotonic() + 20
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > end:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_freezing_in_mid_flight_drops_what_is_under_way() -> None:
+    model, gate = CASE.model(), Gate()
+    optimizer = in_flight(model, gate, inverse_threads=4, max_staleness=2)
+    kept = factors(optimizer)["2"]
+    model[2].requires_grad_(False)
+    frozen = model[2].weight.detach().clone()
+    go(model, optimizer, CASE, BATCHES[3:4])
+    assert sorted(optimizer.staleness) == ["0", "4"], "solved anew, and waited for"
+    assert set(optimizer.staleness.values()) == {1}
+    gate.open()
+    go(model, optimizer, CASE, BATCHES[4:6])
+    assert torch.equal(model[2].weight, frozen)
+    model[2].requires_grad_(True)
+    go(model, optimizer, CASE, BATCHES[6:7])
+    assert sorted(optimizer.staleness) == list(LAYERS)
+    assert set(optimizer.staleness.values()) == {1}
+    assert not torch.equal(model[2].weight, frozen)
+    assert not torch.equal(factors(optimizer)["2"][0], kept[0]), "averaged on from what it had"
+    go(model, optimizer, CASE, BATCHES[7:])
+    assert max(optimizer.delays.values()) <= 2
+    optimizer.close()
+
+
+def test_a_group_added_in_mid_flight_is_planned_for() -> None:
+    model, gate = CASE.model(), Gate()
+    params = [*model[0].parameters(), *model[2].parameters()]
+    optimizer = distkfac(params, model=model, inverse_threads=4)
+    go(model, optimizer, CASE, BATCHES[:1])
+    with solving(gate):
+        go(model, optimizer, CASE, BATCHES[1:3])
+    assert sorted(optimizer.staleness) == ["0", "2"]
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+    go(model, optimizer, CASE, BATCHES[3:5])
+    assert sorted(optimizer.staleness) == list(LAYERS)
+    gate.open()
+    eventually(lambda: landed(optimizer))
+    go(model, optimizer, CASE, BATCHES[5:7])
+    assert max(optimizer.staleness.values()) <= 4
+    optimizer.close()
+
+
+# Threads end with the optimizer.
+
+
+def test_threads_end_when_it_is_closed_even_twice() -> None:
+    model = CASE.model()
+    optimizer = distkfac(model, inverse_threads=3)
+    go(model, optimizer, CASE, BATCHES[:2])
+    assert threads_of() == 3
+    optimizer.close()
+    optimizer.close()
+    assert (threads_of(), hook_count(model)) == (0, 0)
+    assert (optimizer.staleness, optimizer.delays) == ({}, {})
+    plain = copy.deepcopy(model)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
+    expected = go(plain, sgd, CASE, BATCHES[2:4])
+    assert same(go(model, optimizer, CASE, BATCHES[2:4]), expected), "it goes on as its base"
+
+
+def test_threads_end_with_the_block_also_by_an_exception() -> None:
+    model = CASE.model()
+
+    def script() -> None:
+        with distkfac(model) as optimizer:
+            go(model, optimizer, CASE, BATCHES[:2])
+            assert threads_of() == 1
+            raise BrokenError
+
+    with pytest.raises(BrokenError):
+        script()
+    assert threads_of() == 0
+
+
+def test_threads_end_when_nobody_has_the_optimizer_any_more() -> None:
+    model = CASE.model()
+    optimizer = distkfac(model, inverse_threads=2)
+    with solving(Dawdle(0)):
+        go(model, optimizer, CASE, BATCHES[:3])
+    assert threads_of() == 2
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    eventually(lambda: threads_of() == 0)
+
+
+def test_closing_does_not_wait_for_what_has_not_begun() -> None:
+    model = CASE.model()
+    optimizer = distkfac(model)
+    go(model, optimizer, CASE, BATCHES[:1])
+
+    gate = Gate()
+    with solving(gate):
+        go(model, optimizer, CASE, BATCHES[1:2])
+    eventually(lambda: gate.waiting == 1)
+    threading.Timer(0.1, gate.open).start()
+    optimizer.close()
+    assert (gate.waiting, threads_of()) == (1, 0), "one of three has begun"
+
+
+EXIT = """
+import sys, time
+sys.path[:0] = {paths!r}
+from threaded import BATCHES, CASE, distkfac, solving
+from ranks import go
+from torch import nn
+
+def slow(solve):
+    time.sleep(0.5)
+    print("solved", flush=True)
+    return solve()
+
+model = nn.Sequential(nn.Linear(5, 3), *(nn.Linear(3, 3) for _ in range(15))).double()
+optimizer = distkfac(model)
+go(model, optimizer, CASE, BATCHES[:1])
+with solving(slow):
+    go(model, optimizer, CASE, BATCHES[1:2])
+assert len(optimizer._curvature.solves.flights) == 16
+print("end", flush=True)
+"""
+
+
+def test_the_interpreter_ends_in_mid_flight() -> None:
+    """Slow: a process of its own."""
+    script = EXIT.format(paths=[path for path in sys.path if path])
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    solved = found.stdout.partition("end")[2].count("solved")
+    assert solved < 8, "it waits for one solve, and not for sixteen"

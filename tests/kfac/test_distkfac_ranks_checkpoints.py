@@ -1,0 +1,257 @@
+"""Checkpoints and copies of DistKFAC on many processes, beside stats workers too.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerated import noted
+from ranks import agreed, assert_same_trajectory, go, vector
+from threaded import BATCHES, CASE, LAYERS, LONG, Gate, distkfac, eventually, landed, solving
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from workers import (
+    SYNCHRONOUS,
+    factors_here,
+    loss_of,
+    owned_by,
+    play,
+    quiet,
+    roles_of,
+    shards,
+    train_on,
+    until_fed,
+)
+
+from second_order import SecondOrderError
+
+if TYPE_CHECKING:
+    from pool import World
+
+
+def saved(rank: int, world_size: int, options: dict[str, Any]) -> bytes:
+    """After four steps; the usual lines."""
+    model, buffer = CASE.model(), io.BytesIO()
+    with distkfac(model, **options) as optimizer:
+        go(model, optimizer, CASE, shards(BATCHES[:4], rank, world_size))
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def resumed(rank: int, world_size: int, data: bytes, options: dict[str, Any]) -> list[Tensor]:
+    state, model = torch.load(io.BytesIO(data)), CASE.model(seed=5)
+    with noted() as warned, distkfac(model, **options) as optimizer:
+        go(model, optimizer, CASE, shards(BATCHES[:1], rank, world_size))  # it is in use already
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        found = go(model, optimizer, CASE, shards(BATCHES[4:], rank, world_size))
+    assert warned == []
+    return found
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_a_checkpoint_continues_on_any_number_of_processes(world: World, before: int) -> None:
+    model = CASE.model()
+    with distkfac(model, **SYNCHRONOUS) as optimizer:
+        expected = go(model, optimizer, CASE, BATCHES)[4:]
+    data = world.run(saved, before, SYNCHRONOUS)[0]
+    for after in (1, 2, 4):
+        found = agreed(world.run(resumed, after, data, SYNCHRONOUS))
+        assert_same_trajectory(found, expected, hint=f"from {before} to {after}")
+
+
+def in_flight(
+    rank: int, world_size: int, how: str, data: bytes
+) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
+    """Something is done in mid-flight; all ranks' solves are held until then and longer."""
+    model, gate = CASE.model(), Gate()
+    batches = shards(BATCHES, rank, world_size)
+    options = {"momentum": 0.9, "refresh_warmup_steps": 1, "inverse_threads": 4}
+    optimizer = distkfac(model, **options)
+    found, other = go(model, optimizer, CASE, batches[:1]), []
+    with solving(gate):
+        found += go(model, optimizer, CASE, batches[1:3])
+    assert len(optimizer._curvature.solves.flights) == 3
+    if how == "load":
+        state = torch.load(io.BytesIO(data))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    elif how == "freeze":
+        model[2].requires_grad_(False)
+    else:
+        twin, copied = (
+            copy.deepcopy((model, optimizer))
+            if how == "deepcopy"
+            else pickle.loads(pickle.dumps((model, optimizer)))
+        )
+        other = go(twin, copied, CASE, batches[3:6])
+        eventually(lambda: landed(copied))
+        dist.barrier()
+        other += go(twin, copied, CASE, batches[6:7])
+        assert max(copied.staleness.values()) <= 4
+        copied.close()
+    found += go(model, optimizer, CASE, batches[3:4])
+    ages = optimizer.staleness
+    gate.open()
+    found += go(model, optimizer, CASE, batches[4:])
+    optimizer.close()
+    return found, other, ages
+
+
+@pytest.mark.parametrize("how", ["load", "freeze", "deepcopy", "pickle"])
+def test_in_mid_flight(world: World, how: str) -> None:
+    data = world.run(saved, 2, {"momentum": 0.9})[0] if how == "load" else b""
+    results = world.run(in_flight, 2, how, data, timeout=LONG)
+    agreed([found for found, _, _ in results])
+    agreed([other for _, other, _ in results])
+    expected = {
+        "load": dict.fromkeys(LAYERS, 1),
+        "freeze": {"0": 1, "4": 1},
+    }.get(how, dict.fromkeys(LAYERS, 4))
+    for _, _, ages in results:
+        assert ages == expected
+
+
+def saves_worker(model: nn.Module, optimizer: Any, path: str) -> Any:
+    with optimizer:
+        until_fed(model, optimizer)
+        train_on(model, optimizer, BATCHES[:4])
+        refused = ""
+        try:
+            optimizer.state_dict()
+        except SecondOrderError as error:
+            refused = str(error)
+        buffer, found = io.BytesIO(), vector(model)
+        if path:
+            state = {
+                "model": get_model_state_dict(model),
+                "optimizer": get_optimizer_state_dict(model, optimizer),
+            }
+            dcp.save(state, checkpoint_id=path, process_group=optimizer.worker_group)
+        optimizer.consolidate(to=0)
+        if dist.get_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, buffer)
+        rank = optimizer._training.world.rank
+        kept = {b.name for b, owner in owned_by(optimizer) if owner == rank}
+        parts = {name: pair for name, pair in factors_here(optimizer).items() if name in kept}
+    return buffer.getvalue(), refused, parts, found
+
+
+def saves_stats(model: nn.Module, optimizer: Any, path: str) -> int:
+    with optimizer:
+        return optimizer.serve(BATCHES, lambda batch: loss_of(model, batch))
+
+
+def loads_worker(model: nn.Module, optimizer: Any, data: bytes, path: str) -> Any:
+    with optimizer:
+        if path:
+            state = {
+                "model": get_model_state_dict(model),
+                "optimizer": get_optimizer_state_dict(model, optimizer),
+            }
+            dcp.load(state, checkpoint_id=path, process_group=optimizer.worker_group)
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        else:
+            state = torch.load(io.BytesIO(data))
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        parts, found = factors_here(optimizer), vector(model)
+        trajectory = train_on(model, optimizer, BATCHES[4:])
+    return parts, found, trajectory
+
+
+def loads_stats(model: nn.Module, optimizer: Any, data: bytes, path: str) -> int:
+    return saves_stats(model, optimizer, path)
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["torch.save", "dcp"])
+@pytest.mark.parametrize(
+    ("before", "after"), [((3, 1), (4, 2)), ((4, 1), (3, 1)), ((4, 2), (2, 1))]
+)
+def test_a_checkpoint_with_stats_workers(
+    world: World,
+    tmp_path: Path,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    distributed: bool,
+) -> None:
+    """Owners' factors need consolidate(), are refused without, and arrive where they belong."""
+    path = str(tmp_path / "dcp") if distributed else ""
+    options = {"stats_workers": before[1]}
+    results = world.run(
+        play, before[0], (saves_worker, saves_stats), options, path, timeout=2 * LONG
+    )
+    assert quiet(results)
+    workers, _ = roles_of(results)
+    whole: dict[str, Any] = {}
+    for _, refused, parts, _ in workers:
+        assert "DistKFAC.state_dict() would lack the factors" in refused
+        assert "call optimizer.consolidate(to=0) on every process first" in refused
+        whole |= parts
+    assert sorted(whole) == list(LAYERS)
+    options = {"stats_workers": after[1]}
+    results = world.run(
+        play, after[0], (loads_worker, loads_stats), options, workers[0][0], path, timeout=2 * LONG
+    )
+    assert quiet(results)
+    loaded, _ = roles_of(results)
+    agreed([trajectory for _, _, trajectory in loaded])
+    names: list[str] = []
+    for parts, found, _ in loaded:
+        assert torch.equal(found, workers[0][3])
+        for name, pair in parts.items():
+            assert all(map(torch.equal, pair, whole[name]))
+        names += parts
+    assert sorted(names) == list(LAYERS)
+
+
+def pickled_worker(model: nn.Module, optimizer: Any) -> Any:
+    """What a pickle of it, read where it was written, goes on with; it has no helpers."""
+    with optimizer:
+        train_on(model, optimizer, BATCHES[:2])
+        twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
+        trajectory = train_on(twin, copied, BATCHES[2:5])
+        place = copied.role, copied._training.world.rank, copied._training.world.size
+        copied.close()
+    return place, trajectory
+
+
+def pickled_stats(model: nn.Module, optimizer: Any) -> Any:
+    with optimizer:
+        _, copied = pickle.loads(pickle.dumps((model, optimizer)))
+        optimizer.serve(BATCHES, lambda batch: loss_of(model, batch))
+    return copied.role, copied._training.world.rank, copied._training.world.size
+
+
+def test_a_pickle_beside_stats_workers_finds_those_of_its_role(world: World) -> None:
+    results = world.run(play, 3, (pickled_worker, pickled_stats), {}, timeout=2 * LONG)
+    workers, (stats,) = roles_of(results)
+    assert [place for place, _ in workers] == [("worker", 0, 2), ("worker", 1, 2)]
+    assert stats == ("stats", 0, 1)
+    assert len(agreed([trajectory for _, trajectory in workers])) == 3
+
+
+def test_one_process_takes_up_a_checkpoint_of_stats_workers(world: World) -> None:
+    results = world.run(play, 3, (saves_worker, saves_stats), {}, "", timeout=2 * LONG)
+    data = roles_of(results)[0][0][0]
+    found = world.run(resumed, 1, data, {"max_staleness": 0})[0]
+    assert len(found) == len(BATCHES) - 4

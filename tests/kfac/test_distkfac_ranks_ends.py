@@ -1,0 +1,300 @@
+"""DistKFAC beside stats workers that end, fail, or send what is not finite.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import agreed
+from threaded import BATCHES, CASE, LAYERS, LONG, distkfac, eventually, threads_of
+from torch import Tensor, nn
+from workers import (
+    ends_stats,
+    everywhere,
+    loss_of,
+    play,
+    quiet,
+    refusal,
+    roles_of,
+    told_once,
+    train_on,
+    until_all_come,
+    until_fed,
+)
+
+if TYPE_CHECKING:
+    from pool import World
+    from reference import Batch
+
+
+def outgrown_worker(model: nn.Module, optimizer: Any, where: str) -> Any:
+    """The model grows by a layer, which is not to be added."""
+    with optimizer:
+        until_fed(model, optimizer)
+        model.append(nn.Linear(3, 3).double())
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        said = refusal(lambda: optimizer.add_param_group({"params": list(model[-1].parameters())}))
+        after = [group["params"] for group in optimizer.param_groups]
+        assert list(map(len, after)) == list(map(len, groups))
+        if where == "refused":
+            model.pop(-1)
+            until_all_come(model, optimizer)
+        else:
+            fails_worker(model, optimizer, "")
+    return said
+
+
+def outgrown_stats(model: nn.Module, optimizer: Any, where: str) -> str:
+    return refusal(lambda: ends_stats(model, optimizer, ""))
+
+
+@pytest.mark.parametrize("where", ["refused", "kept"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_that_grows_beside_a_stats_worker_is_refused(
+    world: World, world_size: int, where: str
+) -> None:
+    """Before anything changes. If it stays, the stats worker ends, and says why; workers go on."""
+    results = world.run(
+        play, world_size, (outgrown_worker, outgrown_stats), {}, where, timeout=2 * LONG
+    )
+    workers, (helper,) = roles_of(results)
+    remedy = "make the optimizer of a model that has all its layers"
+    for said in workers:
+        assert said.startswith("SecondOrderError: the model has changed; a model cannot grow")
+        assert remedy in said
+    if where == "refused":
+        assert quiet(results)
+        assert helper == ""
+    else:
+        assert helper.startswith("SecondOrderError: the workers' model has 8 parameters")
+        assert remedy in helper
+        told_once(results, "has left, died", "from the training passes again")
+
+
+def at_once_worker(model: nn.Module, optimizer: Any) -> list[str]:
+    curvature = optimizer._curvature
+    helps = optimizer.role == "stats"
+    couriers = [curvature.courier] if helps else list(curvature.helpers.couriers)
+    assert all(courier._shared.connected.is_set() for courier in couriers)
+    optimizer.close()
+    return [courier.failure for courier in couriers]
+
+
+at_once_stats = at_once_worker
+
+
+@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (4, 2)])
+def test_closing_at_once_finds_everybody_connected(
+    world: World, world_size: int, helpers: int
+) -> None:
+    """Nobody looks for a store that has gone already, for as long as the timeout."""
+    results = world.run(
+        play,
+        world_size,
+        (at_once_worker, at_once_stats),
+        {"stats_workers": helpers},
+        timeout=2 * LONG,
+    )
+    assert quiet(results)
+    assert all(failure == "" for result in results for failure in result["found"])
+
+
+class OutOfPaperError(Exception):
+    pass
+
+
+def ends_worker(model: nn.Module, optimizer: Any, how: str) -> str:
+    until_fed(model, optimizer)
+    if how == "close":
+        optimizer.close()
+    elif how == "exception":
+        try:
+            with optimizer:
+                raise OutOfPaperError
+        except OutOfPaperError:
+            pass
+    return how
+
+
+@pytest.mark.parametrize("how", ["close", "exception"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_serve_returns_when_the_workers_have_ended(world: World, world_size: int, how: str) -> None:
+    results = world.run(play, world_size, (ends_worker, ends_stats), {}, how, timeout=LONG)
+    assert quiet(results)
+    assert roles_of(results)[1][0] >= 1
+
+
+def dropped(rank: int, world_size: int) -> Any:
+    """A worker that closes nothing, and has no optimizer any more."""
+    model = CASE.model()
+    optimizer = distkfac(model, stats_workers=1, helper_timeout=LONG)
+    if optimizer.role == "stats":
+        with optimizer:
+            served = optimizer.serve(BATCHES, lambda batch: loss_of(model, batch))
+        dist.barrier()
+        return served
+    until_fed(model, optimizer)
+    del optimizer
+    gc.collect()
+    eventually(lambda: threads_of("second_order") == 0)
+    dist.barrier()
+    return None
+
+
+def test_serve_returns_when_the_workers_optimizer_is_gone(world: World) -> None:
+    assert world.run(dropped, 2, timeout=LONG)[1] >= 1
+
+
+def fails_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
+    """It goes on when the helper is gone, and its own passes count again."""
+    with optimizer:
+        end = time.monotonic() + LONG
+        while optimizer._curvature.helpers.active:
+            assert time.monotonic() < end, "the loss is not noticed"
+            train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        assert optimizer._curvature.helpers.own_passes
+        before = [block.factors.weight.clone() for block in optimizer._curvature.layers.blocks]
+        trajectory = train_on(model, optimizer, BATCHES)
+        assert not any(
+            map(torch.equal, before, [b.factors.weight for b in optimizer._curvature.layers.blocks])
+        )
+        assert max(optimizer.staleness.values()) < len(BATCHES)
+        return trajectory
+
+
+def fails_stats(model: nn.Module, optimizer: Any, how: str) -> Any:
+    calls = itertools.count()
+
+    def loss(batch: Batch) -> Tensor:
+        if next(calls) == 3:
+            raise OutOfPaperError("in the loss")
+        return loss_of(model, batch)
+
+    if how == "leaves":
+        for batch in BATCHES[:3]:
+            loss_of(model, batch).backward()
+            optimizer.step()
+        optimizer.close()
+        return "left"
+    try:
+        with optimizer:
+            optimizer.serve(iter(BATCHES[:3]) if how == "runs dry" else BATCHES, loss)
+    except (OutOfPaperError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", "OutOfPaperError: in the loss"),
+        ("runs dry", "ValueError: batches is empty, or an iterator that has ended; give a loader"),
+        ("leaves", "left"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_helper_that_ends_leaves_workers_to_their_own_passes(
+    world: World, world_size: int, how: str, said: str
+) -> None:
+    """Its exception is raised where it belongs, and workers say once what has become of it."""
+    results = world.run(play, world_size, (fails_worker, fails_stats), {}, how, timeout=LONG)
+    workers, (helper,) = roles_of(results)
+    assert helper == said
+    agreed(workers)
+    name = f"stats worker {world_size - 1}"
+    told_once(results, f"{name} has left, died", "from the training passes again")
+
+
+def one_left_worker(model: nn.Module, optimizer: Any) -> Any:
+    with optimizer:
+        until_fed(model, optimizer)
+        end = time.monotonic() + LONG
+        while len(optimizer._curvature.helpers.active) == 2:
+            assert time.monotonic() < end
+            train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        heard = optimizer._curvature.helpers.active[0].heard
+        while everywhere(optimizer, optimizer._curvature.helpers.active[0].heard - heard) < 2:
+            assert time.monotonic() < end
+            train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        return optimizer._curvature.helpers.own_passes
+
+
+def one_left_stats(model: nn.Module, optimizer: Any) -> str:
+    return (
+        str(fails_stats(model, optimizer, "raises"))
+        if optimizer._training.world.rank == 0
+        else str(ends_stats(model, optimizer, ""))
+    )
+
+
+def test_one_helper_that_ends_leaves_the_others(world: World) -> None:
+    results = world.run(
+        play, 4, (one_left_worker, one_left_stats), {"stats_workers": 2}, timeout=LONG
+    )
+    assert roles_of(results)[0] == [False, False]
+    told_once(results, "stats worker 2 has left, died", "the others go on")
+
+
+def spoiled_worker(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> Any:
+    """Until the helper's tenth message has been heard."""
+    with optimizer:
+        trajectory: list[Tensor] = []
+        end = time.monotonic() + LONG
+        while everywhere(optimizer, min(h.heard for h in optimizer._curvature.helpers.active)) < 10:
+            assert time.monotonic() < end
+            trajectory += train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        trajectory += train_on(model, optimizer, BATCHES)
+        weights = [float(block.factors.weight) for block in optimizer._curvature.layers.blocks]
+        ages = optimizer.staleness
+        return trajectory, optimizer._curvature.helpers.own_passes, weights, ages
+
+
+def spoiled_stats(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> int:
+    """All its batches but the first so many are spoiled."""
+    calls = itertools.count()
+
+    def loss(batch: Batch) -> Tensor:
+        return loss_of(model, batch) * (1.0 if next(calls) < sound else float("nan"))
+
+    with optimizer:
+        return optimizer.serve(BATCHES, loss)
+
+
+@pytest.mark.parametrize("sound", [0, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_statistics_that_are_not_finite_are_dropped_and_told_once(
+    world: World, tmp_path: Path, world_size: int, sound: int
+) -> None:
+    """Without any that are sound, or any more, workers go on with their own."""
+    results = world.run(
+        play,
+        world_size,
+        (spoiled_worker, spoiled_stats),
+        {},
+        sound,
+        tmp_path / "stop",
+        timeout=LONG,
+    )
+    workers, _ = roles_of(results)
+    found = agreed([trajectory for trajectory, *_ in workers])
+    assert all(bool(w.isfinite().all()) for w in found)
+    told = [result["warned"] for result in results if result["role"] == "worker"]
+    assert all(len(lines) <= 1 for lines in told), told
+    assert any(lines for lines in told)
+    assert all("not finite: they are dropped" in line for lines in told for line in lines)
+    for _, own_passes, _, ages in workers:
+        assert own_passes
+        assert set(ages) == set(LAYERS), "all layers are preconditioned"

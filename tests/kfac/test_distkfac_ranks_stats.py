@@ -1,0 +1,431 @@
+"""DistKFAC beside stats workers: whose statistics come when, and who follows whom.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerated import noted
+from contract import assert_same_factors
+from models import ZOO
+from ranks import agreed, assert_same_trajectory, go, vector
+from threaded import BATCHES, CASE, LAYERS, LONG, Delayed, distkfac, eventually
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workers import (
+    SYNCHRONOUS,
+    ends_stats,
+    everywhere,
+    factors_here,
+    loss_of,
+    mine,
+    owned_by,
+    owned_here,
+    play,
+    quiet,
+    roles_of,
+    train_on,
+    until_all_come,
+    until_fed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+    from reference import Batch
+
+NEVER = 10**9
+
+
+def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Steps until three messages of each stats worker have been adopted."""
+    messages: list[tuple[str, str]] = []
+
+    def arrived(helper: Any, original: Any, name: str) -> Any:
+        message = original(name)
+        if message is not None:
+            messages.append((helper.name, name))
+        return message
+
+    for helper in optimizer._curvature.helpers.active:
+        original = helper.courier.arrived
+        helper.courier.arrived = lambda name, h=helper, o=original: arrived(h, o, name)
+    names = [helper.name for helper in optimizer._curvature.helpers.active]
+    trajectory: list[Tensor] = [vector(model)]
+    end = time.monotonic() + LONG
+    with optimizer:
+        while everywhere(optimizer, min([m[0] for m in messages].count(n) for n in names)) < 3:
+            assert time.monotonic() < end
+            trajectory += train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        for helper in optimizer._curvature.helpers.active:
+            assert len(helper.courier._shared.expected) <= 1, "what is listened for grows"
+        rank = optimizer._training.world.rank
+        owned = [block.name for block, owner in owned_by(optimizer) if owner == rank]
+        found = factors_here(optimizer)
+        assert sorted(found) == sorted(owned)
+    return {"messages": messages, "trajectory": trajectory, "factors": found}
+
+
+def watched_stats(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Which batches it had, at which points."""
+    index = optimizer._training.world.rank
+    points: list[tuple[int, Tensor]] = []
+
+    def loss(number: int) -> tuple[Tensor, str]:
+        points.append((number, vector(model)))
+        return loss_of(model, BATCHES[number]), "ignored"
+
+    with optimizer:
+        sent = optimizer.serve([1 + index, 3 + index, 5 + index], loss)
+    assert sent in (len(points), len(points) - 1)
+    return {"points": points}
+
+
+@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (3, 1), (4, 2)])
+def test_statistics_are_those_of_the_helpers_batches_at_the_points_it_got(
+    world: World, world_size: int, helpers: int
+) -> None:
+    """The running averages are, message for message, what a dense reference makes of them."""
+    options = {"stats_workers": helpers, "factor_update_steps": NEVER, "factor_decay": 0.8}
+    results = world.run(
+        play, world_size, (watched_worker, watched_stats), options, timeout=2 * LONG
+    )
+    assert quiet(results)
+    workers, stats = roles_of(results)
+    assert (len(workers), len(stats)) == (world_size - helpers, helpers)
+    trajectory = agreed([worker["trajectory"] for worker in workers])
+    for helper in stats:
+        numbers = [number for number, _ in helper["points"]]
+        assert numbers == [numbers[i % 3] for i in range(len(numbers))], "over and over"
+        steps = [
+            next(i for i, w in enumerate(trajectory) if torch.equal(w, point))
+            for _, point in helper["points"][:-1]
+        ]
+        assert steps == sorted(steps), "newer ones every time"
+        assert len(set(steps)) > 1
+    layers: list[str] = []
+    for worker in workers:
+        model = CASE.model()
+        reference = Delayed(model, factor_decay=0.8)
+        reference.update_factors(BATCHES[0])  # of its own passes, at step 0
+        for name, key in worker["messages"]:
+            helper = stats[int(name.rsplit(maxsplit=1)[1]) - len(workers)]
+            number, point = helper["points"][int(key.split("/")[1])]
+            nn.utils.vector_to_parameters(point, model.parameters())
+            reference.update_factors(BATCHES[number])
+        expected = reference.factors()
+        assert_same_factors(
+            worker["factors"], {name: expected[name] for name in worker["factors"]}, rtol=1e-8
+        )
+        layers += worker["factors"]
+    assert sorted(layers) == list(LAYERS), "each is somebody's"
+
+
+def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any:
+    """Statistics come from its own passes until the helper is let go on."""
+    wrapped = (
+        DistributedDataParallel(model, process_group=optimizer.worker_group) if wrap else model
+    )
+    with optimizer:
+        found = train_on(wrapped, optimizer, BATCHES)
+        assert optimizer._curvature.helpers.own_passes
+        optimizer._training.world.group and everywhere(optimizer, 0.0)
+        sign.touch()
+        until_fed(wrapped, optimizer)
+        optimizer.zero_grad()
+        loss_of(wrapped, mine(optimizer, BATCHES[0])).backward()
+        captured = not optimizer._curvature.nothing_captured()
+        optimizer.step()
+        train_on(wrapped, optimizer, BATCHES[:2])
+    return found, captured
+
+
+def held_stats(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> int:
+    def loss(batch: Batch) -> Tensor:
+        end = time.monotonic() + LONG
+        while not sign.exists():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        return loss_of(model, batch)
+
+    with optimizer:
+        return optimizer.serve(BATCHES, loss)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["", "DDP"])
+@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (3, 1), (4, 2)])
+def test_nobody_waits_for_stats_workers(
+    world: World, tmp_path: Path, world_size: int, helpers: int, wrap: bool
+) -> None:
+    """Until they say something it is a run without them; then nothing is captured any more."""
+    averaging = {"gradient_averaging": False} if wrap else {}
+    options = {**SYNCHRONOUS, "stats_workers": helpers, **averaging}
+    results = world.run(
+        play,
+        world_size,
+        (held_worker, held_stats),
+        options,
+        tmp_path / "sign",
+        wrap,
+        timeout=2 * LONG,
+    )
+    assert quiet(results)
+    workers, _ = roles_of(results)
+    assert len(workers) == world_size - helpers
+    model = CASE.model()
+    with distkfac(model, **SYNCHRONOUS) as optimizer:
+        expected = go(model, optimizer, CASE, BATCHES)
+    assert_same_trajectory(agreed([found for found, _ in workers]), expected)
+    assert not any(captured for _, captured in workers)
+
+
+def scaled_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> list[Tensor]:
+    """As `train_on`, with the optimizer's scaler; the fourth batch overflows, and is skipped."""
+    scaler, found = optimizer._training.scaler, []
+    for i, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, (x * float("inf") if i == 3 else x, y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(vector(model))
+    return found
+
+
+def scaled_worker(model: nn.Module, optimizer: Any, sign: Path, how: str) -> Any:
+    with optimizer:
+        found = scaled_on(model, optimizer, BATCHES)
+        assert optimizer._curvature.helpers.own_passes
+        sign.touch()
+        end = time.monotonic() + LONG
+        while optimizer._curvature.helpers.own_passes:
+            assert time.monotonic() < end, "no statistics have come"
+            scaled_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        fed = scaled_on(model, optimizer, BATCHES)
+    return found, fed, optimizer._training.scaler.get_scale()
+
+
+def scaled_stats(model: nn.Module, optimizer: Any, sign: Path, how: str) -> int:
+    """Serves, or runs the usual loop, with a scaler of its own that no worker hears of."""
+    if how == "serve":
+        return held_stats(model, optimizer, sign, wrap=False)
+    eventually(sign.exists)
+    with optimizer:
+        while not optimizer._curvature.dismissed:
+            scaled_on(model, optimizer, BATCHES)
+    return 0
+
+
+@pytest.mark.parametrize("how", ["serve", "loop"])
+def test_one_worker_beside_a_stats_worker_takes_a_grad_scaler(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """Nobody else is to agree on what it skips. Until the stats worker speaks it is one process."""
+    options = {**SYNCHRONOUS, "grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**7)}
+    model = CASE.model()
+    with distkfac(model, **copy.deepcopy(options)) as optimizer:
+        expected = scaled_on(model, optimizer, BATCHES)
+    assert torch.equal(expected[3], expected[2]), "a step is skipped"
+    results = world.run(
+        play, 2, (scaled_worker, scaled_stats), options, tmp_path / "sign", how, timeout=2 * LONG
+    )
+    assert quiet(results)
+    (found, fed, scale), *others = roles_of(results)[0]
+    assert not others
+    assert_same_trajectory(found, expected)
+    assert torch.equal(fed[3], fed[2])
+    assert all(bool(w.isfinite().all()) for w in fed)
+    assert scale == 2.0**5, "halved by the two that overflowed"
+
+
+def loop_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
+    trajectory: list[Tensor] = []
+    with optimizer:
+        for epoch in range(2):
+            trajectory += train_on(model, optimizer, BATCHES)
+            loop_end(model, optimizer, how, epoch)
+    return trajectory
+
+
+def loop_stats(model: nn.Module, optimizer: Any, how: str) -> int:
+    """The same loop, by a rank that does not know what it is."""
+    with optimizer:
+        for epoch in range(2):
+            for batch in BATCHES:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+            loop_end(model, optimizer, how, epoch)
+    return optimizer._training.world.rank
+
+
+def loop_end(model: nn.Module, optimizer: Any, how: str, epoch: int) -> None:
+    """What every rank does after an epoch."""
+    if how == "consolidate":
+        optimizer.consolidate(to=0)
+        if dist.get_rank() == 0:
+            assert "A" in optimizer.state_dict()["state"][0]["curvature"]
+    elif how == "freeze":
+        model[2].requires_grad_(epoch == 1)
+    elif how == "group" and epoch == 0:
+        optimizer.param_groups[0]["lr"] = 0.01
+
+
+@pytest.mark.parametrize("how", ["plain", "consolidate", "freeze"])
+@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (3, 1), (5, 2)])
+def test_the_usual_loop_on_every_rank(
+    world: World, world_size: int, helpers: int, how: str
+) -> None:
+    options = {"stats_workers": helpers}
+    results = world.run(play, world_size, (loop_worker, loop_stats), options, how, timeout=LONG)
+    assert quiet(results)
+    found = agreed(roles_of(results)[0])
+    assert len(found) == 2 * len(BATCHES)
+
+
+def frozen_worker(model: nn.Module, optimizer: Any) -> Any:
+    """Three times, with a layer frozen in the second: layers of which more statistics have come."""
+    found = []
+    with optimizer:
+        until_fed(model, optimizer)
+        for frozen in (False, True, False):
+            model[2].requires_grad_(not frozen)
+            until_all_come(model, optimizer)
+            found.append([block.name for block in owned_here(optimizer)])
+    return found
+
+
+def frozen_stats(model: nn.Module, optimizer: Any) -> int:
+    return ends_stats(model, optimizer, "")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_stats_worker_follows_what_workers_freeze(world: World, world_size: int) -> None:
+    """Of layers that train statistics go on coming."""
+    results = world.run(play, world_size, (frozen_worker, frozen_stats), {}, timeout=2 * LONG)
+    assert quiet(results)
+    workers, _ = roles_of(results)
+    for i, layers in enumerate((LAYERS, ("0", "4"), LAYERS)):
+        assert sorted(name for worker in workers for name in worker[i]) == list(layers)
+
+
+def added_worker(model: nn.Module, optimizer: Any, directory: Path, when: str) -> Any:
+    """A layer joins the optimizer; until more statistics of all have come, before and after."""
+    with optimizer:
+        found = until_all_come(model, optimizer)
+        optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
+        found += until_all_come(model, optimizer)
+        (directory / "fed").touch()
+        end = time.monotonic() + LONG
+        while not everywhere(optimizer, when == "never" or (directory / "added").exists()):
+            assert time.monotonic() < end
+            found += train_on(model, optimizer, BATCHES[:1])
+            time.sleep(0.002)
+        found += until_all_come(model, optimizer)
+        found += until_all_come(model, optimizer)
+        assert set(optimizer.staleness) == set(LAYERS)
+        return found, [block.name for block in owned_here(optimizer)]
+
+
+def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) -> int:
+    """It serves and adds nothing, or runs the usual loop and adds the layer when it gets there."""
+    if when == "never":
+        return ends_stats(model, optimizer, "")
+    batches = itertools.cycle(BATCHES)
+    with optimizer:
+        while not optimizer._curvature.dismissed:
+            there = when == "sooner" or (directory / "fed").exists()
+            if there and not (directory / "added").exists():
+                optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
+                (directory / "added").touch()
+            optimizer.zero_grad()
+            loss_of(model, next(batches)).backward()
+            optimizer.step()
+    return len(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("every", [1, NEVER])
+@pytest.mark.parametrize("when", ["never", "sooner", "later"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_stats_worker_follows_what_workers_add(
+    world: World, tmp_path: Path, world_size: int, when: str, every: int
+) -> None:
+    """Statistics of the new layer come, whenever the stats worker adds it, and if it never does."""
+    options = {"layers": LAYERS[:2], "factor_update_steps": every}
+    results = world.run(
+        play, world_size, (added_worker, added_stats), options, tmp_path, when, timeout=4 * LONG
+    )
+    assert quiet(results)
+    workers, _ = roles_of(results)
+    agreed([found for found, _ in workers])
+    assert sorted(name for _, owned in workers for name in owned) == list(LAYERS)
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("norms", {"doubly_factored": {"4": (9, 4)}}),
+    ("batch_norm", {"conv_factors": "cheap", "solver": "eigen"}),
+    ("mlp", {"fisher": "sampled", "symmetry_aware": False}),
+    ("mlp", {"factor_dtype": torch.bfloat16, "inv_dtype": torch.float32}),
+]
+
+
+def kinds(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
+    """Statistics of a helper; then, on rank 0, a checkpoint."""
+    case, buffer = ZOO[name], io.BytesIO()
+    model = case.model()
+    with noted() as warned:
+        optimizer = distkfac(model, stats_workers=1, helper_timeout=LONG, **options)
+        batches = case.batches(3, 12)
+        with optimizer:
+            if optimizer.role == "stats":
+                optimizer.serve(batches, lambda batch: case.loss(model(batch[0]), batch[1]))
+                found = []
+            else:
+                end = time.monotonic() + LONG
+                while optimizer._curvature.helpers.own_passes:
+                    assert time.monotonic() < end
+                    go(model, optimizer, case, [mine(optimizer, batches[0])])
+                heard = optimizer._curvature.helpers.active[0].heard
+                while (
+                    everywhere(optimizer, optimizer._curvature.helpers.active[0].heard - heard) < 2
+                ):
+                    assert time.monotonic() < end
+                    go(model, optimizer, case, [mine(optimizer, batches[0])])
+                found = go(model, optimizer, case, [mine(optimizer, batch) for batch in batches])
+                assert set(optimizer.staleness) == {
+                    block.name for block in optimizer._curvature.layers.blocks
+                }
+                optimizer.consolidate(to=0)
+                if rank == 0:
+                    torch.save(optimizer.state_dict(), buffer)
+    dist.barrier()
+    return found, buffer.getvalue(), warned
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS, ids=["exact", "cheap", "sampled", "bfloat16"])
+def test_statistics_of_every_kind_of_layer_travel(
+    world: World, name: str, options: dict[str, Any]
+) -> None:
+    results = world.run(kinds, 3, name, options, timeout=2 * LONG)
+    found = agreed([trajectory for trajectory, _, _ in results[:2]])
+    assert all(bool(w.isfinite().all()) for w in found)
+    assert not any(warned for _, _, warned in results)
+    state = torch.load(io.BytesIO(results[0][1]))
+    model = ZOO[name].model()
+    with distkfac(model, **options) as optimizer:
+        optimizer.load_state_dict(state)
+        for block in optimizer._curvature.layers.blocks:
+            assert all(factor is not None for factor in block.factors.stored.values())
+            assert float(block.factors.weight) > 2.0

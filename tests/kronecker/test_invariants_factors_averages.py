@@ -1,0 +1,347 @@
+"""Factors of several uses, shards, micro-batches and steps: invariants 9, 10, 11 and 13.
+
+The numbers in names are those of the invariants.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference as ref
+import torch
+from blocks import block, close, empirical, error, mean_eigenvalue
+from contract import assert_same_factors, factors, make, take
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CLASSES, ZOO, Checkpointed, Shared
+from reference import cross_entropy
+from torch import Tensor, nn
+
+from second_order import KAISA
+from second_order.kronecker.factors import KroneckerFactors, StagedStatistics, StatisticsSums
+from second_order.kronecker.layers import factor_shape, pair_statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reference import Factors
+
+F64 = torch.float64
+CPU = torch.device("cpu")
+SEEDS = st.integers(0, 2**16)
+
+
+# 9. A module used U times = the lumped formula, written out by hand.
+
+
+class Repeated(nn.Module):
+    """One layer used several times, on inputs and with gradients of its own each time."""
+
+    def __init__(self, width: int, uses: int) -> None:
+        super().__init__()
+        self.shared, self.head, self.uses = nn.Linear(width, width), nn.Linear(width, 3), uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = torch.tanh(self.shared(x))
+        return self.head(x)
+
+
+@given(uses=st.integers(1, 4), width=st.integers(1, 4), n=st.integers(1, 5), seed=SEEDS)
+def test_9_a_module_used_u_times_is_lumped(uses: int, width: int, n: int, seed: int) -> None:
+    """F ≈ U · E[ā āᵀ] ⊗ E[d dᵀ], both expectations over examples and uses."""
+    torch.manual_seed(seed)
+    model = Repeated(width, uses).double()
+    x, y = torch.randn(n, width, dtype=F64), torch.randint(CLASSES, (n,))
+    pairs = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "shared")["shared"]
+    inputs = torch.cat([torch.cat([a, torch.ones(n, 1)], 1) for a, _ in pairs])
+    gradients = torch.cat([n * d for _, d in pairs])
+    A, G = inputs.T @ inputs / (n * uses), gradients.T @ gradients / (n * uses)
+    found = empirical(model, (x, y))["shared"]
+    close(found.matrices(F64), [A[None], uses * G[None]])
+    close([block(found)], [uses * torch.kron(G, A)])
+
+
+def test_9_not_as_so_many_passes() -> None:
+    """Passes share the step's weight, uses add up: by U, here 2."""
+    case = ZOO["shared_linear"]
+    model, batch = case.model(), case.batch()
+    assert isinstance(model, Shared)
+    pairs = ref.captured(model, batch[0], lambda z: cross_entropy(z, batch[1]), "shared")["shared"]
+    as_passes = stage(model.shared, [(x, d * len(x)) for x, d in pairs])
+    found = empirical(model, batch)["shared"]
+    close([found.matrices(F64)[1]], [2 * as_passes[1]])
+
+
+def test_9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors() -> None:
+    """A relative damping, which is the default, is made of them."""
+    case = ZOO["shared_linear"]
+    for found in empirical(case.model(), case.batch()).values():
+        close(found.means, [mean_eigenvalue(each) for each in found.matrices(F64)])
+
+
+# 10. Equal shards: the mean of the ranks' factors = the full batch's. Unequal shards: the
+# example-weighted mean; the plain mean is not.
+# 11. k micro-batches = one batch.
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (partial(nn.Linear, 3, 4), (3,)),
+    "sequence": (partial(nn.Linear, 3, 4, bias=False), (2, 3)),
+    "convolution": (partial(nn.Conv2d, 2, 4, 2, groups=2), (2, 3, 4)),
+}
+COUNTS = st.lists(st.integers(1, 5), min_size=2, max_size=4)
+each_module = pytest.mark.parametrize("kind", MODULES)
+
+
+def staging(
+    module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], triangular: bool = True
+) -> StagedStatistics:
+    """Statistics of (inputs, gradients of each example's loss), every pair a pass of its own.
+
+    As a backward would have it, the loss being a mean, a gradient is divided by its pair's terms.
+    """
+    bias = getattr(module, "bias", None) is not None
+    staged = StagedStatistics(factor_shape(module, bias), CPU, F64, triangular)
+    for index, (x, gradients) in enumerate(pairs):
+        terms = x.shape[:-1].numel() if isinstance(module, nn.Linear) else len(x)
+        pair = pair_statistics(
+            module, x, gradients / terms, bias=bias, approximation="expand", dtype=F64
+        )
+        staged.add(pair, pair.examples, index)
+    return staged
+
+
+def mean_of(staged: Sequence[StagedStatistics]) -> Factors:
+    """As ranks do it: sums added, then divided. Mean eigenvalues are those of the factors."""
+    sums = [each.sums() for each in staged]
+    a, g = (sum(each.factors[letter] for each in sums) for letter in "AG")
+    head = sum(each.head for each in sums)
+    shape = staged[0].shape
+    average = KroneckerFactors(shape, CPU, F64, staged[0].triangular)
+    average.update(StatisticsSums({"A": a.clone(), "G": g.clone()}, head.clone()), 0.0)
+    A, G = average.matrices(F64)
+    close(average.means, [mean_eigenvalue(A), mean_eigenvalue(G)])
+    assert float(average.weight) == 1.0
+    return A, G
+
+
+def stage(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> Factors:
+    return mean_of([staging(module, pairs)])
+
+
+def drawn(kind: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A module, inputs, and the gradients of each example's loss at its outputs."""
+    build, shape = MODULES[kind]
+    module = build().double()
+    x = torch.randn(count, *shape, dtype=F64)
+    return module, x, torch.randn_like(module(x))
+
+
+@each_module
+@given(counts=COUNTS, seed=SEEDS)
+def test_10_shards_are_weighted_by_their_examples(kind: str, counts: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    module, x, gradients = drawn(kind, sum(counts))
+    whole = stage(module, [(x, gradients)])
+    shards = [
+        staging(module, [pair])
+        for pair in zip(x.split(counts), gradients.split(counts), strict=True)
+    ]
+    close(mean_of(shards), whole)
+    each = [mean_of([shard]) for shard in shards]
+    for X, parts in zip(whole, zip(*each, strict=True), strict=True):
+        close([ref.weighted_mean(parts, counts)], [X])
+        if len(set(counts)) == 1:
+            close([torch.stack(parts).mean(0)], [X])
+
+
+def test_10_not_the_plain_mean_of_unequal_shards() -> None:
+    module, x, gradients = drawn("linear", 9)
+    whole = stage(module, [(x, gradients)])
+    each = [stage(module, [(x[part], gradients[part])]) for part in (slice(0, 1), slice(1, 9))]
+    for X, parts in zip(whole, zip(*each, strict=True), strict=True):
+        assert error(torch.stack(parts).mean(0), X) > 0.05
+
+
+@each_module
+@given(counts=COUNTS, seed=SEEDS)
+def test_11_micro_batches_of_any_sizes_are_one_batch(
+    kind: str, counts: list[int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    module, x, gradients = drawn(kind, sum(counts))
+    parts = list(zip(x.split(counts), gradients.split(counts), strict=True))
+    close(stage(module, parts), stage(module, [(x, gradients)]))
+
+
+@given(n=st.integers(1, 4), k=st.integers(1, 4), seed=SEEDS)
+def test_11_k_micro_batches_of_the_optimizer_are_one_batch(n: int, k: int, seed: int) -> None:
+    case = ZOO["shared_conv"]
+    model, (x, y) = case.model(), case.batch(n * k, seed=seed)
+    expected = empirical(model, (x, y))
+    optimizer = make(KAISA, model, lr=0.0, accumulation_steps=k)
+    for part in zip(x.split(n), y.split(n), strict=True):
+        (cross_entropy(model(part[0]), part[1]) / k).backward()
+    optimizer.step()
+    as_full = {name: found.matrices(F64) for name, found in expected.items()}
+    assert_same_factors(factors(optimizer), as_full)
+    optimizer = make(KAISA, model, lr=0.0, accumulation_steps=1)  # not
+    for part in zip(x.split(n), y.split(n), strict=True):
+        (cross_entropy(model(part[0]), part[1]) / k).backward()
+    optimizer.step()
+    for name, (_, G) in as_full.items():
+        close([factors(optimizer)[name][1]], [G / k**2])
+
+
+@given(power=st.integers(-10, 16))
+def test_11_a_grad_scaler_changes_nothing(power: int) -> None:
+    case = ZOO["conv_strided"]
+    model, (x, y) = case.model(), case.batch()
+    expected = empirical(model, (x, y))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power)
+    optimizer = make(KAISA, model, lr=0.0, grad_scaler=scaler)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_factors(
+        factors(optimizer), {name: found.matrices(F64) for name, found in expected.items()}
+    )
+
+
+def in_place(switch: bool) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.ELU(inplace=switch), nn.Flatten(),
+        nn.Linear(12, 5), nn.Hardtanh(inplace=switch), nn.Linear(5, CLASSES),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plain", "variant", "shape"),
+    [
+        (partial(Checkpointed, None), partial(Checkpointed, True), (5,)),
+        (partial(Checkpointed, None), partial(Checkpointed, False), (5,)),
+        (partial(in_place, False), partial(in_place, True), (2, 3, 3)),
+    ],
+    ids=["checkpointed, reentrant", "checkpointed", "in place"],
+)
+def test_11_checkpointed_and_in_place_are_plain(
+    plain: Callable[[], nn.Module], variant: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    models = [build().double() for build in (plain, variant)]
+    models[1].load_state_dict(models[0].state_dict())
+    x, y = torch.randn(6, *shape, dtype=F64), torch.randint(CLASSES, (6,))
+    expected, found = (
+        {name: each.matrices(F64) for name, each in empirical(model, (x, y)).items()}
+        for model in models
+    )
+    assert_same_factors(found, expected)
+
+
+# 13. Running average: first update = first statistic; constants stay; equals EMA / (1 − βᵗ).
+
+DECAYS = st.floats(0.0, 0.999)
+
+
+def running(kronecker: KroneckerFactors, values: Sequence[Factors], decays: Sequence[float]) -> Any:
+    """The averages after every update, by statistics of varying numbers of examples."""
+    for index, ((A, G), decay) in enumerate(zip(values, decays, strict=True)):
+        kronecker.update(summed(kronecker, A, G, examples=index % 3 + 1), decay)
+        close(kronecker.means, [mean_eigenvalue(each) for each in kronecker.matrices(F64)])
+        yield list(kronecker.matrices(F64))
+
+
+def summed(kronecker: KroneckerFactors, A: Tensor, G: Tensor, examples: int) -> StatisticsSums:
+    """The sums over so many examples whose means are A and G."""
+    one = torch.ones(1, dtype=F64)
+    head = torch.cat([one, mean_eigenvalue(A), mean_eigenvalue(G)]) * examples
+    stored = {"A": kronecker.store(A) * examples, "G": kronecker.store(G) * examples}
+    return StatisticsSums(stored, head)
+
+
+def symmetric(*size: int) -> Tensor:
+    x = torch.randn(*size, dtype=F64)
+    return x + x.mT
+
+
+@given(decay=DECAYS, count=st.integers(1, 10), triangular=st.booleans(), seed=SEEDS)
+def test_13_running_average_is_the_debiased_ema(
+    decay: float, count: int, triangular: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    shape = factor_shape(nn.Conv2d(2, 6, 1, groups=2), True)
+    values = [(symmetric(2, 2, 2), symmetric(2, 3, 3)) for _ in range(count)]
+    kronecker = KroneckerFactors(shape, CPU, F64, triangular)
+    averages = list(running(kronecker, values, [decay] * count))
+    close(averages[0], values[0])
+    for which in range(2):
+        ema = torch.zeros_like(values[0][which])
+        for t, value in enumerate(values):
+            ema = decay * ema + (1 - decay) * value[which]
+            close([averages[t][which]], [ema / (1 - decay ** (t + 1))], rtol=1e-9)
+    constant = KroneckerFactors(shape, CPU, F64, triangular)
+    for average in running(constant, values[:1] * count, [decay] * count):
+        close(average, values[0])
+
+
+@given(decays=st.lists(DECAYS, min_size=1, max_size=6))
+def test_13_decays_that_change_weigh_by_the_product_of_the_later_ones(decays: list[float]) -> None:
+    """Through the optimizer, with lr 0, so that each batch's factors are those of one model."""
+    case = ZOO["mlp"]
+    model, batches = case.model(), case.batches(len(decays))
+    optimizer = make(KAISA, model, lr=0.0, factor_decay=lambda step: decays[step])
+    for batch in batches:
+        take(model, optimizer, batch)
+    for name, found in factors(optimizer).items():
+        each = [ref.empirical_factors(model, x, y, cross_entropy, name) for x, y in batches]
+        for X, values in zip(found, zip(*each, strict=True), strict=True):
+            close([X], [ref.debiased_average(values, decays)])
+
+
+def test_13_not_an_average_that_starts_from_zero() -> None:
+    case = ZOO["mlp"]
+    model, (x, y) = case.model(), case.batch()
+    found = empirical(model, (x, y), factor_decay=0.9)["0"].matrices(F64)
+    expected = ref.empirical_factors(model, x, y, cross_entropy, "0")
+    close(found, expected)
+    assert error(found[0], 0.1 * expected[0]) > 1
+
+
+def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
+    shape = factor_shape(nn.Linear(2, 3), True)
+    kronecker = KroneckerFactors(shape, CPU, F64, True)
+    values = [(symmetric(1, 3, 3), symmetric(1, 3, 3)) for _ in range(3)]
+    *_, before = running(kronecker, values, [0.9] * 3)
+    weight, means = kronecker.weight.clone(), kronecker.means.clone()
+    assert kronecker.a is not None
+    assert kronecker.g is not None
+    absent = torch.tensor([0.0, 7.0, 7.0], dtype=F64)
+    kronecker.update(StatisticsSums({"A": kronecker.a * 7, "G": kronecker.g * 7}, absent), 0.9)
+    assert torch.equal(kronecker.weight, weight)
+    assert torch.equal(kronecker.means, means)
+    for a, b in zip(kronecker.matrices(F64), before, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples() -> None:
+    """259 of them, which bfloat16 does not have: the mean alone is rounded."""
+    kronecker = KroneckerFactors(factor_shape(nn.Linear(20, 30), True), CPU, torch.bfloat16, False)
+    sums = summed(kronecker, symmetric(1, 21, 21), symmetric(1, 30, 30), 259)
+    sums.head = sums.head.float()
+    expected = [(total.float() / 259).bfloat16() for total in sums.factors.values()]
+    kronecker.update(sums, 0.95)
+    assert torch.equal(kronecker.stored["A"], expected[0])  # type: ignore[arg-type]
+    assert torch.equal(kronecker.stored["G"], expected[1])  # type: ignore[arg-type]
+
+
+def test_13_weights_and_means_of_bfloat16_factors_are_not_rounded() -> None:
+    kronecker = KroneckerFactors(factor_shape(nn.Linear(2, 3), True), CPU, torch.bfloat16, False)
+    values = [(symmetric(1, 3, 3), symmetric(1, 3, 3)) for _ in range(3)]
+    for A, G in values:
+        kronecker.update(summed(kronecker, A, G, 4), 0.95)
+    assert float(kronecker.weight) == pytest.approx(1 + 0.95 + 0.95**2, rel=1e-6)
+    for which in range(2):
+        means = [mean_eigenvalue(value[which]) for value in values]
+        expected = ref.debiased_average(means, [0.95] * 3)
+        close([kronecker.means[which].double()], [expected], rtol=1e-6)

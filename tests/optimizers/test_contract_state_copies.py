@@ -1,0 +1,285 @@
+"""Copies of model and optimizer, and removal: nothing is shared, and nothing is left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import (
+    BASES,
+    asking,
+    assert_same_curvature,
+    assert_same_factors,
+    curvature_of,
+    each_kronecker,
+    each_system,
+    each_variant,
+    eigenpairs_only,
+    factors,
+    hook_count,
+    make,
+    same,
+    take,
+)
+from models import ZOO
+from reference import cross_entropy
+from states import saved_and_loaded, train
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+each_base = pytest.mark.parametrize("base", BASES)
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(6)
+
+
+# Pickle, deepcopy, saving the model, averaged copies.
+
+
+def by_pickle(pair: Any) -> Any:
+    return pickle.loads(pickle.dumps(pair))
+
+
+def by_torch_save(pair: Any) -> Any:
+    return saved_and_loaded(pair, weights_only=False)
+
+
+@each_variant
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch_save])
+@each_base
+def test_a_copy_of_model_and_optimizer_captures_into_the_copy(
+    System: Any, options: dict[str, Any], base: str, duplicate: Callable[[Any], Any]
+) -> None:
+    """It continues the trajectory, and neither of the two sees the other's passes."""
+    Base, others = BASES[base]
+    model = MLP.model()
+    optimizer = make(System, model, base=Base, **options, **others)
+    scheduler = StepLR(optimizer, 1, gamma=0.9)  # its patched `step` must not come along
+    train(model, optimizer, 2)
+    scheduler.step()
+    twin, copied = duplicate((model, optimizer))
+    assert copied.param_groups[0]["params"][0] is next(twin.parameters())
+    before, parameters = curvature_of(optimizer), copy.deepcopy(model)
+    train(twin, copied, 2, start=2)
+    assert_same_curvature(curvature_of(optimizer), before, rtol=0)
+    assert same(model, parameters)
+    train(model, optimizer, 2, start=2)
+    assert same(model, twin)
+    assert_same_curvature(curvature_of(copied), curvature_of(optimizer), rtol=0)
+    assert hook_count(twin) == hook_count(model)
+    del copied
+    gc.collect()
+    assert hook_count(twin) == 0
+
+
+@each_system
+@pytest.mark.parametrize("when", ["fresh", "after a step"])
+def test_a_copy_of_a_fused_base_steps(System: Any, when: str) -> None:
+    model = MLP.model()
+    optimizer = make(System, model, base=torch.optim.AdamW, fused=True)
+    if when != "fresh":
+        train(model, optimizer, 1)
+    twin, copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer)
+    train(twin, copied)
+    assert same(model, twin)
+
+
+@each_kronecker
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_an_averaged_copy_of_the_model_captures_nothing(System: Any, fisher: str) -> None:
+    """Not even when somebody trains it."""
+    model = MLP.model()
+    optimizer = make(System, model, fisher=fisher)
+    train(model, optimizer, 1)
+    ema = AveragedModel(model)
+    before = factors(optimizer)
+    x, y = BATCHES[1]
+    cross_entropy(ema(x), y).backward()
+    optimizer.step()
+    assert_same_factors(factors(optimizer), before, rtol=0)
+    weight = optimizer.state_dict()["state"][0]["curvature"]["average_weight"]
+    assert float(weight) == 1
+    ema.update_parameters(model)
+    train(model, optimizer, 1)  # the model itself is still watched
+    assert float(optimizer.state_dict()["state"][0]["curvature"]["average_weight"]) == 1.95
+
+
+@each_kronecker
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_saving_the_model_takes_no_optimizer_along(System: Any, fisher: str) -> None:
+    def size(model: nn.Module) -> int:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        return buffer.tell()
+
+    model = nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 3)).double()
+    bare = size(model)
+    optimizer = make(System, model, fisher=fisher)
+    x, y = torch.randn(8, 100, dtype=torch.float64), torch.randint(3, (8,))
+    take(model, optimizer, (x, y))
+    assert factors(optimizer)["0"][0].nbytes > 8000  # what would have come along
+    assert size(model) < bare + 8000
+    loaded = saved_and_loaded(model, weights_only=False)
+    assert same(loaded, model)
+    before = factors(optimizer)
+    take(loaded, torch.optim.SGD(loaded.parameters(), lr=0.1), (x, y))
+    optimizer.step()
+    assert_same_factors(factors(optimizer), before, rtol=0)
+
+
+# Removal.
+
+
+@each_kronecker
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_removing_the_optimizer_removes_its_hooks(System: Any, fisher: str) -> None:
+    model = MLP.model()
+    model[0].register_forward_hook(lambda *_: None)
+    optimizer = make(System, model, fisher=fisher)
+    train(model, optimizer, 1)
+    assert hook_count(model) > 1
+    del optimizer
+    gc.collect()
+    assert hook_count(model) == 1  # the user's own
+
+
+@each_kronecker
+def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
+    """Its hooks with it, before anybody looks for garbage."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    train(model, optimizer, 1)
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+        assert hook_count(model) == 0
+    finally:
+        gc.enable()
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("base", ["SGD", "Adam"])
+def test_nothing_is_left_of_an_optimizer_that_goes(System: Any, base: str) -> None:
+    """It hangs nothing on the model, nor does the model, or the closure, keep it."""
+    Base, options = BASES[base]
+    model = MLP.model()
+    optimizer = make(System, model, base=Base, **options)
+    optimizer.curvature_closure = lambda: cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])
+    train(model, optimizer)
+    assert hook_count(model) == 0
+    alive = weakref.ref(optimizer), weakref.ref(optimizer._curvature.subspace.basis.vectors)
+    del optimizer
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+@each_kronecker
+def test_the_optimizer_goes_while_a_graph_of_its_model_lives(System: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model)
+    x, y = BATCHES[0]
+    loss = cross_entropy(model(x), y)
+    del optimizer
+    gc.collect()
+    loss.backward()
+    assert hook_count(model) == 0
+
+
+@each_variant
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_closed_optimizer_goes_on_as_its_base(
+    System: Any, options: dict[str, Any], steps: int
+) -> None:
+    model, twin = MLP.model(), MLP.model()
+    optimizer = make(System, model, momentum=0.9, **options)
+    train(model, optimizer, steps)
+    twin.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        plain.state[q] = copy.deepcopy(dict(optimizer.state[p].get("base", {})))
+    full = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    assert hook_count(model) == 0
+    assert not curvature_of(optimizer)
+    for x, y in BATCHES[:3]:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()  # and asks for no curvature
+    train(twin, plain)
+    assert same(model, twin)
+    optimizer.load_state_dict(full)
+    assert not curvature_of(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    copied_model, _ = copy.deepcopy((model, optimizer))
+    assert hook_count(model) == 0
+    assert hook_count(copied_model) == 0
+    str(optimizer.summary())
+
+
+@each_kronecker
+def test_a_closed_optimizer_stays_closed_when_a_group_is_added(System: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model[0].parameters(), model=model)
+    optimizer.close()
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert hook_count(model) == 0
+
+
+@each_kronecker
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_two_optimizers_of_one_model_do_not_disturb_each_other(System: Any, fisher: str) -> None:
+    """Each captures its own layers' pairs, also after the other is gone."""
+    model = MLP.model()
+    body = make(System, model[0].parameters(), model=model, fisher=fisher)
+    head = make(System, model[4].parameters(), model=model, fisher=fisher)
+    train(model, body, 1)
+    assert factors(body).keys() == {"0"}
+    del head
+    gc.collect()
+    train(model, body, 1)
+    assert float(body.state_dict()["state"][0]["curvature"]["average_weight"]) == 1.95
+
+
+@eigenpairs_only
+def test_two_optimizers_of_parts_of_a_model_have_eigenpairs_of_their_own(System: Any) -> None:
+    """Each of its block of the Hessian, as if the other were not there."""
+    model, twin = MLP.model(), MLP.model()
+    body = make(System, model[0].parameters(), model=model)
+    head = make(System, model[4].parameters(), model=model)
+    alone = make(System, twin[0].parameters())
+    for x, y in BATCHES:
+        twin[4].load_state_dict(model[4].state_dict())
+        take(twin, alone, (x, y))
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        for optimizer in (body, head):
+            optimizer.step(**asking(model, optimizer, (x, y)))
+        assert same(model[0], twin[0])
+    assert_same_curvature(curvature_of(body), curvature_of(alone), rtol=0)
+    assert body.curvature.refreshes == head.curvature.refreshes > 1
+
+
+@each_kronecker
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_an_optimizer_of_the_same_layers_may_come_and_go(System: Any, order: str) -> None:
+    model = MLP.model()
+    pair = {"first": make(System, model), "second": make(System, model)}
+    kept = pair.pop(order)
+    pair.clear()
+    gc.collect()
+    train(model, kept, 1)
+    assert len(factors(kept)) == 3
+    assert float(kept.state_dict()["state"][0]["curvature"]["average_weight"]) == 1

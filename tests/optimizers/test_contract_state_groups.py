@@ -1,0 +1,420 @@
+"""Groups, schedulers and hooks: what torch's machinery does to a base it does to this one."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import (
+    BASES,
+    EXACT,
+    PAIRS,
+    assert_same_curvature,
+    assert_same_factors,
+    base_only,
+    curvature_of,
+    each_kronecker,
+    each_system,
+    eigenpairs_only,
+    factors,
+    identity_curvature,
+    make,
+    same,
+    take,
+)
+from models import ZOO
+from reference import cross_entropy
+from states import flat, train, unhooked
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from second_order import DHO2, SecondOrderWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+each_base = pytest.mark.parametrize("base", BASES)
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(6)
+
+
+# Groups.
+
+
+@each_kronecker
+def test_a_group_added_in_mid_run_has_all_defaults_and_its_layers_are_preconditioned(
+    System: Any,
+) -> None:
+    model = MLP.model()
+    first = [*model[0].parameters(), *model[2].parameters()]
+    optimizer = make(System, first, model=model, momentum=0.9)
+    train(model, optimizer, 2)
+    before = optimizer.state_dict()["state"][0]["curvature"]["average_weight"].clone()
+    optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.2})
+    assert optimizer.param_groups[1].keys() == optimizer.param_groups[0].keys()
+    assert optimizer.param_groups[1]["momentum"] == 0.9
+    head = [p.detach().clone() for p in model[4].parameters()]
+    train(model, optimizer, 1, start=2)
+    assert factors(optimizer).keys() == {"0", "2", "4"}
+    for p, old in zip(model[4].parameters(), head, strict=True):
+        torch.testing.assert_close(p, old - 0.2 * p.grad)  # p.grad holds P
+    after = optimizer.state_dict()["state"][0]["curvature"]["average_weight"]
+    torch.testing.assert_close(after, before * 0.95 + 1)  # what was known is kept
+    train(model, optimizer, 1, start=3)
+    momentum = optimizer.state[model[4].weight]["base"]["momentum_buffer"]
+    assert not torch.equal(momentum, model[4].weight.grad)
+
+
+@eigenpairs_only
+def test_a_group_added_in_mid_run_is_spanned_from_the_next_refresh_on(System: Any) -> None:
+    """Until then the base goes on alone, and says so."""
+    model = MLP.model()
+    first = [*model[0].parameters(), *model[2].parameters()]
+    optimizer = make(System, first, model=model, momentum=0.9)
+    train(model, optimizer, 2)  # refreshed at step 1
+    buffer = optimizer.state[model[0].weight]["base"]["momentum_buffer"].clone()
+    optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.2})
+    assert optimizer.param_groups[1].keys() == optimizer.param_groups[0].keys()
+    assert optimizer.param_groups[1]["momentum"] == 0.9
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(SecondOrderWarning, match="eigenpairs are dropped, and SGD goes on alone"):
+        train(model, optimizer, 1, start=2)
+    for p, old, rate in zip(model.parameters(), before, [0.05] * 4 + [0.2] * 2, strict=True):
+        momentum = 0.9 * buffer + p.grad if p is model[0].weight else None
+        if momentum is not None or rate == 0.2:
+            step = p.grad if momentum is None else momentum
+            torch.testing.assert_close(p, old - rate * step, rtol=1e-12, atol=1e-14)
+    train(model, optimizer, 1, start=3)
+    assert optimizer.curvature.step == 3
+    assert curvature_of(optimizer)["eigenpairs"][1].shape == (4, len(flat(model.parameters())))
+    assert all("eigenvectors" in e["curvature"] for e in optimizer.state_dict()["state"].values())
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("base", ["SGD", "Adam"])
+def test_groups_cut_the_vector_and_change_nothing(System: Any, base: str) -> None:
+    Base, options = BASES[base]
+    model, twin = MLP.model(), MLP.model()
+    groups = [{"params": list(layer.parameters())} for layer in model if list(layer.parameters())]
+    optimizer = make(System, groups, base=Base, **options)
+    plain = make(System, twin, base=Base, **options)
+    train(model, optimizer, 6)
+    train(twin, plain, 6)
+    assert_same_curvature(curvature_of(optimizer), curvature_of(plain), rtol=1e-7)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
+
+
+@each_kronecker
+def test_biases_in_a_group_of_their_own(System: Any) -> None:
+    """As for weight decay: the layer is one block all the same, each parameter in its group."""
+    model, twin = MLP.model(), MLP.model()
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "lr": 0.2},
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
+    optimizer, plain = make(System, groups, model=model, lr=0.1), make(System, twin, lr=0.1)
+    before = MLP.model()
+    train(model, optimizer, 1)
+    train(twin, plain, 1)
+    assert_same_factors(factors(optimizer), factors(plain), rtol=0)
+    for p, q, old in zip(*(m.parameters() for m in (model, twin, before)), strict=True):
+        expected = old + (q - old) * (2 if p.dim() == 2 else 1)
+        torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-14)
+
+
+@each_system
+@pytest.mark.parametrize("form", ["generators", "lists", "one tensor", "named"])
+def test_groups_may_be_given_in_every_form_torch_takes(System: Any, form: str) -> None:
+    model, twin = MLP.model(), MLP.model()
+    parts: dict[str, Callable[[nn.Module], Any]] = {
+        "generators": lambda layer: [{"params": layer.parameters(), "lr": 0.01}],
+        "lists": lambda layer: [{"params": list(layer.parameters()), "lr": 0.01}],
+        "one tensor": lambda layer: [{"params": p, "lr": 0.01} for p in layer.parameters()],
+        "named": lambda layer: [{"params": layer.named_parameters(), "lr": 0.01}],
+    }
+    layers = [model[0], model[2], model[4]]
+    groups = [group for layer in layers for group in parts[form](layer)]
+    optimizer = make(System, groups, model=model)
+    expected = make(System, twin, lr=0.01)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 6
+    train(model, optimizer)
+    train(twin, expected)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@each_kronecker
+def test_a_group_added_lists_again_nothing_that_was_listed(System: Any) -> None:
+    model = ZOO["norms"].model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = [*model[0].parameters(), *model[1].parameters()]
+        optimizer = make(System, first, model=model)
+        optimizer.add_param_group({"params": list(model[4].parameters())})
+        optimizer.add_param_group({"params": list(model[5].parameters())})
+    texts = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    assert sum("GroupNorm" in text for text in texts) == 1
+    assert sum("LayerNorm" in text for text in texts) == 1
+
+
+@each_system
+def test_groups_given_are_not_changed(System: Any) -> None:
+    model = MLP.model()
+    groups = [{"params": list(model.parameters()), "lr": 0.01}]
+    make(System, groups, model=model)
+    assert groups[0].keys() == {"params", "lr"}
+
+
+# Schedulers and the base's own switches: with identity curvature nothing may differ from the base.
+
+
+def wrapped(System: Any, how: str, model: nn.Module, plain: Any, **options: Any) -> Any:
+    """A system that should do no more than its base."""
+    if how == "nothing":
+        return make(System, model, **base_only(System), **options)
+    return identity_curvature(System, model, plain, BATCHES[0], **options)
+
+
+SCHEDULERS: dict[str, Callable[..., Any]] = {
+    "StepLR": partial(StepLR, step_size=2, gamma=0.3),
+    "OneCycleLR": partial(OneCycleLR, max_lr=0.08, total_steps=6),
+    "CosineAnnealingLR": partial(CosineAnnealingLR, T_max=6),
+}
+
+
+@each_system
+@pytest.mark.parametrize("how", ["nothing", "identity"])
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+@each_base
+def test_under_a_scheduler_bitwise_equal_to_the_base_alone(
+    System: Any, base: str, schedule: str, how: str
+) -> None:
+    Base, options = BASES[base]
+    model, twin = MLP.model(), MLP.model()
+    plain = Base(twin.parameters(), **options)
+    optimizer = wrapped(System, how, model, plain, base=Base, **options)
+    arguments = {"cycle_momentum": base != "Adagrad"} if schedule == "OneCycleLR" else {}
+    schedulers = [SCHEDULERS[schedule](opt, **arguments) for opt in (optimizer, plain)]
+    rates = set()
+    for batch in BATCHES:
+        take(model, optimizer, batch)
+        take(twin, plain, batch)
+        assert same(model, twin)
+        rates.add(plain.param_groups[0]["lr"])
+        for scheduler in schedulers:
+            scheduler.step()
+        for key, value in plain.param_groups[0].items():
+            if key != "params":
+                assert optimizer.param_groups[0][key] == value
+    assert len(rates) > 1
+
+
+@each_system
+def test_real_curvature_is_not_the_base_alone(System: Any) -> None:
+    """The control of the test above."""
+    model, twin = MLP.model(), MLP.model()
+    train(model, make(System, model))
+    train(twin, torch.optim.SGD(twin.parameters(), lr=0.05))
+    assert not same(model, twin)
+
+
+@each_system
+def test_a_scheduler_sees_that_step_was_called(System: Any, recwarn: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model)
+    scheduler = StepLR(optimizer, 1)
+    for batch in BATCHES[:2]:
+        take(model, optimizer, batch)
+        scheduler.step()
+    assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
+
+
+SWITCHES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD foreach": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    "SGD one by one": (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
+    "SGD fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    "SGD maximize": (torch.optim.SGD, {"momentum": 0.9, "maximize": True}),
+    "SGD tensor lr": (torch.optim.SGD, {"momentum": 0.9, "lr": torch.tensor(0.02)}),
+    "SGD nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adam foreach": (torch.optim.Adam, {"foreach": True}),
+    "Adam fused": (torch.optim.Adam, {"fused": True}),
+    "Adam amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "Adam maximize": (torch.optim.Adam, {"maximize": True}),
+    "Adam tensor lr": (torch.optim.Adam, {"lr": torch.tensor(0.02)}),
+    "AdamW foreach": (torch.optim.AdamW, {"foreach": True}),
+    "AdamW fused": (torch.optim.AdamW, {"fused": True}),
+    "AdamW fused tensor lr": (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.02)}),
+    "RMSprop foreach": (torch.optim.RMSprop, {"foreach": True}),
+    "RMSprop maximize": (torch.optim.RMSprop, {"maximize": True}),
+    "Adagrad fused": (torch.optim.Adagrad, {"fused": True}),
+    "Adagrad foreach": (torch.optim.Adagrad, {"foreach": True}),
+}
+
+
+@each_system
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_the_bases_switches_pass_through(System: Any, switch: str) -> None:
+    Base, options = SWITCHES[switch]
+    options = {"lr": 0.02, **options}
+    model, twin = MLP.model(), MLP.model()
+    plain = Base(twin.parameters(), **options)
+    optimizer = identity_curvature(System, model, plain, BATCHES[0], base=Base, **options)
+    train(model, optimizer, 4)
+    train(twin, plain, 4)
+    assert same(model, twin)
+    name = next(key for key in options if key not in ("momentum", "weight_decay"))
+    assert optimizer.param_groups[0][name] == options[name]
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("switch", [s for s in SWITCHES if "maximize" not in s])
+def test_the_bases_switches_leave_the_split_as_it_is(System: Any, switch: str) -> None:
+    """Which kernels step the base makes no difference but of rounding."""
+    Base, options = SWITCHES[switch]
+    options = {"lr": 0.02, **options}
+    plain_options = {k: v for k, v in options.items() if k not in ("foreach", "fused")}
+    plain_options["lr"] = 0.02
+    model, twin = MLP.model(), MLP.model()
+    optimizer = make(System, model, base=Base, **options)
+    plain = make(System, twin, base=Base, foreach=False, **plain_options)
+    train(model, optimizer, 4)
+    train(twin, plain, 4)
+    assert optimizer.curvature.step == 3
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("base", ["SGD", "AdamW", "RMSprop"])
+def test_maximizing_the_negative_loss_is_minimizing_the_loss(System: Any, base: str) -> None:
+    Base, options = BASES[base]
+    model, twin = MLP.model(), MLP.model()
+    optimizer = make(System, model, base=Base, maximize=True, **options)
+    plain = make(System, twin, base=Base, **options)
+    for batch in BATCHES:
+        take(model, optimizer, batch, lambda outputs, y: -cross_entropy(outputs, y))
+        take(twin, plain, batch)
+    assert optimizer.curvature.step == plain.curvature.step == 5
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
+
+
+@each_system
+def test_a_tensor_learning_rate_changed_in_place_is_followed(System: Any) -> None:
+    model, twin = MLP.model(), MLP.model()
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    own = {} if System is DHO2 else {"kl_clip": 1e-3}
+    optimizer, plain = make(System, model, lr=rate, **own), make(System, twin, lr=0.1, **own)
+    train(model, optimizer, 2)
+    train(twin, plain, 2)
+    optimizer.param_groups[0]["lr"].fill_(0.025)
+    plain.param_groups[0]["lr"] = 0.025
+    train(model, optimizer, 2, start=2)
+    train(twin, plain, 2, start=2)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1)
+    assert same(model.parameters(), before)
+
+
+@each_system
+def test_capturable_reaches_the_base(System: Any) -> None:
+    """On the CPU Adam itself refuses it at the first step, with its own words."""
+    model, twin = MLP.model(), MLP.model()
+    optimizer = make(System, model, base=torch.optim.Adam, capturable=True)
+    plain = torch.optim.Adam(twin.parameters(), capturable=True)
+    assert optimizer.param_groups[0]["capturable"] is True
+    with pytest.raises(AssertionError) as expected:
+        train(twin, plain, 1)
+    with pytest.raises(AssertionError) as found:
+        train(model, optimizer, 1)
+    assert str(found.value) == str(expected.value)
+
+
+@each_system
+def test_differentiable_is_refused_with_a_reason(System: Any) -> None:
+    with pytest.raises(ValueError, match="differentiable=True is not supported: the precond"):
+        make(System, MLP.model(), differentiable=True)
+    make(System, MLP.model(), differentiable=False)
+
+
+# Hooks on the step.
+
+
+@each_system
+@pytest.mark.parametrize("wrapper_first", [True, False])
+def test_global_and_own_step_hooks_fire_once_a_step(System: Any, wrapper_first: bool) -> None:
+    """In either order of construction: torch wraps `step` per class, when one is first made."""
+    Base = type("Base", (torch.optim.SGD,), {"step": unhooked(torch.optim.SGD.step)})
+    Wrapper = type("Wrapper", (System,), {"step": unhooked(System.step)})
+    model, twin = MLP.model(), MLP.model()
+
+    def wrap() -> Any:
+        return make(Wrapper, model, base=Base)
+
+    optimizer = wrap() if wrapper_first else None
+    alone = Base(twin.parameters(), lr=0.1)
+    optimizer = optimizer or wrap()
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def count(name: str) -> Any:
+        return lambda opt, *_: calls.update([(name, type(opt).__name__)])
+
+    handles = [
+        register_optimizer_step_pre_hook(count("global pre")),
+        register_optimizer_step_post_hook(count("global post")),
+    ]
+    optimizer.register_step_pre_hook(count("pre"))
+    optimizer.register_step_post_hook(count("post"))
+    try:
+        train(model, optimizer, 2)
+        assert calls == dict.fromkeys(
+            [(name, "Wrapper") for name in ("global pre", "global post", "pre", "post")], 2
+        )
+        train(twin, alone, 1)
+        assert calls["global post", "Base"] == 1
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# The class.
+
+
+@each_system
+def test_signature_of_step_is_that_of_torch(System: Any) -> None:
+    """`step` stays a method that takes a closure: schedulers and scalers call it as such."""
+    ours = ["curvature_closure"] if System is DHO2 else []
+    parameters = inspect.signature(System.step).parameters
+    assert list(parameters) == ["self", "closure", *ours]
+    for name in ours:
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default is None
+    assert inspect.ismethod(make(System, MLP.model()).step)
+    assert not getattr(make(System, MLP.model()), "_step_supports_amp_scaling", False)
+    assert issubclass(System, torch.optim.Optimizer)
+
+
+@each_system
+def test_defaults_are_the_bases(System: Any) -> None:
+    """OneCycleLR and CyclicLR read `defaults["momentum"]` and `defaults["betas"]`."""
+    model = MLP.model()
+    sgd = make(System, model, momentum=0.8)
+    adam = make(System, model, base=torch.optim.Adam, betas=(0.7, 0.8))
+    assert sgd.defaults["momentum"] == 0.8
+    assert adam.defaults["betas"] == (0.7, 0.8)
+    ours = (PAIRS if System is DHO2 else EXACT).keys() - {"lr"}
+    assert ours.isdisjoint(sgd.param_groups[0])  # options of ours are no group's

@@ -1,0 +1,287 @@
+"""Steps with the sampled Fisher: labels of the model's own, which touch nothing of the user's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import assert_same_factors, each_kronecker, factors, make, take
+from models import CLASSES, ZOO, Checkpointed
+from reference import cross_entropy
+from stepped import SCALERS, fixed_labels, inputs_of, reference, weights
+from torch import Tensor, nn
+from torch.nn import functional
+
+from second_order import SecondOrderWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(4)
+
+
+def sampled(System: Any, model: nn.Module, likelihood: Any = "categorical", **options: Any) -> Any:
+    return make(System, model, fisher="sampled", likelihood=likelihood, **options)
+
+
+@each_kronecker
+def test_sampled_fisher_touches_no_gradient_and_no_random_state(System: Any) -> None:
+    """Labels come from a generator of their own, gradients from a backward of their own."""
+    model, twin = MLP.model(), MLP.model()
+    x, y = BATCHES[0]
+    optimizer = sampled(System, model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    state = torch.get_rng_state()
+    loss = cross_entropy(model(x), y)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+    cross_entropy(twin(x), y).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-15)
+
+
+@each_kronecker
+def test_sampled_labels_are_drawn_anew_each_step_and_the_same_in_each_run(System: Any) -> None:
+    runs = []
+    for _ in range(2):
+        model = MLP.model()
+        optimizer = sampled(System, model, lr=0.0, factor_decay=0.0)
+        seen = []
+        for _ in range(3):
+            take(model, optimizer, BATCHES[0])
+            seen.append(factors(optimizer)["4"][1])
+        runs.append(seen)
+        torch.rand(7)  # whatever else the run draws
+    assert not torch.equal(runs[0][0], runs[0][1])
+    assert not torch.equal(runs[0][1], runs[0][2])
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+@each_kronecker
+def test_sampled_labels_of_micro_batches_are_drawn_one_by_one(System: Any) -> None:
+    """Two passes of one batch with the same labels would be as one."""
+    found = []
+    for passes in (1, 2):
+        model, (x, y) = MLP.model(), BATCHES[0]
+        optimizer = sampled(System, model, lr=0.0)
+        for _ in range(passes):
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        found.append(factors(optimizer)["4"][1])
+    assert not torch.allclose(found[0], found[1], rtol=1e-3)
+
+
+@each_kronecker
+@pytest.mark.parametrize("name", ["mlp", "inplace", "conv_strided", "shared_linear", "batch_norm"])
+def test_sampled_fisher_with_the_datas_labels_is_the_empirical_one(System: Any, name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    batch = case.batch()
+    plain = case.model()
+    if name == "inplace":
+        plain[1].inplace = False  # the reference's captured output is a copy anyway
+    expected = reference(plain, batch)
+    optimizer = sampled(System, model, fixed_labels(batch[1]))
+    take(model, optimizer, batch)
+    assert_same_factors(factors(optimizer), expected)
+
+
+@each_kronecker
+def test_sampled_fisher_under_non_reentrant_checkpointing(System: Any) -> None:
+    x, y = BATCHES[0]
+    torch.manual_seed(0)
+    model = Checkpointed(False).double()
+    plain = copy.deepcopy(model)
+    plain.reentrant = None
+    expected = reference(plain, (x, y))
+    optimizer = sampled(System, model, fixed_labels(y))
+    take(model, optimizer, (x, y))
+    assert_same_factors(factors(optimizer), expected)
+    assert weights(optimizer) == {1}
+
+
+@each_kronecker
+def test_sampled_fisher_under_autocast(System: Any) -> None:
+    case = ZOO["conv"]
+    x, y = case.batch(32)
+    expected = reference(case.model(), (x, y))
+    model = case.model(torch.float32)
+    own = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
+    optimizer = sampled(System, model, fixed_labels(y), **own)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cross_entropy(model(x.float()), y)
+    loss.backward()
+    optimizer.step()
+    for name, found in factors(optimizer).items():
+        for actual, right in zip(found, expected[name], strict=True):
+            assert float((actual - right).norm() / right.norm()) < 2e-2
+    # And with labels of its own, in half precision logits.
+    optimizer = sampled(System, case.model(torch.float32), **own)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cross_entropy(optimizer._training.model(x.float()), y)
+    loss.backward()
+    optimizer.step()
+    assert all(bool(f.isfinite().all()) for pair in factors(optimizer).values() for f in pair)
+
+
+@each_kronecker
+def test_sampled_fisher_is_told_neither_of_scaling_nor_of_accumulation(System: Any) -> None:
+    """Its loss is its own: neither S nor 1/k is in it."""
+    model = MLP.model()
+    x, y = BATCHES[0]
+    expected = reference(model, (x, y))
+    scaler = SCALERS["torch.amp"]()
+    halves = iter([y[:4], y[4:]])
+    optimizer = sampled(
+        System,
+        model,
+        lambda outputs: functional.cross_entropy(outputs, next(halves), reduction="sum"),
+        accumulation_steps=2,
+        grad_scaler=scaler,
+    )
+    for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
+        scaler.scale(cross_entropy(model(part_x), part_y) / 2).backward()
+    scaler.step(optimizer)
+    assert_same_factors(factors(optimizer), expected)
+
+
+class Wrapped(nn.Module):
+    """Returns its logits in a form of the caller's choosing."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(5, CLASSES), form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.layer(x))
+
+
+class Output:
+    """As transformers has it."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda logits: logits,
+    "dict": lambda logits: {"hidden": logits * 2, "logits": logits},
+    "tuple": lambda logits: (logits, logits * 2),
+    "object": Output,
+}
+
+
+def logits_of(output: Any) -> Tensor:
+    if isinstance(output, (dict, tuple)):
+        return output["logits"] if isinstance(output, dict) else output[0]
+    return output if isinstance(output, Tensor) else output.logits
+
+
+@each_kronecker
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+@pytest.mark.parametrize("form", FORMS)
+def test_sampled_fisher_finds_the_logits(System: Any, form: str, likelihood: str) -> None:
+    found = []
+    for shape in ("tensor", form):
+        torch.manual_seed(0)
+        model = Wrapped(FORMS[shape]).double()
+        optimizer = sampled(System, model, likelihood)
+        logits_of(model(BATCHES[0][0])).sum().backward()
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert_same_factors(found[1], found[0], rtol=0)
+    assert float(found[0]["layer"][1].abs().sum()) > 0
+
+
+@each_kronecker
+@pytest.mark.parametrize(
+    "form", [lambda logits: {"hidden": logits}, lambda logits: 3, lambda logits: (3, logits)]
+)
+def test_sampled_fisher_refuses_outputs_without_logits_and_names_the_remedy(
+    System: Any, form: Callable[[Tensor], Any]
+) -> None:
+    model = Wrapped(form).double()
+    optimizer = sampled(System, model)
+    with pytest.raises(TypeError, match="pass likelihood= a callable that takes the output"):
+        model(BATCHES[0][0])
+    del optimizer
+
+
+@each_kronecker
+def test_sampled_fisher_with_a_callable_takes_any_output(System: Any) -> None:
+    x, y = BATCHES[0]
+    torch.manual_seed(0)
+    model = Wrapped(lambda logits: [3, {"scores": logits}]).double()
+    labels = fixed_labels(y)
+    optimizer = sampled(System, model, lambda output: labels(output[1]["scores"]))
+    plain = Wrapped(FORMS["tensor"]).double()
+    plain.load_state_dict(model.state_dict())
+    expected = reference(plain, (x, y))
+    model(x)[1]["scores"].sum().backward()
+    optimizer.step()
+    assert_same_factors(factors(optimizer), expected)
+
+
+@each_kronecker
+def test_sampled_fisher_tells_when_the_model_itself_is_never_called(System: Any) -> None:
+    model = MLP.model()
+    optimizer = sampled(System, model)
+    x, y = BATCHES[0]
+    for layer in model:
+        x = layer(x)
+    cross_entropy(x, y).backward()
+    with pytest.warns(SecondOrderWarning, match="needs the model itself to be called"):
+        optimizer.step()
+
+
+@each_kronecker
+def test_sampled_fisher_survives_zero_grad_between_forward_and_backward(System: Any) -> None:
+    """Some training loops reset gradients there; only completed passes are dropped."""
+    model = MLP.model()
+    optimizer = sampled(System, model)
+    x, y = BATCHES[0]
+    loss = cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    assert all(float(G.abs().sum()) > 0 for _, G in factors(optimizer).values())
+
+
+@each_kronecker
+def test_sampled_fisher_holds_no_input_of_a_layer_called_by_itself(System: Any) -> None:
+    model = MLP.model()
+    optimizer = sampled(System, model)
+    take(model, optimizer, BATCHES[0])
+    alive = inputs_of(model[2])
+    model[2](model[0](BATCHES[1][0]))
+    gc.collect()
+    assert [ref.expired() for ref in alive] == [True]
+
+
+@each_kronecker
+def test_sampled_fisher_of_a_model_that_detaches_its_logits(System: Any) -> None:
+    """There is nothing to differentiate then: no statistics, and no error from inside a forward."""
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.probe, self.layer = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.probe(x).detach(), self.layer(x)
+
+    model = Detached().double()
+    optimizer = sampled(System, model)
+    x, y = BATCHES[0]
+    cross_entropy(model(x)[1], y).backward()
+    optimizer.step()
+    assert not any(float(G.abs().sum()) for _, G in factors(optimizer).values())

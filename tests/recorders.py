@@ -1,0 +1,71 @@
+"""What the tests of captures share: who records pairs, and models that are watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models import ZOO
+from torch import Tensor, nn
+
+from second_order.kronecker.capture import Capture
+
+MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
+
+
+@dataclass
+class Pair:
+    module: nn.Module
+    x: Tensor
+    d: Tensor
+    pass_id: int
+
+
+@dataclass
+class Recorder:
+    """A consumer that keeps every pair, and the state it was handed over in."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    grad_enabled: list[bool] = field(default_factory=list)
+    autocast: list[bool] = field(default_factory=list)
+    lost: list[nn.Module] = field(default_factory=list)
+
+    def lose(self, module: nn.Module, reason: str) -> None:
+        self.lost.append(module)
+
+    def consume(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
+    ) -> None:
+        self.pairs.append(Pair(module, x, d, pass_id))
+        self.grad_enabled.append(torch.is_grad_enabled())
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [pair.module for pair in self.pairs]
+
+    def clear(self) -> None:
+        self.pairs.clear()
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def watched(model: nn.Module, sampler: Any = None) -> tuple[Capture, Recorder]:
+    """A capture of all Linear layers."""
+    recorder = Recorder()
+    capture = Capture(recorder, sampler)
+    capture.attach(model, linears(model))
+    return capture, recorder
+
+
+def backward(model: nn.Module, x: Tensor | None = None) -> None:
+    x = MLP.batch()[0] if x is None else x
+    model(x).square().mean().backward()
+
+
+def summed(output: Any, call: int) -> Tensor:
+    """A sampler that draws no labels."""
+    return output.square().sum()

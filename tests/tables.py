@@ -1,0 +1,44 @@
+"""What the tests of options share: a model, and rows of tables for the systems that take them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import SYSTEMS
+from models import ZOO
+from torch import nn
+
+from second_order import MRDHO2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+
+
+def mlp() -> nn.Module:
+    return ZOO["mlp"].model()
+
+
+def takes(System: Any, option: str) -> bool:
+    return option in inspect.signature(System).parameters
+
+
+ALL = (*SYSTEMS, MRDHO2)
+
+
+def rows(table: Sequence[tuple[Any, ...]], systems: Sequence[Any] = ALL) -> list[Any]:
+    """The rows of a table, by option, each with every system whose or whose base's option it is."""
+    return [
+        pytest.param(System, *row, id=f"{System.__name__}-{row[0]}-{_shown(row[1])}")
+        for row in table
+        for System in systems
+        if takes(System, row[0]) or takes(SGD, row[0]) or takes(Adam, row[0])
+    ]
+
+
+def _shown(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
