@@ -1,15 +1,25 @@
-"""What users hand to an optimizer, looked through: the model, a GradScaler."""
+"""What users hand to an optimizer, looked through: parameters or a model, a GradScaler."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_scaler", "look_through", "refuse_unknown_scaler"]
+from second_order.contract.groups import (
+    check_ownership,
+    loose,
+    materialised,
+    members_of,
+    trainable,
+)
+from second_order.options import check_params
+
+__all__ = ["Given", "check_scaler", "look_through", "refuse_unknown_scaler", "what_is_given"]
 
 
 def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -53,6 +63,72 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
                 f"unsharded model"
             )
     return model, under_ddp
+
+
+@dataclass(frozen=True)
+class Given:
+    """The model and the parameters that are to be optimized.
+
+    Attributes:
+        model: The user's module, without wrappers; an empty one that has the parameters if there is
+            none.
+        known: Whether the user gave one.
+        under_ddp: Whether it was wrapped in DistributedDataParallel.
+        groups: The parameter groups, or parameters.
+        named: Whether these are pairs of names and parameters, as of a model.
+        strange: The shapes of parameters that are not the model's.
+    """
+
+    model: nn.Module
+    known: bool
+    under_ddp: bool
+    groups: list[Any]
+    named: bool
+    strange: list[str]
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All of them."""
+        return members_of(self.groups)
+
+
+def what_is_given(
+    name: str, base: str, params_or_model: Any, model: Any, needs_model: bool
+) -> Given:
+    """Look through the first argument of an optimizer and its ``model``.
+
+    Args:
+        name: Of the optimizer, for messages.
+        base: Of its base, likewise.
+        params_or_model: A module, or parameters or groups.
+        model: The module, where that is none.
+        needs_model: Whether parameters alone will not do.
+
+    Raises:
+        TypeError: For two models, for none that is needed, or for something else.
+        ValueError: If none of the parameters is the model's.
+    """
+    known = model is not None or isinstance(params_or_model, nn.Module)
+    named = isinstance(params_or_model, nn.Module)
+    if isinstance(params_or_model, nn.Module):
+        if model is not None and model is not params_or_model:
+            raise TypeError(f"{name} got two models; pass the model once")
+        model = params_or_model
+        groups: list[Any] = trainable(look_through(model)[0])
+    elif model is None and needs_model:
+        raise TypeError(
+            f"{name} needs the model to see its layers; write "
+            f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
+        )
+    else:
+        check_params(name, params_or_model)
+        groups = [materialised(g) for g in params_or_model]
+        model = loose(groups) if model is None else model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r} is not a torch.nn.Module")
+    inner, under_ddp = look_through(model)
+    strange = check_ownership(name, base, members_of(groups), inner)
+    return Given(inner, known, under_ddp, groups, named, strange)
 
 
 def refuse_unknown_scaler(name: str, reason: str) -> None:

@@ -11,10 +11,11 @@ from torch.profiler import record_function
 
 from second_order.contract.base_state import BASE
 from second_order.contract.saved import unusual
+from second_order.contract.training import Training
 from second_order.distributed.agreement import Facts, require_same, word_of
 from second_order.distributed.collectives import World
 
-__all__ = ["Outline", "outline_of_load"]
+__all__ = ["Outline", "described", "outline_of_load"]
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
 MEMBERS = ("params", "param_names")  # compared by their sizes
@@ -79,6 +80,25 @@ class Outline:
         with record_function("second_order.compare"):
             require_same(world, doing, brief, describe)
         self.loaded = None
+
+
+def described(training: Training) -> list[str]:
+    """A model and its groups, in lines that ranks compare at construction."""
+    named = dict(training.model.named_parameters())
+    lines = [
+        f"{name}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in named.items()
+    ]
+    lines += [f"{n}: {tuple(b.shape)} {b.dtype}" for n, b in training.model.named_buffers()]
+    names = training.names()
+    for i, group in enumerate(training.groups):
+        entries = {
+            k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"
+        }
+        members = [names.get(id(p), "(not in the model)") for p in group["params"]]
+        called = f"{training.base_name} group {i}"
+        lines += [f"{called}: {entries}", f"{called}: parameters {members}"]
+    return [*lines, f"gradients averaged by the optimizer: {training.averages}"]
 
 
 def outline_of_load(

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,23 +25,22 @@ from torch.profiler import record_function
 
 from second_order.contract.averaging import PendingAverage
 from second_order.contract.base_state import BASE, CURVATURE, BaseState
+from second_order.contract.base_step import initialises_state, set_aside, unhooked_step
 from second_order.contract.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
 from second_order.contract.curvature import Curvature
-from second_order.contract.given import check_scaler, look_through, refuse_unknown_scaler
+from second_order.contract.given import check_scaler, refuse_unknown_scaler, what_is_given
 from second_order.contract.groups import (
     check_assigned,
     check_ownership,
-    loose,
     materialised,
     members_of,
     named_like,
     outline_of,
     rename_assigned,
     shallow,
-    trainable,
 )
 from second_order.contract.notices import warns_at_its_end
-from second_order.contract.outline import Outline, outline_of_load
+from second_order.contract.outline import Outline, described, outline_of_load
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_sharded_checkpoint
@@ -53,7 +51,6 @@ from second_order.options import (
     check_base,
     check_choice,
     check_learning_rate,
-    check_params,
     check_rank,
     follow_learning_rates,
     split_base_keywords,
@@ -108,31 +105,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         split_base_keywords(base, own_keywords, base_kwargs)
         check_learning_rate(base_kwargs.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
-        known = model is not None or isinstance(params_or_model, nn.Module)
-        if isinstance(params_or_model, nn.Module):
-            if model is not None and model is not params_or_model:
-                raise TypeError(f"{name} got two models; pass the model once")
-            model = params_or_model
-            groups: list[Any] = trainable(look_through(model)[0])
-        elif model is None and needs_model:
-            raise TypeError(
-                f"{name} needs the model to see its layers; write "
-                f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
-            )
-        else:
-            check_params(name, params_or_model)
-            groups = [materialised(g) for g in params_or_model]
-            model = loose(groups) if model is None else model
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r} is not a torch.nn.Module")
-
-        inner, under_ddp = look_through(model)
-        params = members_of(groups)
-        strange = check_ownership(name, base.__name__, params, inner)
+        given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
-        averages = gradient_averaging is True or (gradient_averaging == "auto" and not under_ddp)
+        wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
         self._training = training = Training(
-            name, inner, known, under_ddp, world, averages and world.size > 1, grad_scaler
+            name,
+            given.model,
+            given.known,
+            given.under_ddp,
+            world,
+            wanted and world.size > 1,
+            grad_scaler,
         )
         launched = os.environ.get("WORLD_SIZE", "1")
         if launched.isdigit() and int(launched) > 1 and world.group is None:
@@ -145,15 +128,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._gathered: dict[Tensor, dict[str, dict[str, Any]]] | None = None
         self._gathered_to: int | None = None
 
-        if strange and needs_model:
+        if given.strange and needs_model:
             training.warn(
-                f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
-                f"by {base.__name__} alone, without curvature: of shapes {', '.join(strange[:10])}"
+                f"{len(given.strange)} of {len(given.params)} parameters are not the model's, and "
+                f"are trained by {base.__name__} alone, without curvature: of shapes "
+                f"{', '.join(given.strange[:10])}"
             )
         # Groups of a model are named, as named_parameters() are; a base may not know of names.
-        of_model = isinstance(params_or_model, nn.Module)
-        self._base = base(params if of_model else [shallow(g) for g in groups], **base_kwargs)
-        super().__init__([shallow(g) for g in groups], {**self._base.defaults, PEAK_LR: 0.0})
+        self._base = base(
+            given.params if given.named else [shallow(g) for g in given.groups], **base_kwargs
+        )
+        super().__init__([shallow(g) for g in given.groups], {**self._base.defaults, PEAK_LR: 0.0})
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
@@ -165,20 +150,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _start_together(self) -> None:
         """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
-        named = dict(training.model.named_parameters())
-        lines = [
-            f"{name}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-            for name, p in named.items()
-        ]
-        lines += [f"{n}: {tuple(b.shape)} {b.dtype}" for n, b in training.model.named_buffers()]
-        names = training.names()
-        for i, group in enumerate(self.param_groups):
-            entries = {k: _printable(v) for k, v in group.items() if k != "params"}
-            members = [names.get(id(p), "(not in the model)") for p in group["params"]]
-            group_name = f"{training.base_name} group {i}"
-            lines += [f"{group_name}: {entries}", f"{group_name}: parameters {members}"]
-        lines.append(f"gradients averaged by the optimizer: {training.averages}")
-        world.require_equal([*lines, *self._curvature.description()], "models or options")
+        lines = [*described(training), *self._curvature.description()]
+        world.require_equal(lines, "models or options")
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
             with torch.no_grad():
@@ -230,7 +203,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._initialises_state():
+        # Such a step must move no counter and start no collective: one rank alone may take it.
+        fresh = not self.state and training.steps == 0 and curvature.nothing_captured()
+        if fresh and initialises_state(self.param_groups):
             self._share_state()
             self._base_step()
             return loss
@@ -245,7 +220,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature.prepare()
         average = self._start_averaging()
         curvature.precondition(average)
-        with record_function("second_order.base"), self._set_aside():
+        with record_function("second_order.base"), set_aside(training):
             curvature.step_base(self._base_step)
         curvature.correct()
         training.trained = set(training.training_params())
@@ -255,63 +230,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature.watch()
         return loss
 
-    @contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """Step no parameter by gradients that differ between processes."""
-        params = self._without_average() if self._training.averages else []
-        gradients = [p.grad for p in params]
-        if params and self._training.first_time("frozen gradients"):
-            names = self._training.names()
-            listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in params[:20])
-            self._training.warn(
-                f"frozen parameters have gradients that the processes have not averaged, and are "
-                f"not stepped: {listed}; call zero_grad() after freezing"
-            )
-        for p in params:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for p, gradient in zip(params, gradients, strict=True):
-                p.grad = gradient
-
-    def _initialises_state(self) -> bool:
-        """Whether this is the empty step by which checkpointing code brings state into being.
-
-        ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients. Such
-        a step must move no counter and start no collective, since one rank alone may take it.
-        """
-        return (
-            not self.state
-            and self._training.steps == 0
-            and all(float(group["lr"]) == 0.0 for group in self.param_groups)
-            and self._curvature.nothing_captured()
-            and all(
-                p.grad is not None and not bool(p.grad.count_nonzero())
-                for group in self.param_groups
-                for p in group["params"]
-                if p.requires_grad
-            )
-        )
-
     def _start_averaging(self) -> Callable[[], None]:
         if not self._training.averages:
             return lambda: None
         params = self._training.averaged_params()
         return PendingAverage(params, self._training.world, self._curvature.route).wait
 
-    def _without_average(self) -> list[Tensor]:
-        """Frozen parameters whose gradients are each process's own, where they should be equal."""
-        params = [p for g in self.param_groups for p in g["params"]]
-        frozen = [p for p in params if not p.requires_grad and p not in self._training.trained]
-        return [p for p in frozen if p.grad is not None]
-
     def _base_step(self) -> None:
-        """Step the base without the hooks that this optimizer's own step already runs."""
-        step = type(self._base).step
-        while getattr(step, "hooked", False):
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        step(self._base)
+        unhooked_step(self._base)
 
     def _share_state(self) -> None:
         """Show counters and curvature in ``state``, where checkpoints look."""
@@ -561,7 +487,3 @@ def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
     alive = optimizer()
     if alive is not None and alive.state:
         alive._share_state()
-
-
-def _printable(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value

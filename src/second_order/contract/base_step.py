@@ -1,0 +1,62 @@
+"""The base's own step: without hooks that have run, or gradients that are not to count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from second_order.contract.training import Training
+
+__all__ = ["initialises_state", "set_aside", "unhooked_step"]
+
+
+def unhooked_step(base: torch.optim.Optimizer) -> None:
+    """Step a base without the hooks that the wrapper's own step already runs."""
+    step = type(base).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(base)
+
+
+def initialises_state(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether this is the empty step by which checkpointing code brings state into being.
+
+    ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients.
+    """
+    return all(
+        float(group["lr"]) == 0.0
+        and all(
+            p.grad is not None and not bool(p.grad.count_nonzero())
+            for p in group["params"]
+            if p.requires_grad
+        )
+        for group in groups
+    )
+
+
+@contextmanager
+def set_aside(training: Training) -> Iterator[None]:
+    """Step no frozen parameter by a gradient that differs between processes."""
+    params = []
+    if training.averages:
+        members = [p for group in training.groups for p in group["params"]]
+        frozen = [p for p in members if not p.requires_grad and p not in training.trained]
+        params = [p for p in frozen if p.grad is not None]
+    gradients = [p.grad for p in params]
+    if params and training.first_time("frozen gradients"):
+        names = training.names()
+        listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in params[:20])
+        training.warn(
+            f"frozen parameters have gradients that the processes have not averaged, and are "
+            f"not stepped: {listed}; call zero_grad() after freezing"
+        )
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
