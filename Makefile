@@ -30,46 +30,46 @@ demo: venv ## train on digits with SGD, Adam and every optimizer, two processes:
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
 
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress.py \
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/progress.py \
 		--output benchmarks/results/progress.json $(ARGS)
 
 settings: venv ## what the options do: intervals, clip and batch, dampings, labels: some minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/settings.py \
+	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/settings.py \
 		--json benchmarks/results/settings.json $(ARGS)
 
 progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two processes: a few minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
-		benchmarks/progress_distributed.py \
+		benchmarks/progress/progress_distributed.py \
 		--output benchmarks/results/progress_distributed.json $(ARGS)
 
 final-updates: venv ## the three final updates of MRDHO2 beside the base alone: some minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
-		benchmarks/final_updates.py --output benchmarks/results/final_updates.json $(ARGS)
+		benchmarks/progress/final_updates.py --output benchmarks/results/final_updates.json $(ARGS)
 
 hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
-	PYTHONPATH=examples:benchmarks $(BIN)/torchrun --standalone --nproc-per-node=2 \
-		benchmarks/hidden.py --json benchmarks/results/hidden.json $(ARGS)
+	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
+		benchmarks/speed/hidden.py --json benchmarks/results/hidden.json $(ARGS)
 
 asynchronous: venv ## what DistKFAC's threads and stats workers buy, beside what was asked: most of an hour
-	PYTHONPATH=examples $(BIN)/python benchmarks/asynchronous.py \
+	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/asynchronous.py \
 		--json benchmarks/results/asynchronous.json $(ARGS)
 
 curvature: venv ## what Lanczos and DHO2 cost and buy, beside what was asked: many minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/curvature.py \
+	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/curvature.py \
 		--json benchmarks/results/curvature.json $(ARGS)
 
 bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: most of an hour
-	$(BIN)/python benchmarks/speed.py --json benchmarks/results/speed.json $(ARGS)
-	$(BIN)/python benchmarks/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
+	$(BIN)/python benchmarks/speed/speed.py --json benchmarks/results/speed.json $(ARGS)
+	$(BIN)/python benchmarks/speed/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
 
 structure: venv ## files, functions and lines that a step of each system takes a reader through
-	$(BIN)/python benchmarks/structure.py --json benchmarks/results/structure.json $(ARGS)
+	$(BIN)/python benchmarks/reading/structure.py --json benchmarks/results/structure.json $(ARGS)
 
 scaling: venv ## what 64 processes would send and keep, beside the paper's formulas: a minute
-	$(BIN)/python benchmarks/scaling.py $(ARGS)
+	$(BIN)/python benchmarks/speed/scaling.py $(ARGS)
 
 faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes
-	$(BIN)/python benchmarks/faults.py --jobs 3 --json benchmarks/results/faults.json \
+	$(BIN)/python benchmarks/faults/faults.py --jobs 3 --json benchmarks/results/faults.json \
 		--page docs/faults.md $(ARGS)
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
@@ -87,7 +87,7 @@ pytest: venv
 test-thorough: venv ## the tests with other random examples in each run, 300 for each property: hours
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal --timeout 0 $(ARGS)
 
-mutants: venv ## small faults put into the source, one at a time: do the tests notice? half an hour
+mutants: venv ## small faults put into the source, one at a time: do the tests notice? some ten minutes
 	$(BIN)/python tests/mutants.py --jobs $(TEST_JOBS) \
 		--json benchmarks/results/mutants.json $(ARGS)
 
@@ -101,4 +101,4 @@ format: venv ## rewrite the code in the project's format
 clean: ## remove what the other targets made, .venv too
 	rm -rf $(VENV) site build dist .coverage .coverage.* htmlcov demo.png spectrum.png
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -47,7 +47,7 @@ def solve(
     a, g = solver.decompose(damped(name, A, G, damping), A.dtype, triangular)
     assert a is not None
     assert g is not None
-    return solver.combine(a, g, damping).precondition(gradient)
+    return solver.combine({"A": a, "G": g}, damping).precondition(gradient)
 
 
 def decompose(

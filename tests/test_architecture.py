@@ -1,4 +1,4 @@
-"""The package's rooms: nothing imports upwards, no file grows past reading, names are documented.
+"""The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
 
     optimizers                             what users make
     kfac        fosi                       two wings that know nothing of each other
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from pathlib import Path
 
 import pytest
 
 import second_order
+import structure
 
 ROOT = Path(second_order.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_LINES = 600
 
 # What a part may import besides itself. The top, "", is `second_order` itself: nobody's to import.
 BELOW: dict[str, set[str]] = {
@@ -162,9 +163,107 @@ def test_an_import_downwards_is_not(module: str, source: str) -> None:
     assert not upward(module, source)
 
 
+# Meaning, not length.
+
+MOST_LINES = 700  # of all classes that make up one object
+
+
+def classes() -> list[type]:
+    """The package's own, each once."""
+    found: dict[type, None] = {}
+    for name in sorted(MODULES - {"second_order"}):
+        module = importlib.import_module(name)
+        found |= {c: None for c in vars(module).values() if isinstance(c, type)}
+    return [c for c in found if c.__module__.startswith("second_order.")]
+
+
+def test_no_object_is_past_reading() -> None:
+    """All methods that share a `self` are read as one."""
+    for kind in classes():
+        ours = [c for c in kind.__mro__ if c.__module__.startswith("second_order.")]
+        lines = sum(len(inspect.getsourcelines(c)[0]) for c in ours)
+        documented = sum(len((c.__doc__ or "").splitlines()) for c in ours)
+        assert lines - documented <= MOST_LINES, f"{kind.__name__}: {lines - documented} lines"
+
+
+WINGS = {"kfac": ("fosi", "lanczos"), "fosi": ("kfac", "kronecker")}
+SYSTEMS = {"kaisa": "kfac", "dpkfac": "kfac", "distkfac": "kfac", "dho2": "fosi", "mrdho2": "fosi"}
+
+
+def reached(module: str) -> set[str]:
+    """Every module of the package that an import of one loads."""
+    graph = {module_name(path): imported(path.read_text("utf-8")) & MODULES for path in FILES}
+    found: set[str] = set()
+    todo = [module]
+    while todo:
+        here = todo.pop()
+        if here not in found:
+            found.add(here)
+            todo += graph[here]
+    return found
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_loads_nothing_of_the_other_wing(system: str) -> None:
+    loaded = reached(f"second_order.optimizers.{system}")
+    strange = [name for name in loaded if part(name) in WINGS[SYSTEMS[system]]]
+    assert not strange
+
+
+def foreign(path: Path) -> list[str]:
+    """Private names that a file reaches on an object, and that only other files' classes have."""
+    owners = structure.private_names()
+    return [
+        f"line {node.lineno}: {node.attr}"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr in owners
+        and path not in owners[node.attr]
+        # The package's optimizers are one with their base; torch's names are torch's.
+        and node.attr not in ("_training", "_curvature", "_constructed")
+        and not {getattr(n, "id", "") for n in ast.walk(node.value)} & {"torch", "dist", "group"}
+    ]
+
+
 @each_file
-def test_no_module_is_past_reading(path: Path) -> None:
-    assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES
+def test_no_private_name_of_another_files_class(path: Path) -> None:
+    assert not foreign(path)
+
+
+def ranks_compared(source: str) -> list[int]:
+    """Lines that decide by a rank's number, in an `if`."""
+    tests = [n.test for n in ast.walk(ast.parse(source)) if isinstance(n, ast.If | ast.IfExp)]
+    return [
+        test.lineno
+        for test in tests
+        if any(
+            isinstance(node, ast.Compare)
+            and any(_is_rank(side) for side in (node.left, *node.comparators))
+            and any(isinstance(side, ast.Constant) for side in (node.left, *node.comparators))
+            for node in ast.walk(test)
+        )
+    ]
+
+
+def _is_rank(node: ast.expr) -> bool:
+    return getattr(node, "id", getattr(node, "attr", "")) in ("rank", "_rank")
+
+
+HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.worker_epochs", "fosi.divided"}
+
+
+@each_file
+def test_only_helpers_are_told_apart_by_their_rank(path: Path) -> None:
+    """Whoever else has something to do looks it up in the plan."""
+    module = module_name(path).removeprefix("second_order.")
+    if part(module_name(path)) in ("kfac", "fosi", "optimizers") and module not in HELPERS:
+        assert not ranks_compared(path.read_text("utf-8"))
+
+
+def test_a_rank_compared_is_seen() -> None:
+    assert ranks_compared("if world.rank == 0:\n    pass") == [1]
+    assert ranks_compared("x = 1 if rank != 0 else 2") == [1]
+    assert not ranks_compared("if rank in ranks:\n    pass")
 
 
 def test_no_test_file_is_past_reading_and_each_has_a_name_of_its_own() -> None:

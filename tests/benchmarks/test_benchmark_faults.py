@@ -81,7 +81,8 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
 def test_a_case_is_performed(tmp_path: Path) -> None:
     """By a process of its own, which forks."""
     written = tmp_path / "faults.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--json", str(written)]
+    script = ROOT / "benchmarks" / "faults" / "faults.py"
+    command = [sys.executable, str(script), "--json", str(written)]
     command += ["--every", "--only", "DPKFAC 1 / solves / solves return NaN on one rank / first"]
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     subprocess.run(command, env=environment, capture_output=True, timeout=100, check=True)

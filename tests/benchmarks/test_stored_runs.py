@@ -320,6 +320,20 @@ def test_every_stored_run_is_named_with_its_command() -> None:
             assert f"benchmarks/results/{name}" in makefile + command, name
 
 
+def test_every_benchmark_is_in_the_list_with_its_command() -> None:
+    folder = ROOT / "benchmarks"
+    makefile = (ROOT / "Makefile").read_text()
+    parts = re.split(r"^## (\w+): ", (folder / "README.md").read_text(), flags=re.MULTILINE)
+    listed = []
+    for name, part in zip(parts[1::2], parts[2::2], strict=True):
+        for file, command in re.findall(r"^\| `(\w+\.py)` \| .* \| (.*)\|$", part, re.MULTILINE):
+            listed.append(folder / name / file)
+            for target in re.findall(r"^`make ([\w-]+)`", command):
+                (recipe,) = re.findall(rf"^{target}: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+                assert f"benchmarks/{name}/{file}" in recipe, target
+    assert sorted(listed) == sorted(folder.rglob("*.py"))
+
+
 STEPS = {
     "SGD": "SGD",
     "KAISA, COMM-OPT": "KAISA COMM-OPT",

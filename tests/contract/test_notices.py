@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,25 +56,25 @@ def told(lines: list[str]) -> Iterator[None]:
 
 class Teller:
     def __init__(self) -> None:
-        self._notices = Notices()
+        self._training = SimpleNamespace(notices=Notices())
         self.done: list[str] = []
 
     @warns_at_its_end
     def outer(self) -> str:
-        self._notices.say("first")
+        self._training.notices.say("first")
         self.inner()
-        self._notices.say("third")
+        self._training.notices.say("third")
         self.done.append("outer")
         return "result"
 
     @warns_at_its_end
     def inner(self) -> None:
-        self._notices.say("second")
+        self._training.notices.say("second")
         self.done.append("inner")
 
     @warns_at_its_end
     def fail(self) -> None:
-        self._notices.say("why it fails")
+        self._training.notices.say("why it fails")
         raise KeyError("failed")
 
 
@@ -99,7 +100,7 @@ def test_errors_are_raised_one_at_a_time_after_the_work() -> None:
         with pytest.raises(SecondOrderWarning, match="second"):
             teller.inner()
         with pytest.raises(SecondOrderWarning, match="now"):
-            Teller()._notices.say("now")
+            Teller()._training.notices.say("now")
 
 
 def test_an_error_of_the_work_itself_comes_first() -> None:
@@ -114,7 +115,7 @@ def test_an_error_of_the_work_itself_comes_first() -> None:
 def test_what_is_kept_waits_for_a_block() -> None:
     teller = Teller()
     with collected(False) as lines:
-        teller._notices.keep("kept")
+        teller._training.notices.keep("kept")
         assert not teller.done
         teller.inner()
     assert lines == ["kept", "second"]

@@ -492,12 +492,15 @@ def read(rank: int, world_size: int, data: bytes) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("writer", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_pickle_is_refused_at_another_place(world: pool.World, world_size: int) -> None:
+def test_a_pickle_is_refused_at_another_place(
+    world: pool.World, world_size: int, writer: int
+) -> None:
     """It would lack what other ranks keep."""
-    data = world.run(written, 3)[2]
+    data = world.run(written, 3)[writer]
     for rank, message in enumerate(world.run(read, world_size, data)):
-        assert f"on rank 2 of 3, and this is rank {rank} of {world_size}" in message
+        assert f"on rank {writer} of 3, and this is rank {rank} of {world_size}" in message
         assert "state_dict(), after consolidate()" in message
 
 

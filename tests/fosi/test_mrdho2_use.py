@@ -256,7 +256,7 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
 def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
     """For each message of pairs, whether it says that they are finite, and how many tensors."""
-    vectors, courier, sent = Pairs.vectors, optimizer._accelerator._courier, []
+    vectors, courier, sent = Pairs.vectors, optimizer._curvature.line.courier, []
     posts = courier.post
 
     def post(name: str, tensors: Sequence[Tensor], **note: Any) -> None:

@@ -218,6 +218,23 @@ def failing(solve: Callable[[], Any]) -> Any:
     return {}
 
 
+def one_factor_failing(solve: Callable[[], Any]) -> Any:
+    found = solve()
+    del found["G"]
+    return found
+
+
+def test_one_factor_that_fails_on_a_thread_is_told() -> None:
+    model = CASE.model()
+    with distkfac(model, max_staleness=0) as optimizer, noted() as warned:
+        go(model, optimizer, CASE, BATCHES[:1])
+        with solving(one_factor_failing):
+            go(model, optimizer, CASE, BATCHES[1:2])
+        assert optimizer.summary().failed == len(LAYERS)
+    assert all("could not be decomposed at step 1" in line for line in warned)
+    assert len(warned) == len(LAYERS)
+
+
 def test_a_failing_decomposition_keeps_the_last_inverse_and_says_so_once() -> None:
     model = CASE.model()
     options = {"max_staleness": 0, "inv_update_steps": 2, "max_consecutive_failures": 3}

@@ -224,6 +224,32 @@ def test_a_checkpoint_with_stats_workers(
     assert sorted(names) == list(LAYERS)
 
 
+def pickled_worker(model: nn.Module, optimizer: Any) -> Any:
+    """What a pickle of it, read where it was written, goes on with; it has no helpers."""
+    with optimizer:
+        train_on(model, optimizer, BATCHES[:2])
+        twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
+        trajectory = train_on(twin, copied, BATCHES[2:5])
+        place = copied.role, copied._training.world.rank, copied._training.world.size
+        copied.close()
+    return place, trajectory
+
+
+def pickled_stats(model: nn.Module, optimizer: Any) -> Any:
+    with optimizer:
+        _, copied = pickle.loads(pickle.dumps((model, optimizer)))
+        optimizer.serve(BATCHES, lambda batch: loss_of(model, batch))
+    return copied.role, copied._training.world.rank, copied._training.world.size
+
+
+def test_a_pickle_beside_stats_workers_finds_those_of_its_role(world: World) -> None:
+    results = world.run(play, 3, (pickled_worker, pickled_stats), {}, timeout=2 * LONG)
+    workers, (stats,) = roles_of(results)
+    assert [place for place, _ in workers] == [("worker", 0, 2), ("worker", 1, 2)]
+    assert stats == ("stats", 0, 1)
+    assert len(agreed([trajectory for _, trajectory in workers])) == 3
+
+
 def test_one_process_takes_up_a_checkpoint_of_stats_workers(world: World) -> None:
     results = world.run(play, 3, (saves_worker, saves_stats), {}, "", timeout=2 * LONG)
     data = roles_of(results)[0][0][0]

@@ -149,10 +149,12 @@ def train_stale(rank: int, world_size: int, options: dict[str, Any]) -> list[Ten
     return trajectory
 
 
-def one_side_fails(rank: int, world_size: int, size: int) -> tuple[list[Tensor], list[str]]:
+def one_side_fails(
+    rank: int, world_size: int, size: int, colocate: bool
+) -> tuple[list[Tensor], list[str]]:
     """Matrices of one size cannot be decomposed at the second refresh."""
     model = MLP.model()
-    optimizer = kaisa(model, **REFRESHED)
+    optimizer = kaisa(model, colocate_factors=colocate, **REFRESHED)
     found = []
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
@@ -164,12 +166,13 @@ def one_side_fails(rank: int, world_size: int, size: int) -> tuple[list[Tensor],
     return found, caught(messages)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "colocate"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize(("size", "layer"), [(8, "2"), (3, "4")], ids=["A", "G"])
 def test_one_factor_that_fails_is_told(
-    world: World, world_size: int, size: int, layer: str
+    world: World, world_size: int, colocate: bool, size: int, layer: str
 ) -> None:
-    results = world.run(one_side_fails, world_size, size)
+    """Of a layer whose other factor may be sound on another rank."""
+    results = world.run(one_side_fails, world_size, size, colocate)
     agreed([found for found, _ in results])
     for _, (line,) in results:
         assert f"layer {layer!r} could not be decomposed at step 2" in line

@@ -120,7 +120,7 @@ def labels_by_rank(rank: int, world_size: int) -> Any:
     for _ in range(6):
         model(MLP.batch(1)[0]).sum().backward()
         block = optimizer._curvature.layers.blocks[-1]
-        staged.append(block.staged.sums().g.clone())
+        staged.append(block.staged.sums().factors["G"].clone())
         block.staged.clear()
     return torch.stack(staged)
 

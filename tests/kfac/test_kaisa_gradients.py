@@ -117,6 +117,41 @@ def test_a_layer_that_some_ranks_skip(world: World, workers: int, wrap: bool) ->
             assert torch.equal(before, after)
 
 
+class Dead(Forked):
+    """Whose branch is off for every input."""
+
+    def forward(self, x: Tensor, branch: bool) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        return self.head(x + torch.relu(self.branch(x) - 1e3) if branch else x)
+
+
+def train_dead(rank: int, world_size: int, user: int, colocate: bool) -> tuple[Any, list[str]]:
+    """One rank alone calls the branch."""
+    torch.manual_seed(0)
+    model = Dead().double()
+    optimizer = kaisa(model, colocate_factors=colocate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in BATCHES[:2]:
+            x, y = shard(batch, rank, world_size)
+            optimizer.zero_grad()
+            cross_entropy(model(x, rank == user), y).backward()
+            optimizer.step()
+    plan = {b.name: each.solvers for b, each in optimizer._curvature.plan.items()}
+    return plan["branch"], [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_dead_layer_that_one_rank_alone_calls_is_not_called_unused(
+    world: World, user: int, colocate: bool
+) -> None:
+    """One rank decomposes its factors, or each of two does one, and one of them sees it called."""
+    for solvers, warned in world.run(train_dead, 2, user, colocate):
+        assert len(set(solvers)) == (1 if colocate else 2)
+        assert warned == []
+
+
 def forked_statistics(rank: int, world_size: int) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     model = Forked().double()

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerated import noted
-from contract import EXACT
-from models import Attention
 from threaded import BATCHES, CASE, LAYERS, distkfac
 from torch import Tensor, nn
 
@@ -140,6 +138,24 @@ def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+def test_micro_batches_of_a_stats_worker_are_counted() -> None:
+    """Its own loop, too, may divide the losses of several passes by their number."""
+    x, y = BATCHES[0]
+    sent = []
+    for passes, steps in ((1, 1), (3, 3), (3, "auto")):
+        model = CASE.model()
+        optimizer = distkfac(model, accumulation_steps=steps)
+        post = helping(optimizer)
+        optimizer._curvature.layers.capture.enabled = True
+        with noted():
+            for one in zip(x.chunk(passes), y.chunk(passes), strict=True):
+                (CASE.loss(model(one[0]), one[1]) / passes).backward()
+            optimizer.step()
+        sent.append(post.sent[TO_WORKER.format(0)][0])
+    for other in sent[1:]:
+        torch.testing.assert_close(other, sent[0])
+
+
 def test_what_is_served_is_neither_scaled_nor_divided() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     sent = []
@@ -149,36 +165,6 @@ def test_what_is_served_is_neither_scaled_nor_divided() -> None:
         sent.append(message(model, optimizer, lambda model=model: loss_on(model), "serve")[0])
     for other in sent[1:]:
         torch.testing.assert_close(other, sent[0])
-
-
-def test_layers_that_share_an_input_share_what_messages_say() -> None:
-    """As often as their statistics come, and no more, and not longer than they share it."""
-
-    def loss(model: Attention) -> Tensor:
-        x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(3))
-        return nn.functional.cross_entropy(model(x), torch.arange(4) % 3)
-
-    found = []
-    for one_tensor in (True, False):
-        torch.manual_seed(0)
-        model = Attention()
-        model.one_tensor = one_tensor
-        worker = distkfac(model, **EXACT, factor_decay=0.5)
-        for i in range(3):
-            torch.manual_seed(i)
-            other = Attention()
-            other.one_tensor = one_tensor and i != 1
-            sent = message(other, distkfac(other, **EXACT), lambda other=other: loss(other), "step")
-            helped(worker).came[TO_WORKER.format(0)] = sent
-            worker._curvature.take_statistics()
-            shared = {b.name for b in worker._curvature.layers.blocks if b.shares_a}
-            assert len(shared) == (2 if other.one_tensor else 0)
-        found.append(
-            {b.name: b.factors.matrices(torch.float64) for b in worker._curvature.layers.blocks}
-        )
-    for name, matrices in found[0].items():
-        for ours, theirs in zip(matrices, found[1][name], strict=True):
-            torch.testing.assert_close(ours, theirs)
 
 
 def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
@@ -254,6 +240,26 @@ def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
         last = step
         for block in worker._curvature.layers.blocks:
             assert float(block.factors.weight) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: bool) -> None:
+    """Which was of own passes, or is in the checkpoint."""
+    other, model = CASE.model(), CASE.model()
+    sent = message(other, distkfac(other), lambda: loss_on(other), "step")
+    worker = distkfac(model, factor_decay=None)
+    for _ in range(60):
+        worker.zero_grad()
+        loss_on(model).backward()
+        worker.step()
+    if resumed:
+        saved = worker.state_dict()
+        worker = distkfac(model, factor_decay=None)
+        worker.load_state_dict(saved)
+    before = [float(block.factors.weight) for block in worker._curvature.layers.blocks]
+    hear(worker, helped(worker), 0, sent, 0)
+    for block, weight in zip(worker._curvature.layers.blocks, before, strict=True):
+        assert float(block.factors.weight) == pytest.approx(weight * STEP_DECAY + 1.0)
 
 
 def test_a_stats_workers_gradients_do_not_pile_up() -> None:
@@ -464,13 +470,11 @@ def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
 SPOILT: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {
     "could not be read": lambda tensors, note: as_refused("its heading cannot be read"),
     "no note": lambda tensors, note: (tensors, {}),
-    "no edition": lambda tensors, note: (tensors, {k: note[k] for k in ("layers", "sharing")}),
+    "no edition": lambda tensors, note: (tensors, {"layers": note["layers"]}),
     "edition in text": lambda tensors, note: (tensors, note | {"edition": "0"}),
     "layers in text": lambda tensors, note: (tensors, note | {"layers": "0"}),
     "layers of numbers": lambda tensors, note: (tensors, note | {"layers": [0, 2, 4]}),
     "a layer twice": lambda tensors, note: (tensors, note | {"layers": ["0", "0", "4"]}),
-    "sharing in a list": lambda tensors, note: (tensors, note | {"sharing": ["0"]}),
-    "sharing with numbers": lambda tensors, note: (tensors, note | {"sharing": {"0": 2}}),
     "no tensors": lambda tensors, note: ([], note),
     "one tensor": lambda tensors, note: (tensors[:1], note),
     "three tensors": lambda tensors, note: ([*tensors, tensors[0]], note),

@@ -147,7 +147,7 @@ def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, see
     for label in range(CLASSES):
         ((_, d),) = ref.captured(model, x, lambda out, i=label: (out * v[i]).sum(), "1")["1"]
         pair = block.statistics(model[1], x.flatten(1), d, "expand", F64)
-        A, G, L = (part[0] for part in pair.factors)
+        A, G, L = (part[0] for part in pair.factors.values())
         total += ref.kron(G, A, L)
     exact = weight_fisher(ref.exact_fisher(model, x, "categorical", "1"), width)
     close(total, exact, rtol=1e-9)
@@ -250,7 +250,8 @@ def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> Non
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
     x, d = torch.randn(4, 6, dtype=F64), torch.randn(4, block.shape.out_dim, dtype=F64)
     x[1, 1] = math.nan
-    assert not block.statistics(block.modules[0], x, d, "expand", F64).a.isfinite().all()
+    pair = block.statistics(block.modules[0], x, d, "expand", F64)
+    assert not pair.factors["A"].isfinite().all()
 
 
 # 15. eigen = dense solve with A ⊗ L ⊗ G + γI. inverse = dense solve with the damped factors.
@@ -269,10 +270,9 @@ def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float, pac
         Problem(1, len(f), F64, f.device, f[None].clone, added, None, False)
         for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
     ]
-    a, g, locations = SOLVERS[solver].decompose(problems, F64, packed)
-    assert a is not None
-    assert g is not None
-    return SOLVERS[solver].combine(a, g, damping, locations)
+    found = SOLVERS[solver].decompose(problems, F64, packed)
+    parts = {k: part for k, part in zip("AGL", found, strict=True) if part is not None}
+    return SOLVERS[solver].combine(parts, damping)
 
 
 @each_solver

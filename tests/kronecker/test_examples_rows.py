@@ -90,7 +90,7 @@ def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> N
             found = pair_statistics(module, x, d, **options)
             without = pair_statistics(module, x[alive], d[alive], **options)
             assert found.examples == without.examples
-            for a, b in zip(found.factors, without.factors, strict=True):
+            for a, b in zip(found.factors.values(), without.factors.values(), strict=True):
                 torch.testing.assert_close(a, b)
 
 
@@ -143,7 +143,7 @@ def test_masks_of_a_device_give_what_picked_rows_give(
             masked = pair_statistics(module, x, d, bias=bias, **options)
         assert isinstance(masked.examples, Tensor)
         assert float(masked.examples) == picked.examples
-        for a, b in zip(masked.factors, picked.factors, strict=True):
+        for a, b in zip(masked.factors.values(), picked.factors.values(), strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -158,7 +158,7 @@ def test_what_is_not_finite_shows_where_it_has_no_gradient_either(
         if x.is_floating_point():
             d[1], x[1] = 0, bad
             pair = pair_statistics(module, x, d, bias=True, approximation="expand", dtype=F64)
-            assert not bool(pair.a.isfinite().all())
+            assert not bool(pair.factors["A"].isfinite().all())
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
@@ -174,7 +174,7 @@ def test_exact_and_doubly_factored_blocks_count_the_same_rows(approx: Any) -> No
         found = block.statistics(module, x, d, approx, F64)
         without = block.statistics(module, x[alive], d[alive], approx, F64)
         assert found.examples == without.examples
-        for a, b in zip(found.factors, without.factors, strict=True):
+        for a, b in zip(found.factors.values(), without.factors.values(), strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -195,7 +195,7 @@ def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.M
                 staged.add(pair, 1.0, index, mean=True)
         found = staged.sums()
         assert float(found.head[0]) == 8
-        return torch.cat([found.a.flatten(), found.g.flatten(), found.head])
+        return torch.cat([*(f.flatten() for f in found.factors.values()), found.head])
 
     torch.testing.assert_close(sums([*steps, beyond, beyond]), sums(steps))
     halves = sums([*steps, beyond], [beyond, beyond])
@@ -303,4 +303,4 @@ def test_factors_do_not_depend_on_how_a_batch_with_dead_rows_is_cut(
     live, sums = 12 - len(dead), staged.sums(parts)
     assert int(staged.dropped) == 1
     assert float(sums.head[0]) == live
-    torch.testing.assert_close(sums.g.squeeze(0), live**2 * d.T @ d)
+    torch.testing.assert_close(sums.factors["G"].squeeze(0), live**2 * d.T @ d)

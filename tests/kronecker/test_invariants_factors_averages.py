@@ -116,10 +116,11 @@ def staging(
 def mean_of(staged: Sequence[StagedStatistics]) -> Factors:
     """As ranks do it: sums added, then divided. Mean eigenvalues are those of the factors."""
     sums = [each.sums() for each in staged]
-    a, g, head = (sum(getattr(each, part) for each in sums) for part in ("a", "g", "head"))
+    a, g = (sum(each.factors[letter] for each in sums) for letter in "AG")
+    head = sum(each.head for each in sums)
     shape = staged[0].shape
     average = KroneckerFactors(shape, CPU, F64, staged[0].triangular)
-    average.update(StatisticsSums(a.clone(), g.clone(), head.clone()), 0.0)
+    average.update(StatisticsSums({"A": a.clone(), "G": g.clone()}, head.clone()), 0.0)
     A, G = average.matrices(F64)
     close(average.means, [mean_eigenvalue(A), mean_eigenvalue(G)])
     assert float(average.weight) == 1.0
@@ -255,7 +256,8 @@ def summed(kronecker: KroneckerFactors, A: Tensor, G: Tensor, examples: int) -> 
     """The sums over so many examples whose means are A and G."""
     one = torch.ones(1, dtype=F64)
     head = torch.cat([one, mean_eigenvalue(A), mean_eigenvalue(G)]) * examples
-    return StatisticsSums(kronecker.store(A) * examples, kronecker.store(G) * examples, head)
+    stored = {"A": kronecker.store(A) * examples, "G": kronecker.store(G) * examples}
+    return StatisticsSums(stored, head)
 
 
 def symmetric(*size: int) -> Tensor:
@@ -315,7 +317,7 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
     assert kronecker.a is not None
     assert kronecker.g is not None
     absent = torch.tensor([0.0, 7.0, 7.0], dtype=F64)
-    kronecker.update(StatisticsSums(kronecker.a * 7, kronecker.g * 7, absent), 0.9)
+    kronecker.update(StatisticsSums({"A": kronecker.a * 7, "G": kronecker.g * 7}, absent), 0.9)
     assert torch.equal(kronecker.weight, weight)
     assert torch.equal(kronecker.means, means)
     for a, b in zip(kronecker.matrices(F64), before, strict=True):
@@ -327,7 +329,7 @@ def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples() -> No
     kronecker = KroneckerFactors(factor_shape(nn.Linear(20, 30), True), CPU, torch.bfloat16, False)
     sums = summed(kronecker, symmetric(1, 21, 21), symmetric(1, 30, 30), 259)
     sums.head = sums.head.float()
-    expected = [(total.float() / 259).bfloat16() for total in sums.factors]
+    expected = [(total.float() / 259).bfloat16() for total in sums.factors.values()]
     kronecker.update(sums, 0.95)
     assert torch.equal(kronecker.stored["A"], expected[0])  # type: ignore[arg-type]
     assert torch.equal(kronecker.stored["G"], expected[1])  # type: ignore[arg-type]

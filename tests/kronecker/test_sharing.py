@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from contract import KRONECKER, factors, make, take
 from models import Attention
-from ranks import kaisa, shard
+from ranks import kaisa, replaced, shard
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
 
 from second_order import KAISA
+from second_order.kronecker import layers
+from second_order.kronecker.layers import gram
 
 if TYPE_CHECKING:
     from pool import World
@@ -34,66 +35,34 @@ def averages(optimizer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("system", KRONECKER)
-def test_one_tensor_is_one_a_and_changes_nothing(system: Any) -> None:
-    runs = []
+def test_the_product_of_one_tensor_is_formed_once_and_changes_nothing(system: Any) -> None:
+    """A of q, k and v; when their inputs part, and come together again, each has its own."""
+    runs, counts = [], []
     for one_tensor in (True, False):
         torch.manual_seed(0)
         model = Attention()
-        model.one_tensor = one_tensor
-        optimizer = (
-            system(model, lr=0.1, max_staleness=0)
-            if system.__name__ == "DistKFAC"
-            else (system(model, lr=0.1))
-        )
-        train(model, optimizer, range(12))
-        found = averages(optimizer)
-        distinct = {id(found[name]) for name in "qkv"}
-        assert len(distinct) == (1 if one_tensor else 3)
-        assert found["out"] is not found["q"]
-        runs.append((model, optimizer))
-    (model, optimizer), (other, other_optimizer) = runs
+        options = {"max_staleness": 0} if system.__name__ == "DistKFAC" else {}
+        optimizer = system(model, lr=0.1, refresh_warmup_steps=20, **options)
+        formed: list[int] = []
+
+        def counted(*args: Any, formed: list[int] = formed) -> Tensor:
+            formed.append(1)
+            return gram(*args)
+
+        for steps, one in (
+            (range(6), one_tensor),
+            (range(6, 9), False),
+            (range(9, 12), one_tensor),
+        ):
+            model.one_tensor = one
+            with replaced(layers, {"gram": counted}):
+                train(model, optimizer, steps)
+        runs.append((model, averages(optimizer)))
+        counts.append(len(formed))
+    assert counts[1] - counts[0] == 2 * 9, "A of two layers, in nine passes"
+    (model, found), (other, apart) = runs
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-    shared, apart = optimizer.summary().factor_bytes, other_optimizer.summary().factor_bytes
-    assert shared == apart - 2 * averages(optimizer)["q"].nbytes
-
-
-def test_inputs_that_part_have_an_a_each_again() -> None:
-    runs = []
-    for parting in (True, False):
-        torch.manual_seed(0)
-        model = Attention()
-        model.one_tensor = parting
-        optimizer = KRONECKER[0](model, lr=0.1)
-        train(model, optimizer, range(6))
-        model.one_tensor = False
-        train(model, optimizer, range(6, 12))
-        assert len({id(a) for a in averages(optimizer).values()}) == 4
-        model.one_tensor = True
-        train(model, optimizer, range(12, 18))
-        assert len({id(a) for a in averages(optimizer).values()}) == 2
-        runs.append(model)
-    assert all(map(torch.equal, *(list(model.parameters()) for model in runs)))
-
-
-def test_copies_and_checkpoints_keep_what_is_shared() -> None:
-    torch.manual_seed(0)
-    model = Attention()
-    optimizer = KRONECKER[0](model, lr=0.1)
-    train(model, optimizer, range(6))
-    copied_model, copied = copy.deepcopy((model, optimizer))
-    torch.manual_seed(0)
-    loaded_model = Attention()
-    loaded = KRONECKER[0](loaded_model, lr=0.1)
-    loaded_model.load_state_dict(model.state_dict())
-    loaded.load_state_dict(optimizer.state_dict())
-    train(copied_model, copied, range(6, 9))
-    train(loaded_model, loaded, range(6, 9))
-    train(model, optimizer, range(6, 9))
-    for each in (optimizer, copied, loaded):
-        found = averages(each)
-        assert len({id(found[name]) for name in "qkv"}) == 1
-    assert all(map(torch.equal, model.parameters(), copied_model.parameters()))
-    assert all(map(torch.equal, averages(optimizer).values(), averages(loaded).values()))
+    assert all(torch.equal(found[name], apart[name]) for name in found)
 
 
 class SomeBiases(nn.Module):

@@ -154,6 +154,22 @@ def test_removing_the_optimizer_removes_its_hooks(System: Any, fisher: str) -> N
     assert hook_count(model) == 1  # the user's own
 
 
+@each_kronecker
+def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
+    """Its hooks with it, before anybody looks for garbage."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    train(model, optimizer, 1)
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+        assert hook_count(model) == 0
+    finally:
+        gc.enable()
+
+
 @eigenpairs_only
 @pytest.mark.parametrize("base", ["SGD", "Adam"])
 def test_nothing_is_left_of_an_optimizer_that_goes(System: Any, base: str) -> None:

@@ -116,7 +116,7 @@ class KFACCurvature(Curvature):
             else OwnerGradients(training, clip, only_to_owners=system.owners == "owner")
         )
         self._exchange: Exchange | None = None
-        self._heard_at = 0  # the step of the last message from a stats worker
+        self._updated_at = 0  # the step of the last update of the averages
         self._closed = False
         self.layers.find()
 
@@ -201,15 +201,16 @@ class KFACCurvature(Curvature):
             with record_function("second_order.exchange"):
                 exchange.statistics(sums)
             self.layers.take_in(sums, self._decay())
+            self._updated_at = self.training.steps
         if helpers is None:
             return
         mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
-        for found, sharing in helpers.statistics(mine, [b.name for b in fed]):
-            decay = self._decay_after(self.training.steps - self._heard_at)
-            self._heard_at = self.training.steps
+        for found in helpers.statistics(mine, [b.name for b in fed]):
+            decay = self._decay_after(self.training.steps - self._updated_at)
+            self._updated_at = self.training.steps
             for block in found:
                 block.asked = True
-            self.layers.average(self.layers.active, found, sharing, decay)
+            self.layers.take_in(found, decay)
         helpers.tell(self.training)
 
     def _precondition(self) -> None:
@@ -349,6 +350,7 @@ class KFACCurvature(Curvature):
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh finds and tells
         self.solves.restart()
+        self._updated_at = self.training.steps
         self.watch()
 
     @property
@@ -367,6 +369,8 @@ class KFACCurvature(Curvature):
 
     def awake(self) -> None:
         """Watch the copied model; groups of processes are made again at the next step."""
+        if self.helpers is not None:
+            self.helpers.awake(self.training)
         self._exchange = None
         if not self._closed:
             self.layers.connect()

@@ -58,8 +58,8 @@ class Exchange:
         for block, each in sums.items():
             layer = self._layers[block]
             if layer.source is None:
-                tensors += [each.head, *each.factors]
-                keepers += [None, *(layer.keeper(letter) for letter in block.shape.letters)]
+                tensors += [each.head, *each.factors.values()]
+                keepers += [None, *map(layer.keeper, each.factors)]
         if any(keeper is not None for keeper in keepers):
             self._world.start_sum_to(tensors, keepers).wait()
         elif tensors:

@@ -13,7 +13,6 @@ from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import GradientScale, KroneckerBlock, StatisticsCollector
 from second_order.kronecker.capture import Capture
-from second_order.kronecker.equal_inputs import link_equal_inputs
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.layers import Approximation
@@ -184,27 +183,10 @@ class Layers:
             decay: Weight of the past.
         """
         self._drop_overflow(sums)
-        self.average(self.blocks, sums, self.collector.settle(), decay)
-
-    @staticmethod
-    def average(
-        blocks: Iterable[KroneckerBlock],
-        sums: dict[KroneckerBlock, StatisticsSums],
-        sharing: Mapping[KroneckerBlock, KroneckerBlock],
-        decay: float,
-    ) -> None:
-        """Running averages of layers take in sums, which are used up; one A for equal inputs.
-
-        Args:
-            blocks: All layers.
-            sums: Of some.
-            sharing: By layer, another one that had the same input.
-            decay: Weight of the past.
-        """
-        linked = link_equal_inputs(blocks, sharing, sums)
+        self.collector.settle()
         while sums:  # the last one's go first
             block, each = sums.popitem()
-            block.ensure_factors().update(each, decay, "A" if block in linked else "")
+            block.ensure_factors().update(each, decay)
 
     def _micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """What the loss of each pass has been divided by, where that is to be found out."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -24,36 +25,114 @@ from second_order.options import (
     scheduled,
 )
 
-__all__ = ["KFACOptions", "check_clip", "check_damping", "check_decay"]
+__all__ = ["DOCS", "KFACOptions", "check_clip", "check_damping", "check_decay", "documented"]
+
+T = TypeVar("T")
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+DOCS = {
+    "params_or_model": """\
+The model, whose trainable parameters are optimized; or parameters, or parameter
+groups as for any ``torch.optim`` optimizer, with ``model=``.""",
+    "model": """\
+The model, where the first argument is not one. Wrappers (DistributedDataParallel,
+``torch.compile``) are looked through.""",
+    "lr": "The base's learning rate, a float or a tensor; schedulers reach it as always.",
+    "base": "Class of the optimizer that takes the preconditioned gradients.",
+    "damping": """\
+γ, added to the curvature before it is inverted; number or callable, at least 0.
+Larger is more cautious: the step turns from the natural to the plain gradient.""",
+    "relative_damping": """\
+γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G / (dim A dim
+G), which frees it of the scale of the loss. False: γ is ``damping`` itself, as in the
+papers. KAISA's published code has smaller factors, and so another γ for the same
+step: see "Where it differs from the paper" in its docs.""",
+    "factor_decay": """\
+Weight of the past in the running averages of A and G, in [0, 1); number or callable.""",
+    "kl_clip": """\
+κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
+(Pauloski et al. 2022, 5.1); number, callable or None for no bound. A number is the
+bound at the learning rate's peak and shrinks with lr² when a schedule lowers it; a
+callable is taken as it is. The best bound grows with the batch: 1e-4 at 64 examples
+and 1e-3 at 512 on the digits MLP.""",
+    "solver": """\
+"eigen" applies (A ⊗ G + γ I)⁻¹ exactly; "inverse" damps A and G apart and takes their
+Cholesky inverses: cheaper, and about as good on the digits.""",
+    "factor_update_steps": "Statistics are taken every so many steps; number or callable.",
+    "inv_update_steps": "Inverses are refreshed every so many steps; number or callable.",
+    "refresh_warmup_steps": """\
+During the first steps, so many, both are refreshed at every step: a first inverse
+from a single batch is no guide for the next hundred steps.""",
+    "fisher": """\
+"empirical" takes the gradients of your own backward; "sampled" draws labels from the
+model's predictions and takes the gradients of those, at the price of a further
+backward pass to the layers' outputs whenever statistics are due.""",
+    "likelihood": """\
+For the sampled Fisher, what the outputs mean: "categorical" (logits, classes on the
+last dimension), "bernoulli" (logits), "gaussian" (means), or a callable ``output ->
+summed negative log-likelihood of labels it has drawn``.""",
+    "kfac_approx": """\
+For layers applied at many positions: "expand" if each position has a loss term
+(language models), "reduce" if positions are pooled (Eschenhagen et al. 2023).""",
+    "eigen_refresh": """\
+"full" computes eigenvectors anew at each refresh. "warm" takes one step of orthogonal
+iteration from the last ones where that is accurate.""",
+    "symmetry_aware": "Keep and send the upper triangles of symmetric matrices.",
+    "max_factor_dim": """\
+Layers with a larger factor, A of the inputs or G of the outputs, are left to the
+base, and named: memory grows with its square, a solve with its cube. The A of an
+embedding is diagonal, of any size.""",
+    "skip_layers": """\
+Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``, that
+the base trains alone, with all that is inside them.""",
+    "accumulation_steps": """\
+Micro-batches to a step, if the loss is divided by their number; 1 if the losses of
+several passes are added up. "auto": the passes of each step are counted, and their
+losses taken to be divided by their number.""",
+    "loss_reduction": """\
+"mean" if the loss is a mean over its terms, "sum" if it is a sum.""",
+    "grad_scaler": "The ``GradScaler`` that scales the loss, if there is one.",
+    "factor_dtype": "Factors are kept and sent in it: float32, float64 or bfloat16.",
+    "inv_dtype": "Inverses are kept, sent and applied in it; decompositions use float32 or more.",
+    "max_consecutive_failures": """\
+So many refreshes in a row without a sound decomposition of a layer raise
+:class:`~second_order.DecompositionError` on every process.""",
+    "gradient_averaging": """\
+"auto" averages gradients over the processes, after giving all of them the first one's
+parameters, unless DistributedDataParallel does; True or False: always or never.""",
+    "process_group": "The processes to work with; None for the default group, if there is one.",
+    "**base_kwargs": "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.",
+}
+"""What the keywords mean that all systems share, by name."""
 
 
 @dataclass(frozen=True)
 class KFACOptions:
     """The options of :class:`KFACOptimizer`, checked; meanings as in the optimizers' docstrings."""
 
-    damping: Schedule
-    relative_damping: bool
-    factor_decay: Schedule
-    kl_clip: Schedule | None
-    solver: SolverName
-    factor_update_steps: Interval
-    inv_update_steps: Interval
-    refresh_warmup_steps: int
-    fisher: str
-    likelihood: Likelihood
-    kfac_approx: Approximation
-    eigen_refresh: str
-    symmetry_aware: bool
-    skip_layers: tuple[str, ...]
-    accumulation_steps: int | Literal["auto"]
-    loss_reduction: str
-    factor_dtype: torch.dtype
-    inv_dtype: torch.dtype
-    max_consecutive_failures: int
-    max_factor_dim: int
+    damping: Schedule = 2.0
+    relative_damping: bool = True
+    factor_decay: Schedule = 0.95
+    kl_clip: Schedule | None = 1e-4
+    solver: SolverName = "eigen"
+    factor_update_steps: Interval = 10
+    inv_update_steps: Interval = 100
+    refresh_warmup_steps: int = 20
+    fisher: str = "empirical"
+    likelihood: Likelihood = "categorical"
+    kfac_approx: Approximation = "expand"
+    eigen_refresh: str = "full"
+    symmetry_aware: bool = True
+    skip_layers: tuple[str, ...] = ()
+    accumulation_steps: int | Literal["auto"] = "auto"
+    loss_reduction: str = "mean"
+    factor_dtype: torch.dtype = torch.float32
+    inv_dtype: torch.dtype = torch.float32
+    max_consecutive_failures: int = 3
+    max_factor_dim: int = 8192
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
@@ -132,3 +211,19 @@ def check_clip(value: float) -> None:
     """Raise ValueError unless a kl_clip is positive."""
     remedy = "use a positive number, or None for no clip"
     check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
+
+
+def documented(optimizer: type[T]) -> type[T]:
+    """Put what shared keywords mean into a docstring, where it has their names in braces."""
+    assert optimizer.__doc__ is not None
+    lines = []
+    for line in optimizer.__doc__.splitlines():
+        name = line.strip().removeprefix("{").removesuffix("}")
+        if line.strip() == f"{{{name}}}":
+            text = f"{name}: {' '.join(DOCS[name].split())}"
+            first, rest = " " * 8, " " * 12
+            lines += textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=rest)
+        else:
+            lines.append(line)
+    optimizer.__doc__ = "\n".join(lines)
+    return optimizer

@@ -1,7 +1,7 @@
 """Damped inverses of the layers' factors: submitted, agreed on, installed.
 
 submit    each solver decomposes its factors, at once or on threads, from a snapshot
-agree     all ranks hear the gravest verdict on each layer
+agree     all ranks hear the greatest verdict on each layer
 install   decompositions go to the gradient workers of the layers that are solved, and are put to
           use by all of them at this step; the others keep what they have, or nothing
 
@@ -53,13 +53,17 @@ Solved: TypeAlias = dict[str, Decomposition]
 
 
 class Verdict(IntEnum):
-    """What a rank says of a layer that is to be solved, in the order of gravity."""
+    """What a rank says of a layer that is to be solved: the greatest of all ranks' is true.
+
+    Whoever solves it knows whether there are statistics; whether pairs without an example have ever
+    come, any rank may know.
+    """
 
     FLYING = 0  # not yet, or not by this rank
-    SOUND = 1
-    FAILED = 2
-    SILENT = 3  # no pair of statistics has ever come
-    UNSEEN = 4  # none with an example
+    SILENT = 1  # no pair of statistics has ever come
+    UNSEEN = 2  # none with an example
+    SOUND = 3
+    FAILED = 4
     LOST = 5  # a factor is missing where it should be kept
     RAISED = 6  # on a thread
 
@@ -234,15 +238,15 @@ class Solves:
         rank, step = self._training.world.rank, self._training.steps
         check_damping(value_at(self._options.damping, step))  # everywhere, before it begins
         self.flights |= {block: Flight(step) for block in blocks}
-        for block in blocks:
-            block.ensure_factors()  # everywhere: checkpoints have the same entries on all ranks
         mine = [b for b in blocks if rank in self._plan[b].solvers]
         others = [b for b in blocks if b not in mine and rank in self._plan[b].workers]
-        ready = self._with_factors(mine)
         try:
+            for block in blocks:
+                block.ensure_factors()  # everywhere: checkpoints have the same entries on all ranks
+            ready = self._with_factors(mine)
             dampings = self._dampings([*ready, *(others if self._background is None else [])])
-        except Exception as error:
-            self._tell_of_error(ready, error)
+        except Exception as error:  # which must not part this rank from the others
+            self._tell_of_error(mine, error)
             return
         for block, damping in dampings.items():
             self.flights[block].damping = damping
@@ -331,7 +335,7 @@ class Solves:
         added = self._solver.dampings(means, damping, shape.exact)[position]
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
-            guess = inverse.q_a if letter == "A" else inverse.q_g
+            guess = inverse.vectors.get(letter)
             scale = factored_damping(*means.unbind(), damping=damping)[position]
         return Problem(
             shape.groups,
@@ -410,7 +414,7 @@ class Solves:
     def _start_agreement(
         self, news: Sequence[float]
     ) -> Callable[[], tuple[dict[KroneckerBlock, Verdict], Sequence[float]]]:
-        """Begin to hear the gravest verdict on each layer, and the news."""
+        """Begin to hear the verdict on each layer, and the news."""
         blocks, background, world = list(self._plan), self._background, self._training.world
         exactly = background is not None and background.deterministic
         if not news and (not self.flights or (exactly and not any(map(self._waits, self.flights)))):
@@ -437,6 +441,10 @@ class Solves:
     def _verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
         """What this rank has to say of a layer."""
         ticket = flight.ticket
+        if ticket is None and flight.verdict is Verdict.FLYING and self._waits(block):
+            if self._training.world.backend == "fake":  # where those that solve it are not heard
+                return Verdict.SOUND
+            return Verdict.UNSEEN if block.heard else Verdict.FLYING
         if ticket is None:
             return flight.verdict
         if self._waits(block):
@@ -468,8 +476,7 @@ class Solves:
             inverse = None
             if block in received:
                 damping, parts = received.pop(block)
-                a, g, *rest = (parts[letter] for letter in block.shape.letters)
-                inverse = self._solver.combine(a, g, damping, *rest)
+                inverse = self._solver.combine(parts, damping)
             block.install(inverse)
             self.landed_at[block], self.taken_at[block] = self._training.steps, flight.step
         return list(verdicts), failing

@@ -61,6 +61,13 @@ def _divide(
     return roles, stores
 
 
+def _rejoin(training: Training, count: int) -> None:
+    """Find the processes of one's own role again, in a pickle."""
+    if training.world.size > 1 and training.world.whole is None:
+        roles = assign_roles(training.world.size, count, "stats")
+        training.world = roles.team(training.world)
+
+
 @dataclass
 class Helper:
     """One stats worker, as a gradient worker sees it.
@@ -129,6 +136,10 @@ class StatsWorkers:
         await_connections(everybody, self.couriers, [store for store, _ in stores])
         self.shapes = [t.shape for t in training.whole_model()]
 
+    def awake(self, training: Training) -> None:
+        """Find the other gradient workers again, in a copy, which has no helpers."""
+        _rejoin(training, self.count)
+
     @property
     def refused(self) -> int:
         """Messages that were not as they have to be."""
@@ -183,8 +194,8 @@ class StatsWorkers:
 
     def statistics(
         self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
-    ) -> Iterator[tuple[Sums, dict[KroneckerBlock, KroneckerBlock]]]:
-        """What has come since the last step: of each message the sums, and who shares whose input.
+    ) -> Iterator[Sums]:
+        """What has come since the last step, the sums of each message.
 
         Args:
             mine: The layers that this process owns, by name.
@@ -213,11 +224,7 @@ class StatsWorkers:
             sound = {layer: sums for layer, sums in found.items() if sums is not None}
             self.last |= dict.fromkeys(sound, self.messages)
             self.known.update(sound)
-            sharing = {k: v for k, v in note["sharing"].items() if k in mine and v in mine}
-            yield (
-                {mine[layer]: sums for layer, sums in sound.items()},
-                {mine[layer]: mine[other] for layer, other in sharing.items()},
-            )
+            yield {mine[layer]: sums for layer, sums in sound.items()}
         due = self.messages - ENOUGH_MESSAGES
         wanting = [layer for layer in mine if layer in self.known]
         self.hungry = self.messages == 0 or any(self.last.get(k, -1) <= due for k in wanting)
@@ -374,6 +381,11 @@ class StatsWorker(Curvature):
         self._deliver()
         self._fetch()
 
+    def awake(self) -> None:
+        """Watch the copied model; a copy talks to nobody."""
+        _rejoin(self.training, self._count)
+        self._look()
+
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
         return self.layers.nothing_captured
@@ -447,7 +459,7 @@ class StatsWorker(Curvature):
                 break
             except MalformedError as why:
                 courier.refuse(name, why)
-                self._post([{}] * self._workers, {})
+                self._post([{}] * self._workers)
         if self.refused_messages and self.training.first_time("refused"):
             self.training.warn(refused_line("" if courier is None else courier.complaint))
         if message is None:
@@ -479,25 +491,18 @@ class StatsWorker(Curvature):
         for block, owner in zip(active, owners, strict=True):
             if block in fed:
                 parts[owner][block.name] = sums[block]
-        sharing = {k.name: v.name for k, v in self.layers.collector.settle().items()}
-        self._post(parts, sharing)
+        self.layers.collector.settle()
+        self._post(parts)
 
-    def _post(
-        self, parts: Sequence[Mapping[str, StatisticsSums]], sharing: Mapping[str, str]
-    ) -> None:
-        """Send statistics to the owners of the layers.
-
-        Args:
-            parts: By worker, the sums of its layers.
-            sharing: By layer, another one that has had the same input.
-        """
+    def _post(self, parts: Sequence[Mapping[str, StatisticsSums]]) -> None:
+        """Send statistics to the owners of the layers; ``parts`` are by worker."""
         if self.courier is None:
             return
         for rank, sums in enumerate(parts):
             heads = [each.head for each in sums.values()]
-            factors = [t for each in sums.values() for t in each.factors]
+            factors = [t for each in sums.values() for t in each.factors.values()]
             flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
-            note = {"layers": list(sums), "sharing": sharing, "edition": self._edition}
+            note = {"layers": list(sums), "edition": self._edition}
             self.courier.post(f"stats/{self._sent}/{rank}", flat, **note)
         self._sent += 1
 
@@ -575,7 +580,7 @@ def _statistics_in(message: Message) -> Message:
         MalformedError: If they are none.
     """
     tensors, note = message
-    require_form(note, edition=int, layers=[str], sharing={str: str})
+    require_form(note, edition=int, layers=[str])
     if len(tensors) != (2 if note["layers"] else 0):
         raise MalformedError(f"{len(note['layers'])} layers have {len(tensors)} tensors, not 2")
     strange = [t for t in tensors if t.dim() != 1 or not t.is_floating_point()]
@@ -608,7 +613,8 @@ def _unpack_statistics(
     for block, head, each in zip(blocks, heads.split(head_sizes), shapes, strict=True):
         parts = [next(flat).view(shape).clone() for shape in each]
         sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts))
-        a, g, *rest = (part.to(device, non_blocking=True) for part in parts)
-        sums = StatisticsSums(a, g, head.to(device, non_blocking=True), *rest)
+        moved = [part.to(device, non_blocking=True) for part in parts]
+        by_letter = dict(zip(block.shape.letters, moved, strict=True))
+        sums = StatisticsSums(by_letter, head.to(device, non_blocking=True))
         found[block.name] = sums if sound else None
     return found

@@ -56,10 +56,7 @@ class KroneckerBlock:
         heard: Whether a pair has ever come, be it one without an example.
         failures: Refreshes in a row that gave no sound decomposition.
         complaint: Why the last one did not, where an error tells.
-        shares_a: Whether its A is another block's.
     """
-
-    shares_a = False
 
     def __init__(
         self,
@@ -340,11 +337,8 @@ class KroneckerBlock:
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of the running averages on this process, without an A that is another block's."""
-        if self.factors is None:
-            return 0
-        shared = self.factors.a if self.shares_a else None
-        return self.factors.nbytes - (0 if shared is None else shared.nbytes)
+        """Bytes of the running averages on this process."""
+        return 0 if self.factors is None else self.factors.nbytes
 
     @property
     def inverse_bytes(self) -> int:
@@ -381,7 +375,6 @@ class StatisticsCollector:
         conv_approximation: That of convolutions; None for the same.
         warn: Tells of statistics that cannot be had.
         blocks: Those of each module.
-        sharing: By block, another one that has had the same input, since the last :meth:`settle`.
     """
 
     approximation: Approximation
@@ -393,7 +386,6 @@ class StatisticsCollector:
         message, SecondOrderWarning, stacklevel=3
     )
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
-    sharing: dict[KroneckerBlock, KroneckerBlock] = field(default_factory=dict)
     _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
@@ -403,10 +395,9 @@ class StatisticsCollector:
             for module in block.modules:
                 self.blocks.setdefault(module, []).append(block)
 
-    def settle(self) -> dict[KroneckerBlock, KroneckerBlock]:
-        """Forget the passes so far; gives :attr:`sharing`."""
-        sharing, self.sharing, self._last_a = self.sharing, {}, None
-        return sharing
+    def settle(self) -> None:
+        """Forget the passes so far."""
+        self._last_a = None
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
@@ -460,10 +451,8 @@ class StatisticsCollector:
         if plain and last is not None and last[0] == key and last[1] is not block:
             known = last[2]
         pair = block.statistics(module, x, d, approximation, self.factor_dtype, known)
-        if known is not None and pair.a is known.a:
-            assert last is not None
-            self.sharing[block] = last[1]
-            return replace(pair, a=pair.a.clone())
+        if known is not None and pair.factors["A"] is known.factors["A"]:
+            return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
         if plain:
             self._last_a = (key, block, pair)
         return pair

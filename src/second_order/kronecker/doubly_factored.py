@@ -90,6 +90,6 @@ class DoublyFactoredBlock(KroneckerBlock):
         psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
         psi = torch.where(finite[:, None], psi, torch.nan)
         packed = self.staged.triangular
-        parts = psi[None], live.pick(rows)[None], kappa[None]
-        a, g, locations = (gram(part, False, packed) for part in parts)
-        return PairStatistics(a, g, live.count, len(rows), locations)
+        parts = {"A": psi, "G": live.pick(rows), "L": kappa}
+        factors = {letter: gram(part[None], False, packed) for letter, part in parts.items()}
+        return PairStatistics(factors, live.count, len(rows))

@@ -182,7 +182,7 @@ class ExactBlock(KroneckerBlock):
         else:
             g = gram(rows.unsqueeze(0), False, self.staged.triangular)
         ones = torch.ones(self.shape.groups, 1, dtype=dtype, device=d.device) * examples
-        return PairStatistics(ones, g, examples, len(rows))
+        return PairStatistics({"A": ones, "G": g}, examples, len(rows))
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation

@@ -29,27 +29,17 @@ class StatisticsSums:
     """One step's statistics of a layer: what the ranks add up.
 
     Attributes:
-        a: Sum of A's examples, as the running average is stored.
-        g: Sum of G's.
+        factors: By letter, the sum of a factor's examples, as the running average is stored.
         head: ``(1 + 2 groups,)``: the number of examples, and the sums of the mean eigenvalues of
             A's groups and of G's; ``(4,)`` with those of L.
-        locations: Sum of L's, where a layer is doubly factored.
     """
 
-    a: Tensor
-    g: Tensor
+    factors: dict[str, Tensor]
     head: Tensor
-    locations: Tensor | None = None
-
-    @property
-    def factors(self) -> list[Tensor]:
-        """The sums of the factors, in the order of the layer's letters."""
-        return [self.a, self.g, *([] if self.locations is None else [self.locations])]
 
     def to(self, dtype: torch.dtype) -> StatisticsSums:
-        """With the factors' sums in a dtype."""
-        a, g, *rest = (factor.to(dtype) for factor in self.factors)
-        return StatisticsSums(a, g, self.head, *rest)
+        """The same sums, with those of the factors in a dtype."""
+        return StatisticsSums({k: f.to(dtype) for k, f in self.factors.items()}, self.head)
 
 
 class StagedStatistics:
@@ -71,7 +61,7 @@ class StagedStatistics:
 
     def clear(self) -> None:
         """Forget every pair since the last step."""
-        self._sums: list[Tensor] = []
+        self._sums: dict[str, Tensor] = {}
         head = 1 + len(self.shape.letters) * self.shape.groups
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
         # By pass, each call's rows and examples.
@@ -116,11 +106,10 @@ class StagedStatistics:
             # Over the rows, at first: what share of them are examples the whole step tells, so that
             # it does not matter how a batch was cut.
             gradient_scale = gradient_scale * pair.rows
-        found = [_stored(factor, self.triangular) for factor in pair.factors]
+        found = {k: _stored(factor, self.triangular) for k, factor in pair.factors.items()}
         if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
-            found[1].mul_(torch.as_tensor(gradient_scale, dtype=pair.g.dtype) ** 2)
-        pairs = zip(found, self.shape.letters, strict=True)
-        means = [mean_eigenvalue(factor, self.shape.dim(letter)) for factor, letter in pairs]
+            found["G"].mul_(torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2)
+        means = [mean_eigenvalue(factor, self.shape.dim(k)) for k, factor in found.items()]
         examples = torch.as_tensor(pair.examples, dtype=means[0].dtype, device=self.device)
         head = torch.cat([examples.view(1), *means])
         finite = torch.isfinite(head.sum())
@@ -130,12 +119,12 @@ class StagedStatistics:
             rows = rows * finite
             head.masked_fill_(~finite, 0.0)
             # Not in place: another layer may have been given the same A.
-            found = [factor.masked_fill(~finite, 0.0) for factor in found]
+            found = {k: factor.masked_fill(~finite, 0.0) for k, factor in found.items()}
             self.dropped += ~finite
         self._head += head.to(self.dtype)
         self._mean = mean
         if self._sums:
-            torch._foreach_add_(self._sums, found)
+            torch._foreach_add_(list(self._sums.values()), list(found.values()))
         else:
             self._sums = found
         self._passes.setdefault(pass_id, []).append((rows, head[0]))
@@ -153,20 +142,18 @@ class StagedStatistics:
             micro_batches: The number that each pass's loss was divided by.
         """
         if not self._sums:
-            blanks = _blanks(self.shape, self.device, self.dtype, self.triangular).values()
-            a, g, *rest = (make() for make in blanks)
-            return StatisticsSums(a, g, self._head, *rest)
-        a, g, *rest = self._sums
+            blanks = _blanks(self.shape, self.device, self.dtype, self.triangular)
+            return StatisticsSums({k: make() for k, make in blanks.items()}, self._head)
         counted = [_uses_and_rows(calls) for calls in self._passes.values()]
         uses = sum(n for n, _ in counted) / len(counted)
         scale: float | Tensor = uses * micro_batches**2
         if self._mean:
             scale = scale * self._share_of_examples(sum(rows for _, rows in counted)) ** 2
         if isinstance(scale, float) and scale == 1.0:
-            return StatisticsSums(a, g, self._head, *rest)
+            return StatisticsSums(dict(self._sums), self._head)
         head, groups = self._head.clone(), self.shape.groups
         head[1 + groups : 1 + 2 * groups] *= scale
-        return StatisticsSums(a, g * scale, head, *rest)
+        return StatisticsSums({**self._sums, "G": self._sums["G"] * scale}, head)
 
     def _share_of_examples(self, rows: float | Tensor) -> float | Tensor:
         """How many of the rows are examples; a number where that costs no waiting."""
@@ -244,13 +231,12 @@ class KroneckerFactors:
         """A symmetric matrix, or a diagonal, in the form in which this layer keeps and sends it."""
         return _stored(matrix, self.triangular).to(self.dtype)
 
-    def update(self, sums: StatisticsSums, decay: float, skip: str = "") -> None:
+    def update(self, sums: StatisticsSums, decay: float) -> None:
         """Take in one step's sums, which are used up; nothing changes where nobody had an example.
 
         Args:
             sums: Over all ranks; of factors that are not kept here, anything.
             decay: Weight of the past.
-            skip: The letter of a factor that is another layer's, which updates it.
         """
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
@@ -259,8 +245,9 @@ class KroneckerFactors:
         examples = examples.clamp_min(1.0)
         # X + step (x - X), where a step of 0 leaves X bit for bit.
         self.means.lerp_((means / examples).to(self.means.dtype), step.to(self.means.dtype))
-        for (letter, average), total in zip(self.stored.items(), sums.factors, strict=True):
-            if average is not None and letter != skip:
+        for letter, total in sums.factors.items():
+            average = self.stored[letter]
+            if average is not None:
                 # The number is not rounded to what the factors are kept in.
                 narrow = total.dtype != examples.dtype
                 mean = total.to(examples.dtype) / examples if narrow else total.div_(examples)

@@ -109,27 +109,20 @@ class PairStatistics:
     """Sums over one captured pair.
 
     Attributes:
-        a: Shape ``(groups, in, in)``, or that as triangles, or ``(groups, in)`` where A is
-            diagonal; ``a / examples`` is this pair's estimate of A.
-        g: Shape ``(groups, out, out)``, or that as triangles; ``g * examples`` is the estimate of G
-            when the loss is a mean over the examples, ``g / examples`` when it is a sum.
+        factors: By the factors' letters. A ``(groups, in, in)``, or that as triangles, or
+            ``(groups, in)`` where it is diagonal; divided by ``examples`` it is this pair's
+            estimate of A, and so with L. G ``(groups, out, out)``, or that as triangles; times
+            ``examples`` it is the estimate of G when the loss is a mean over the examples, divided
+            by them when it is a sum.
         examples: Their number; on a device a scalar tensor, for which nobody waits.
         rows: Their number with those that have no gradient.
-        locations: As ``a``, of L, where a layer is doubly factored.
-        live: Which of the input's rows ``a`` is of, where another layer may be given it.
+        live: Which of the input's rows A is of, where another layer may be given it.
     """
 
-    a: Tensor
-    g: Tensor
+    factors: dict[str, Tensor]
     examples: int | Tensor
     rows: int
-    locations: Tensor | None = None
     live: LiveRows | None = None
-
-    @property
-    def factors(self) -> list[Tensor]:
-        """The sums of the factors, in the order of the layer's letters."""
-        return [self.a, self.g, *([] if self.locations is None else [self.locations])]
 
 
 def gram(
@@ -228,9 +221,9 @@ def _linear_statistics(
     live = live_rows(d)
     g = gram(live.pick(d).unsqueeze(0), False, triangular)
     if known is not None and known.live is not None and known.live.same(live):
-        return PairStatistics(known.a, g, live.count, len(d), live=known.live)
+        return PairStatistics({"A": known.factors["A"], "G": g}, live.count, len(d), known.live)
     a = gram(live.pick(x).unsqueeze(0), bias, triangular, live.count)
-    return PairStatistics(a, g, live.count, len(d), live=live)
+    return PairStatistics({"A": a, "G": g}, live.count, len(d), live)
 
 
 def _reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,10 +259,10 @@ def _embedding_statistics(
     counts.scatter_add_(0, tokens.long(), ones)
     g = gram(live.pick(rows).unsqueeze(0), False, triangular)
     if approximation == "expand" or x.dim() < 2:
-        return PairStatistics(counts.unsqueeze(0), g, live.count, len(rows))
+        return PairStatistics({"A": counts.unsqueeze(0), "G": g}, live.count, len(rows))
     examples = live_rows(d.flatten(1)).count
     g.mul_(examples / _at_least_one(live.count))
-    return PairStatistics(counts.unsqueeze(0), g, examples, len(d))
+    return PairStatistics({"A": counts.unsqueeze(0), "G": g}, examples, len(d))
 
 
 def _at_least_one(count: int | Tensor) -> int | Tensor:
@@ -353,11 +346,11 @@ def _conv_statistics(
             order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
             columns = patches.permute(order).reshape(conv.groups, -1, count * locations)
             a = gram(columns.mT, bias, triangular, examples * locations)
-        return PairStatistics(a, g, examples, rows)
+        return PairStatistics({"A": a, "G": g}, examples, rows)
     rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
     rows_d = d.sum(-1).transpose(0, 1)
     a, g = gram(rows_x, bias, triangular, examples), gram(rows_d, False, triangular)
-    return PairStatistics(a, g, examples, rows)
+    return PairStatistics({"A": a, "G": g}, examples, rows)
 
 
 _Statistics: TypeAlias = Callable[

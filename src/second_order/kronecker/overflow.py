@@ -22,10 +22,10 @@ def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
         shape: Of the layer.
     """
     widest = max(shape.dim(letter) for letter in shape.letters)
-    bound = torch.finfo(sums.a.dtype).max / widest
+    bound = torch.finfo(sums.factors["A"].dtype).max / widest
     over = ~(sums.head[1:].amax() <= bound)  # NaN is no sound sum either
     # On the CPU nobody waits for an answer.
     if over.device.type != "cpu" or bool(over):
-        for each in (sums.head, *sums.factors):
+        for each in (sums.head, *sums.factors.values()):
             each.masked_fill_(over, 0.0)
     return over

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -35,8 +35,6 @@ __all__ = [
     "InverseSolver",
     "Solver",
     "SolverName",
-    "ThreeWayEigenInverse",
-    "ThreeWayInverse",
     "factored_damping",
 ]
 
@@ -60,120 +58,71 @@ class Inverse(Protocol):
 
 @dataclass(frozen=True)
 class EigenInverse:
-    """P = Q_G ((Q_Gᵀ ∇ Q_A) / (v_G v_Aᵀ + γ)) Q_Aᵀ (Pauloski et al. 2022, eq. 13-15).
+    """P = Q_G ((Q_Gᵀ ∇ Q) ∘ 1 / (v_G vᵀ + γ)) Qᵀ (Pauloski et al. 2022, eq. 13-15).
 
-    Equal to the dense solve with A ⊗ G + γ I.
+    Q and v are those of A, or of A ⊗ L where an input is channels by locations. Equal to the dense
+    solve with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
 
     Attributes:
-        q_a: Eigenvectors of A, ``(groups, in, in)``, one a column; None if A is diagonal.
-        q_g: Eigenvectors of G, ``(groups, out, out)``.
-        scale: 1 / (v_G v_Aᵀ + γ), ``(groups, out, in)``.
+        vectors: By letter, eigenvectors ``(groups, n, n)``, one a column; none of a diagonal A.
+        scale: 1 / (v_G vᵀ + γ), ``(groups, out, in)``, or ``(1, out, channels, locations)``.
     """
 
-    q_a: Tensor | None
-    q_g: Tensor
+    vectors: dict[str, Tensor]
     scale: Tensor
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """Apply to a gradient of shape ``(groups, out, in)``."""
-        rotated = self.q_g.mT @ gradient
-        if self.q_a is None:
-            return self.q_g @ rotated.mul_(self.scale)
-        return self.q_g @ (rotated @ self.q_a).mul_(self.scale) @ self.q_a.mT
+        q_a, q_g, q_l = (self.vectors.get(letter) for letter in "AGL")
+        assert q_g is not None
+        rotated = q_g.mT @ gradient
+        if q_l is not None:
+            assert q_a is not None
+            rotated = q_a[0].mT @ rotated.view(self.scale.shape) @ q_l[0]
+            rotated = q_a[0] @ rotated.mul_(self.scale) @ q_l[0].mT
+            return q_g @ rotated.view_as(gradient)
+        if q_a is None:
+            return q_g @ rotated.mul_(self.scale)
+        return q_g @ (rotated @ q_a).mul_(self.scale) @ q_a.mT
 
     @property
     def nbytes(self) -> int:
         """Bytes this inverse holds."""
-        vectors = 0 if self.q_a is None else self.q_a.nbytes
-        return vectors + self.q_g.nbytes + self.scale.nbytes
-
-
-@dataclass(frozen=True)
-class ThreeWayEigenInverse:
-    """The eigen solve with A ⊗ L ⊗ G + γ I, where an input is channels by locations.
-
-    Attributes:
-        q_a: Eigenvectors of A, ``(channels, channels)``.
-        q_l: Eigenvectors of L, ``(locations, locations)``.
-        q_g: Eigenvectors of G, ``(out, out)``.
-        scale: 1 / (v_G v_A v_L + γ), ``(out, channels, locations)``.
-    """
-
-    q_a: Tensor
-    q_l: Tensor
-    q_g: Tensor
-    scale: Tensor
-
-    def precondition(self, gradient: Tensor) -> Tensor:
-        """Apply to a gradient of shape ``(1, out, channels · locations)``."""
-        rotated = (self.q_g.mT @ gradient[0]).view(self.scale.shape)
-        rotated = (self.q_a.mT @ rotated @ self.q_l).mul_(self.scale)
-        return (self.q_g @ (self.q_a @ rotated @ self.q_l.mT).flatten(1)).view_as(gradient)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes this inverse holds."""
-        return self.q_a.nbytes + self.q_l.nbytes + self.q_g.nbytes + self.scale.nbytes
-
-
-@dataclass(frozen=True)
-class ThreeWayInverse:
-    """The three damped inverses on the three axes of the gradient (Ba et al. 2017, eq. 9).
-
-    Attributes:
-        a_inverse: ``(channels, channels)``.
-        l_inverse: ``(locations, locations)``.
-        g_inverse: ``(1, out, out)``, or triangles.
-    """
-
-    a_inverse: Tensor
-    l_inverse: Tensor
-    g_inverse: Tensor
-
-    def precondition(self, gradient: Tensor) -> Tensor:
-        """Apply to a gradient of shape ``(1, out, channels · locations)``."""
-        if self.g_inverse.dim() == 2:
-            half = packed_times(self.g_inverse, gradient)
-        else:
-            half = self.g_inverse @ gradient
-        half = half.view(-1, len(self.a_inverse), len(self.l_inverse))
-        return (self.a_inverse @ half @ self.l_inverse).view_as(gradient)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes this inverse holds."""
-        return self.a_inverse.nbytes + self.l_inverse.nbytes + self.g_inverse.nbytes
+        return self.scale.nbytes + sum(vectors.nbytes for vectors in self.vectors.values())
 
 
 @dataclass(frozen=True)
 class FactoredInverse:
     """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3).
 
+    With L, the inverse on the inputs is that of A ⊗ L, each damped apart (Ba et al. 2017, eq. 9).
+
     Attributes:
-        a_inverse: ``(groups, in, in)``; as triangles ``(groups, in (in + 1) / 2)``; or
-            ``(groups, in)`` if A is diagonal.
-        g_inverse: ``(groups, out, out)`` or triangles.
+        inverses: By letter, ``(groups, n, n)``; as triangles ``(groups, n (n + 1) / 2)``, but not
+            beside an L; or ``(groups, in)`` if A is diagonal.
     """
 
-    a_inverse: Tensor
-    g_inverse: Tensor
+    inverses: dict[str, Tensor]
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """Apply to a gradient of shape ``(groups, out, in)``."""
-        if self.g_inverse.dim() == 2:
-            half = packed_times(self.g_inverse, gradient)
-        else:
-            half = self.g_inverse @ gradient
-        if self.a_inverse.shape[-1] == half.shape[-1] and self.a_inverse.dim() == 2:
-            return half.mul_(self.a_inverse.unsqueeze(-2))
-        if self.a_inverse.dim() == 2:
-            return times_packed(half, self.a_inverse)
-        return half @ self.a_inverse
+        a, g, locations = (self.inverses.get(letter) for letter in "AGL")
+        assert a is not None
+        assert g is not None
+        half = packed_times(g, gradient) if g.dim() == 2 else g @ gradient
+        if locations is not None:
+            maps = half.view(-1, a.shape[-1], locations.shape[-1])
+            return (a[0] @ maps @ locations[0]).view_as(gradient)
+        if a.dim() == 3:
+            return half @ a
+        if a.shape[-1] == half.shape[-1]:
+            return half.mul_(a.unsqueeze(-2))
+        return times_packed(half, a)
 
     @property
     def nbytes(self) -> int:
         """Bytes this inverse holds."""
-        return self.a_inverse.nbytes + self.g_inverse.nbytes
+        return sum(inverse.nbytes for inverse in self.inverses.values())
 
 
 def factored_damping(*means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
@@ -237,14 +186,8 @@ class Solver(Protocol):
     ) -> tuple[tuple[int, ...], ...]:
         """Shapes of the parts that :meth:`decompose` gives for a factor."""
 
-    def combine(
-        self,
-        a: Decomposition,
-        g: Decomposition,
-        damping: Damping,
-        locations: Decomposition | None = None,
-    ) -> Inverse:
-        """The layer's inverse from the decompositions of its two factors, or three."""
+    def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
+        """The layer's inverse from the decompositions of its factors, by their letters."""
 
 
 class EigenSolver:
@@ -272,26 +215,16 @@ class EigenSolver:
         """Eigenvectors and eigenvalues."""
         return ((groups, dim),) if is_diagonal else ((groups, dim, dim), (groups, dim))
 
-    def combine(
-        self,
-        a: Decomposition,
-        g: Decomposition,
-        damping: Damping,
-        locations: Decomposition | None = None,
-    ) -> Inverse:
-        """Form 1 / (v_G v_Aᵀ + γ) once, for all steps until the next refresh."""
-        q_a, v_a = (None, a[0]) if len(a) == 1 else a
-        q_g, v_g = g
-        if locations is not None and q_a is not None:
-            q_l, v_l = locations
-            channels = v_a[0].unsqueeze(-1) * v_l[0]
-            scale = _reciprocal(v_g[0, :, None, None] * channels, damping)
-            q_a, q_l, q_g = (_owned(q[0], q.dtype) for q in (q_a, q_l, q_g))
-            return ThreeWayEigenInverse(q_a, q_l, q_g, scale)
-        curvature = v_g.unsqueeze(-1) * v_a.unsqueeze(-2)
-        scale = _reciprocal(curvature, damping)
-        owned = None if q_a is None else _owned(q_a, q_a.dtype)
-        return EigenInverse(owned, _owned(q_g, q_g.dtype), scale)
+    def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
+        """Form 1 / (v_G vᵀ + γ) once, for all steps until the next refresh."""
+        values = {letter: decomposition[-1] for letter, decomposition in parts.items()}
+        curvature = values["A"].unsqueeze(-2)
+        if "L" in parts:
+            curvature = curvature.unsqueeze(-1) * values["L"].unsqueeze(-2).unsqueeze(-2)
+        g = values["G"].view(*values["G"].shape, *[1] * (curvature.dim() - 2))
+        scale = _reciprocal(g * curvature, damping)
+        vectors = {k: _owned(v[0], v[0].dtype) for k, v in parts.items() if len(v) == 2}
+        return EigenInverse(vectors, scale)
 
 
 def _reciprocal(curvature: Tensor, damping: Damping) -> Tensor:
@@ -335,26 +268,20 @@ class InverseSolver:
             return ((groups, packed_length(dim)),)
         return ((groups, dim, dim),)
 
-    def combine(
-        self,
-        a: Decomposition,
-        g: Decomposition,
-        damping: Damping,
-        locations: Decomposition | None = None,
-    ) -> Inverse:
-        """Nothing is left to do."""
-        if locations is not None:
-            a_inverse, l_inverse = self._whole(a[0]), self._whole(locations[0])
-            return ThreeWayInverse(a_inverse, l_inverse, _owned(g[0], g[0].dtype))
-        return FactoredInverse(_owned(a[0], a[0].dtype), _owned(g[0], g[0].dtype))
+    def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
+        """Nothing is left to do, but that small factors beside an L are whole matrices."""
+        inverses = {letter: _owned(part[0], part[0].dtype) for letter, part in parts.items()}
+        if "L" in parts:
+            inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
+        return FactoredInverse(inverses)
 
-    @staticmethod
-    def _whole(inverse: Tensor) -> Tensor:
-        """The matrix of an inverse of one group, be it a triangle or not."""
-        if inverse.dim() == 3:
-            return _owned(inverse[0], inverse.dtype)
-        dim = (math.isqrt(8 * inverse.shape[-1] + 1) - 1) // 2
-        return unpack_upper_triangular(inverse, dim)[0]
+
+def _whole(inverse: Tensor) -> Tensor:
+    """The matrices of an inverse, be they triangles or not."""
+    if inverse.dim() == 3:
+        return inverse
+    dim = (math.isqrt(8 * inverse.shape[-1] + 1) - 1) // 2
+    return unpack_upper_triangular(inverse, dim)
 
 
 SOLVERS: dict[str, Solver] = {"eigen": EigenSolver(), "inverse": InverseSolver()}

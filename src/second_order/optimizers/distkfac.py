@@ -29,7 +29,7 @@ from second_order.kfac.distkfac_options import (
     checked_staleness,
     half_the_cores,
 )
-from second_order.kfac.options import KFACOptions
+from second_order.kfac.options import KFACOptions, documented
 from second_order.kfac.plan import distkfac_plan
 from second_order.kfac.solves import Background
 from second_order.kfac.stats_workers import StatsWorker
@@ -46,6 +46,7 @@ __all__ = ["DistKFAC"]
 STEP_DECAY = 0.95  # of the factors in a step, unless factor_decay says otherwise
 
 
+@documented
 class DistKFAC(SecondOrderOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
@@ -67,10 +68,10 @@ class DistKFAC(SecondOrderOptimizer):
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
 
     Args:
-        params_or_model: As for :class:`KAISA`, like everything that is not described here.
-        model: The model, where the first argument is not one.
-        lr: The base's learning rate, a float or a tensor; schedulers reach it as always.
-        base: Class of the optimizer that takes the preconditioned gradients.
+        {params_or_model}
+        {model}
+        {lr}
+        {base}
         stats_workers: How many ranks compute statistics instead of training. If all of them are
             gone, the others take statistics from their own passes again.
         helper_timeout: Seconds without a sign of life after which a stats worker is given up.
@@ -88,14 +89,12 @@ class DistKFAC(SecondOrderOptimizer):
             flattened feature map, by the layers' names. Three small factors take the place of A and
             G (Ba et al. 2017, section 4). "auto": those with more than ``max_factor_dim`` inputs,
             with the channels of the convolution before them. None: no layer.
-        max_factor_dim: Layers with a larger factor, A of the inputs or G of the outputs, are left
-            to the base, and named: memory grows with its square, a solve with its cube. The A of
-            an embedding is diagonal, of any size.
+        {max_factor_dim}
         exact_blocks: Gains and biases of normalisations have exact blocks, and biases that train
             alone; False leaves them to the base.
         max_exact_dim: Entries up to which such a block is a full matrix; above, its diagonal.
-        damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
-        relative_damping: γ of a layer is ``damping`` times the layer's mean curvature.
+        {damping}
+        {relative_damping}
         factor_decay: Weight of the past in the running averages at an update, in [0, 1); number or
             callable. None: 0.95 to the power of the steps since the last update, so that factors
             remember as many steps whatever the interval: few updates, where these are rare.
@@ -109,25 +108,23 @@ class DistKFAC(SecondOrderOptimizer):
         inv_update_steps: Solves are launched every so many steps; number or callable.
         refresh_warmup_steps: During the first steps, so many, statistics and solves come at every
             step, and are waited for.
-        fisher: "empirical" or "sampled".
-        likelihood: For the sampled Fisher, what the outputs mean.
-        kfac_approx: "expand" or "reduce".
-        symmetry_aware: Keep and send the upper triangles of symmetric matrices.
-        skip_layers: Patterns of module names or class names that the base trains alone.
-        accumulation_steps: Micro-batches to a step, if the loss is divided by their number; 1 if
-            the losses of several passes are added up. "auto": the passes of each step are counted,
-            and their losses taken to be divided by their number.
-        loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
-        grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
-        factor_dtype: Factors are kept in it: float32, float64 or bfloat16.
-        inv_dtype: Inverses are kept and applied in it; decompositions use float32 or more.
+        {fisher}
+        {likelihood}
+        {kfac_approx}
+        {symmetry_aware}
+        {skip_layers}
+        {accumulation_steps}
+        {loss_reduction}
+        {grad_scaler}
+        {factor_dtype}
+        {inv_dtype}
         max_consecutive_failures: So many solves in a row without a sound decomposition of a layer
             raise :class:`~second_order.DecompositionError` on every process.
         gradient_averaging: "auto" averages gradients over the gradient workers unless
             DistributedDataParallel does; True or False: always or never. With stats workers, wrap
             the model after the optimizer is made, with ``process_group=optimizer.worker_group``.
-        process_group: The processes to work with; None for the default group, if there is one.
-        **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
+        {process_group}
+        {**base_kwargs}
 
     Attributes:
         role: "worker" or "stats".
@@ -159,28 +156,28 @@ class DistKFAC(SecondOrderOptimizer):
         deterministic: bool = False,
         conv_factors: str = "kfc",
         doubly_factored: DoublyFactored = "auto",
-        max_factor_dim: int = 8192,
+        max_factor_dim: int = KFACOptions.max_factor_dim,
         exact_blocks: bool = True,
         max_exact_dim: int = 256,
-        damping: Schedule = 2.0,
-        relative_damping: bool = True,
+        damping: Schedule = KFACOptions.damping,
+        relative_damping: bool = KFACOptions.relative_damping,
         factor_decay: Schedule | None = 0.9,
-        kl_clip: Schedule | None = 1e-4,
+        kl_clip: Schedule | None = KFACOptions.kl_clip,
         solver: SolverName = "inverse",
         factor_update_steps: Interval = 20,
         inv_update_steps: Interval = 20,
-        refresh_warmup_steps: int = 20,
-        fisher: str = "empirical",
-        likelihood: Likelihood = "categorical",
-        kfac_approx: Approximation = "expand",
-        symmetry_aware: bool = True,
-        skip_layers: Sequence[str] = (),
-        accumulation_steps: int | Literal["auto"] = "auto",
-        loss_reduction: str = "mean",
+        refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
+        fisher: str = KFACOptions.fisher,
+        likelihood: Likelihood = KFACOptions.likelihood,
+        kfac_approx: Approximation = KFACOptions.kfac_approx,
+        symmetry_aware: bool = KFACOptions.symmetry_aware,
+        skip_layers: Sequence[str] = KFACOptions.skip_layers,
+        accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,
+        loss_reduction: str = KFACOptions.loss_reduction,
         grad_scaler: Any = None,
-        factor_dtype: torch.dtype = torch.float32,
-        inv_dtype: torch.dtype = torch.float32,
-        max_consecutive_failures: int = 3,
+        factor_dtype: torch.dtype = KFACOptions.factor_dtype,
+        inv_dtype: torch.dtype = KFACOptions.inv_dtype,
+        max_consecutive_failures: int = KFACOptions.max_consecutive_failures,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
         **base_kwargs: Any,

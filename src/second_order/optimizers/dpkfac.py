@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFACCurvature, System
 from second_order.kfac.exchange import OwnerGradients
-from second_order.kfac.options import KFACOptions
+from second_order.kfac.options import KFACOptions, documented
 from second_order.kfac.plan import dpkfac_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -34,6 +34,7 @@ from second_order.options import Interval, Schedule, check_choice, own_keywords
 __all__ = ["DPKFAC"]
 
 
+@documented
 class DPKFAC(SecondOrderOptimizer):
     """K-FAC whose layers' owners build the factors from their own batches.
 
@@ -47,10 +48,10 @@ class DPKFAC(SecondOrderOptimizer):
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
 
     Args:
-        params_or_model: As for :class:`KAISA`, like everything that is not described here.
-        model: The model, where the first argument is not one.
-        lr: The base's learning rate, a float or a tensor; schedulers reach it as always.
-        base: Class of the optimizer that takes the preconditioned gradients.
+        {params_or_model}
+        {model}
+        {lr}
+        {base}
         assignment: Who owns which layer: "balanced" gives the next largest layer to the process
             with the least memory taken, "round_robin" layer i to process i mod P, as the paper.
         gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
@@ -58,37 +59,30 @@ class DPKFAC(SecondOrderOptimizer):
             everywhere first, half as much again; it is what happens under
             DistributedDataParallel, which has averaged them already (but see
             :meth:`register_owner_hook`).
-        damping: γ, added to the curvature before it is inverted; number or callable, at least 0.
-        relative_damping: γ of a layer is ``damping`` times the layer's mean curvature.
-        factor_decay: Weight of the past in the running averages, in [0, 1); number or callable.
-        kl_clip: κ, the bound on the change that one step makes to the model's predictions; number,
-            callable or None. The best bound grows with the batch, see :class:`KAISA`.
-        solver: "eigen" or "inverse".
-        factor_update_steps: Statistics are taken every so many steps; number or callable.
-        inv_update_steps: Inverses are refreshed every so many steps; number or callable.
-        refresh_warmup_steps: During the first steps, so many, both are refreshed at every step.
-        fisher: "empirical" or "sampled".
-        likelihood: For the sampled Fisher, what the outputs mean.
-        kfac_approx: "expand" or "reduce".
-        eigen_refresh: "full" or "warm".
-        symmetry_aware: Keep the upper triangles of symmetric matrices.
-        max_factor_dim: Layers with a larger factor, A of the inputs or G of the outputs, are left
-            to the base, and named: memory grows with its square, a solve with its cube. The A of
-            an embedding is diagonal, of any size.
-        skip_layers: Patterns of module names or class names that the base trains alone.
-        accumulation_steps: Micro-batches to a step, if the loss is divided by their number; 1 if
-            the losses of several passes are added up. "auto": the passes of each step are counted,
-            and their losses taken to be divided by their number.
-        loss_reduction: "mean" if the loss is a mean over its terms, "sum" if it is a sum.
-        grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
-        factor_dtype: Factors are kept in it: float32, float64 or bfloat16.
-        inv_dtype: Inverses are kept and applied in it; decompositions use float32 or more.
-        max_consecutive_failures: So many refreshes in a row without a sound decomposition of a
-            layer raise :class:`~second_order.DecompositionError` on every process.
-        gradient_averaging: "auto" averages gradients over the processes unless
-            DistributedDataParallel does; True or False: always or never.
-        process_group: The processes to work with; None for the default group, if there is one.
-        **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
+        {damping}
+        {relative_damping}
+        {factor_decay}
+        {kl_clip}
+        {solver}
+        {factor_update_steps}
+        {inv_update_steps}
+        {refresh_warmup_steps}
+        {fisher}
+        {likelihood}
+        {kfac_approx}
+        {eigen_refresh}
+        {symmetry_aware}
+        {max_factor_dim}
+        {skip_layers}
+        {accumulation_steps}
+        {loss_reduction}
+        {grad_scaler}
+        {factor_dtype}
+        {inv_dtype}
+        {max_consecutive_failures}
+        {gradient_averaging}
+        {process_group}
+        {**base_kwargs}
 
     Raises:
         TypeError: For an unknown keyword (naming the closest known one) or a missing model.
@@ -107,27 +101,27 @@ class DPKFAC(SecondOrderOptimizer):
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
         assignment: OwnerAssignment = "balanced",
         gradient_exchange: str = "owner",
-        damping: Schedule = 2.0,
-        relative_damping: bool = True,
-        factor_decay: Schedule = 0.95,
-        kl_clip: Schedule | None = 1e-4,
-        solver: SolverName = "eigen",
-        factor_update_steps: Interval = 10,
-        inv_update_steps: Interval = 100,
-        refresh_warmup_steps: int = 20,
-        fisher: str = "empirical",
-        likelihood: Likelihood = "categorical",
-        kfac_approx: Approximation = "expand",
-        eigen_refresh: str = "full",
-        symmetry_aware: bool = True,
-        max_factor_dim: int = 8192,
-        skip_layers: Sequence[str] = (),
-        accumulation_steps: int | Literal["auto"] = "auto",
-        loss_reduction: str = "mean",
+        damping: Schedule = KFACOptions.damping,
+        relative_damping: bool = KFACOptions.relative_damping,
+        factor_decay: Schedule = KFACOptions.factor_decay,
+        kl_clip: Schedule | None = KFACOptions.kl_clip,
+        solver: SolverName = KFACOptions.solver,
+        factor_update_steps: Interval = KFACOptions.factor_update_steps,
+        inv_update_steps: Interval = KFACOptions.inv_update_steps,
+        refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
+        fisher: str = KFACOptions.fisher,
+        likelihood: Likelihood = KFACOptions.likelihood,
+        kfac_approx: Approximation = KFACOptions.kfac_approx,
+        eigen_refresh: str = KFACOptions.eigen_refresh,
+        symmetry_aware: bool = KFACOptions.symmetry_aware,
+        max_factor_dim: int = KFACOptions.max_factor_dim,
+        skip_layers: Sequence[str] = KFACOptions.skip_layers,
+        accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,
+        loss_reduction: str = KFACOptions.loss_reduction,
         grad_scaler: Any = None,
-        factor_dtype: torch.dtype = torch.float32,
-        inv_dtype: torch.dtype = torch.float32,
-        max_consecutive_failures: int = 3,
+        factor_dtype: torch.dtype = KFACOptions.factor_dtype,
+        inv_dtype: torch.dtype = KFACOptions.inv_dtype,
+        max_consecutive_failures: int = KFACOptions.max_consecutive_failures,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
         **base_kwargs: Any,

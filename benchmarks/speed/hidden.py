@@ -1,6 +1,7 @@
 """Whether accelerators hide the curvature: a worker's time for a step, beside its base alone.
 
-    PYTHONPATH=examples torchrun --standalone --nproc-per-node=2 benchmarks/hidden.py
+    export PYTHONPATH=examples
+    torchrun --standalone --nproc-per-node=2 benchmarks/speed/hidden.py
 
 One worker and one accelerator, a thread each. The worker takes turns, an epoch each:
 

@@ -1,8 +1,9 @@
 """What Lanczos and DHO2 cost and buy, each figure beside what was asked and beside its floor.
 
-    python benchmarks/curvature.py                              all of it, some minutes
-    python benchmarks/curvature.py --only valley overhead
-    python benchmarks/curvature.py --only training --seeds 2
+    export PYTHONPATH=examples:benchmarks/speed
+    python benchmarks/progress/curvature.py                              all of it, some minutes
+    python benchmarks/progress/curvature.py --only valley overhead
+    python benchmarks/progress/curvature.py --only training --seeds 2
 
 valley     the loss of a quadratic after 200 steps, DHO2 and its base, each at its best learning
            rate; the floor is the base where the steep directions are at their minimum already

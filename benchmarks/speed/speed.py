@@ -1,7 +1,7 @@
 """The time of a second-order step, as a multiple of SGD's, on networks of realistic size.
 
-    python benchmarks/speed.py                                   everything this machine can run
-    python benchmarks/speed.py --workloads mlp --variants eigen inverse --repeats 3
+    python benchmarks/speed/speed.py                          everything this machine can run
+    python benchmarks/speed/speed.py --workloads mlp --variants eigen inverse --repeats 3
 
 Each workload and variant is measured in processes of its own with one thread each; see `measure.py`
 for what is timed. The floor, in parentheses, is the same work as bare library calls on one process:

@@ -1,7 +1,7 @@
 """What a step sends and what it leaves in memory, process by process, in a world of many.
 
-    python benchmarks/scaling.py                      ResNet-50 on 64 processes, a minute or two
-    python benchmarks/scaling.py --processes 16 --skip-check
+    python benchmarks/speed/scaling.py             ResNet-50 on 64 processes, a minute or two
+    python benchmarks/speed/scaling.py --processes 16 --skip-check
 
 Nothing is sent. Volumes follow from the optimizers' own assignments; then, unless --skip-check, a
 few of the processes are simulated: each builds its optimizer in a world of that size, with torch's

@@ -1,4 +1,4 @@
-"""The faults of checkpoints that benchmarks/faults.py puts into trainings."""
+"""The faults of checkpoints that `faults.py` puts into trainings."""
 
 from __future__ import annotations
 

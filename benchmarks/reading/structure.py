@@ -1,6 +1,6 @@
 """How much of the package a reader meets on the way through one step.
 
-    python benchmarks/structure.py --json benchmarks/results/structure.json
+    python benchmarks/reading/structure.py --json benchmarks/results/structure.json
 
 Of each system, in one process, with two Linears and everything due: the files and the functions of
 the package that a step enters; the lines of all classes that make up the optimizer, its methods

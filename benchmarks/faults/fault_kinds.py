@@ -1,4 +1,4 @@
-"""The faults that benchmarks/faults.py puts into trainings, but for those of checkpoints.
+"""The faults that `faults.py` puts into trainings, but for those of checkpoints.
 
 Each is a function that hangs what it wants to a `Run`, and says by `expect` what has to follow:
 
@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from fault_scenes import Injected, Run, System, batches
 from second_order import DHO2, DistKFAC
-from second_order.optimizers import fosi
+from second_order.fosi import eigenpairs
 
 __all__ = ["FAULTS", "Fault", "fault"]
 
@@ -443,7 +443,7 @@ def _(run: Run) -> None:
     expect="told",
 )
 def _(run: Run) -> None:
-    native = fosi.extreme_pairs  # type: ignore[attr-defined]
+    native = eigenpairs.extreme_pairs  # type: ignore[attr-defined]
 
     def pairs(*rest: Any, **more: Any) -> Any:
         found = native(*rest, **more)
@@ -457,7 +457,7 @@ def _(run: Run) -> None:
         return found
 
     if run.culprit:
-        run.replace(fosi, "extreme_pairs", pairs)
+        run.replace(eigenpairs, "extreme_pairs", pairs)
 
 
 @fault(

@@ -1,4 +1,4 @@
-"""What benchmarks/faults.py breaks: small trainings under every optimizer, with points to break.
+"""What `faults.py` breaks: small trainings under every optimizer, with points to break.
 
 A `Run` is one process of a training. What a fault wants, it hangs to points that the training
 passes (`Run.on`), or puts in the place of one of its parts (`Run.replace`).

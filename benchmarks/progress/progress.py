@@ -1,7 +1,8 @@
 """Steps and seconds to a target: SGD with momentum and every optimizer, on the digits.
 
-    python benchmarks/progress.py                       all models, five seeds, a few minutes
-    python benchmarks/progress.py --models mlp --seeds 2
+    export PYTHONPATH=examples
+    python benchmarks/progress/progress.py              all models, five seeds, a few minutes
+    python benchmarks/progress/progress.py --models mlp --seeds 2
 
 On the classifiers every optimizer gets five settings; for each target the one with the best median
 over the seeds counts, and the table names it. On the autoencoder SGD and Adam have the rates that a

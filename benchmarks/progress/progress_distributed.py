@@ -1,6 +1,7 @@
 """Steps to a target: DPKFAC, whose factors see one process's batches, beside KAISA.
 
-    PYTHONPATH=examples torchrun --standalone --nproc-per-node=2 benchmarks/progress_distributed.py
+    export PYTHONPATH=examples
+    torchrun --standalone --nproc-per-node=2 benchmarks/progress/progress_distributed.py
 
 The classifiers, targets and settings of `progress.py`. A batch of 64 is divided over the processes,
 and both optimizers see the same one in the same order. Each gets five dampings; for each target the

@@ -1,7 +1,8 @@
 """What DistKFAC's threads and stats workers buy, each figure beside what was asked and its floor.
 
-    PYTHONPATH=examples python benchmarks/asynchronous.py                 all of it, most of an hour
-    PYTHONPATH=examples python benchmarks/asynchronous.py --only progress --models conv --seeds 3
+    export PYTHONPATH=examples:benchmarks/speed
+    python benchmarks/progress/asynchronous.py                 all of it, most of an hour
+    python benchmarks/progress/asynchronous.py --only progress --models conv --seeds 3
 
 progress   digits: steps to the targets of `progress.py`, async against sync at equal intervals, and
            all intervals against every step; "even" keeps the memory of the factors the same in

@@ -1,6 +1,7 @@
 """The three final updates of MRDHO2 beside its base alone: training loss after the same steps.
 
-    torchrun --standalone --nproc-per-node=2 benchmarks/final_updates.py
+    export PYTHONPATH=examples
+    torchrun --standalone --nproc-per-node=2 benchmarks/progress/final_updates.py
 
 One worker and one accelerator. On a quadratic of 100 unknowns, the digits with an MLP, and the deep
 autoencoder; each at the learning rate that suits the base alone. Prints the final loss, its ratio

@@ -1,6 +1,6 @@
 """Draw the record of the speed benchmark.
 
-    python benchmarks/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
+    python benchmarks/speed/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
 
 Above: the time of a step as a multiple of SGD's, with the floor as a line across the bars of one
 process. Below: where the time of a step goes that refreshes everything.

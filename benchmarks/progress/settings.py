@@ -1,7 +1,8 @@
 """What the options do, on the digits: the runs behind the advice in the documentation.
 
-    PYTHONPATH=examples python benchmarks/settings.py                    all of it, some minutes
-    PYTHONPATH=examples python benchmarks/settings.py --only intervals --seeds 2
+    export PYTHONPATH=examples:benchmarks/speed
+    python benchmarks/progress/settings.py                    all of it, some minutes
+    python benchmarks/progress/settings.py --only intervals --seeds 2
 
 intervals  statistics and solves at every step, beside the defaults' 10 / 100 and others; "inverse"
 clip       the bound κ for batches of 32 to all 1,437 images, with two dampings
