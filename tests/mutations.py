@@ -145,14 +145,14 @@ MUTANTS = [
         "kfac/factor_moves.py",
         "factors.weight.copy_(weight)",
         "pass",
-        "dpkfac::layers_that_are_frozen_and_thawed_take_their_factors_along",
+        "placements::layers_that_are_frozen_and_thawed_take_their_factors_along",
     ),
     _mutant(
         "a factor's mean eigenvalues stay behind when it moves",
         "kfac/factor_moves.py",
         "factors.means.copy_(means)",
         "pass",
-        "dpkfac::layers_that_are_frozen_and_thawed_take_their_factors_along",
+        "placements::layers_that_are_frozen_and_thawed_take_their_factors_along",
     ),
     _mutant(
         "a lost factor arrives as zeros",
@@ -997,7 +997,7 @@ MUTANTS = [
         "contract/averaging.py",
         "if p.grad is None and n > 0:",
         "if p.grad is None:",
-        "kaisa::a_gradient_that_is_none_everywhere_stays_none",
+        "placements_gradients::a_gradient_that_is_none_everywhere_stays_none",
     ),
     _mutant(
         "names of a group that is added are left out",

@@ -266,6 +266,13 @@ def test_a_rank_compared_is_seen() -> None:
     assert not ranks_compared("if rank in ranks:\n    pass")
 
 
+def test_no_test_file_is_past_reading_and_each_has_a_name_of_its_own() -> None:
+    """pytest imports them by their names alone."""
+    paths = list(Path(__file__).parent.rglob("test_*.py"))
+    assert [p.name for p in paths if len(p.read_text("utf-8").splitlines()) > MOST_LINES] == []
+    assert len({p.name for p in paths}) == len(paths)
+
+
 @each_file
 def test_public_names_exist_and_are_documented(path: Path) -> None:
     source = path.read_text("utf-8")

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from second_order.kronecker.block import KroneckerBlock
 
 
+SYNCHRONOUS: dict[str, Any] = {"max_staleness": 0, "inv_update_steps": 2, "momentum": 0.9}
+
+
 def shards(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
     return [shard(batch, rank, world_size) for batch in batches]
 
@@ -30,9 +33,6 @@ def shards(batches: Sequence[Batch], rank: int, world_size: int) -> list[Batch]:
 def owned_by(optimizer: Any) -> list[tuple[KroneckerBlock, int]]:
     """The layers that train, and the rank that solves each."""
     return [(block, layer.solver("A")) for block, layer in optimizer._curvature.plan.items()]
-
-
-SYNCHRONOUS: dict[str, Any] = {"max_staleness": 0, "inv_update_steps": 2, "momentum": 0.9}
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,0 +1,327 @@
+"""DPKFAC: layers that come and go, decompositions that fail, and factors that are lost.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from models import ZOO
+from owned import dpkfac
+from placed import DPKFAC_OWNER, FROZEN, Forked, letters, loaded_dcp, save_dcp, told, train_thawing
+from ranks import OPTIONS, agreed, assert_same_trajectory, go, replaced, shard, vector
+from reference import cross_entropy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DPKFAC, KAISA, DecompositionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+LAYERS = ("0", "2", "4")
+BATCHES = MLP.batches(7, n=12)
+ALL_REDUCE = {"gradient_exchange": "all_reduce"}
+
+
+@pytest.mark.parametrize("first", [[], ["0.", "2."], ["0.", "2.", "4."]], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_layers_frozen_and_thawed_at_any_time_leave_the_ranks_together(
+    world: World, world_size: int, first: list[str]
+) -> None:
+    """Biases too, which give a layer other factors; and layers frozen from the start."""
+    frozen = {0: first, 1: first, **FROZEN}
+    for how in ({}, ALL_REDUCE):
+        options = {"inv_update_steps": 2, **how}
+        results = world.run(
+            train_thawing, world_size, DPKFAC_OWNER, frozen, BATCHES, options, timeout=20
+        )
+        found = agreed([trajectory for trajectory, _ in results])
+        assert all(parameters.isfinite().all() for parameters in found)
+        for before, after in itertools.pairwise(found):
+            assert not torch.equal(before, after)
+
+
+def train_forked(
+    rank: int, world_size: int, uses: Sequence[set[int]], wrap: bool, options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor | None], list[tuple[bool, str]]]:
+    """`uses`: for each step, the ranks that take the branch. Parameters, gradients before."""
+    torch.manual_seed(0)
+    model = Forked().double()
+    called = DistributedDataParallel(model, find_unused_parameters=True) if wrap else model
+    optimizer = dpkfac(called, kl_clip=None, **options)
+    trajectory, gradients, solved = [vector(model)], [], []
+    for batch, users in zip(BATCHES, uses, strict=False):
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        cross_entropy(called(x, rank in users), y).backward()
+        before = model.branch.weight.grad
+        gradients.append(None if before is None else before.clone())
+        optimizer.step()
+        trajectory.append(vector(model))
+        (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "branch")
+        solved.append((block.solved, optimizer._curvature.plan[block].said))
+        if not users and not wrap:
+            assert model.branch.weight.grad is None
+    return trajectory, gradients, solved
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "DDP"])
+@pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
+def test_a_layer_that_its_owner_does_not_see_runs_on_its_gradient(
+    world: World, exchange: str, wrap: bool
+) -> None:
+    """Until it does; used by nobody, its gradient is None, and it stays as it is."""
+    uses: list[set[int]] = [set(), {1}, {1, 2}, {0, 1, 2}, {2}, set()]
+    options = {"gradient_exchange": exchange}
+    results = world.run(train_forked, 3, uses, wrap, options)
+    found = agreed([trajectory for trajectory, _, _ in results])
+    branch = slice(36, 36 + 36)  # the trunk has 5 x 6 + 6; the branch's weight has 6 x 6
+    steps = [b[branch] - a[branch] for a, b in itertools.pairwise(found)]
+    assert not steps[0].any()
+    if not wrap:
+        assert not steps[5].any()
+    for step in range(1, 5):
+        before = [gradients[step] for _, gradients, _ in results]
+        shares = [torch.zeros(6, 6, dtype=torch.float64) if g is None else g for g in before]
+        plain = -OPTIONS["lr"] * torch.stack(shares).mean(0).flatten()
+        assert plain.any()
+        owner_knows = step >= 3
+        for _, _, solved in results:
+            assert solved[step] == (owner_knows, "owner 0")
+        assert torch.allclose(steps[step], plain, rtol=1e-9) == (not owner_knows)
+
+
+def train_uncaptured(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
+    """Hooks have gone, as with a model that was compiled before."""
+    model = MLP.model()
+    optimizer = dpkfac(model)
+    optimizer._curvature.layers.capture.detach()
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        return go(model, optimizer, MLP, BATCHES[:3]), told(messages)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_without_any_statistics_it_is_the_base_and_every_rank_says_so(
+    world: World, world_size: int
+) -> None:
+    results = world.run(train_uncaptured, world_size)
+    model = MLP.model()
+    base = torch.optim.SGD(model.parameters(), lr=OPTIONS["lr"])
+    found = agreed([trajectory for trajectory, _ in results])
+    assert_same_trajectory(found, go(model, base, MLP, BATCHES[:3]))
+    for _, messages in results:
+        (message,) = (m for m in messages if "no layer gave statistics" in m)
+        assert "make the optimizer before torch.compile's first run" in message
+
+
+def add_group(rank: int, world_size: int, System: Any) -> list[Tensor]:
+    """The last layer joins after two steps."""
+    model = MLP.model()
+    first = [p for name, p in model.named_parameters() if not name.startswith("4")]
+    optimizer = System(first, model=model, **OPTIONS)
+    trajectory = go(model, optimizer, MLP, BATCHES[:2])
+    optimizer.add_param_group({"params": list(model.get_submodule("4").parameters())})
+    return trajectory + go(model, optimizer, MLP, BATCHES[2:])
+
+
+def test_a_group_that_is_added_finds_an_owner(world: World) -> None:
+    for world_size in (1, 2, 3):
+        agreed(world.run(add_group, world_size, DPKFAC))
+    assert_same_trajectory(world.run(add_group, 1, DPKFAC)[0], add_group(0, 1, KAISA))
+
+
+# Decompositions that fail.
+
+
+def train_failing(
+    rank: int, world_size: int, until: int, limit: int, options: dict[str, Any]
+) -> tuple[list[Tensor], list[int], list[str], str]:
+    """From step 2 on and before `until`, rank 1 can decompose nothing; an error ends it."""
+    model = MLP.model()
+    optimizer = dpkfac(model, inv_update_steps=2, max_consecutive_failures=limit, **options)
+
+    def fails(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    trajectory, failed = [], []
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for step, batch in enumerate(BATCHES):
+            spoils = rank == 1 and 2 <= step < until
+            with replaced(torch.linalg, {"eigh": fails, "cholesky_ex": fails} if spoils else {}):
+                try:
+                    trajectory += go(model, optimizer, MLP, [shard(batch, rank, world_size)])
+                except DecompositionError as error:
+                    return trajectory, failed, told(messages), str(error)
+            failed.append(optimizer.summary().failed)
+    return trajectory, failed, told(messages), ""
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_an_owner_that_fails_once_leaves_its_old_inverses(world: World, solver: str) -> None:
+    """As all ranks know; at the next refresh all is well again."""
+    results = world.run(train_failing, 3, 4, 3, {"solver": solver})
+    agreed([trajectory for trajectory, _, _, _ in results])
+    for _, failed, messages, error in results:
+        assert failed == [0, 0, 1, 1, 0, 0, 0]
+        assert not error
+        (message,) = messages
+        assert "could not be decomposed at step 2" in message
+        assert "its last inverse is kept" in message
+    sound = world.run(train_failing, 3, 0, 3, {"solver": solver})
+    assert not torch.allclose(results[0][0][2], sound[0][0][2], rtol=1e-9)
+
+
+@pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
+@pytest.mark.parametrize("limit", [1, 2])
+def test_too_many_failures_of_one_owner_are_an_error_on_every_rank(
+    world: World, limit: int, exchange: str
+) -> None:
+    """At the same step, with the same parameters until then."""
+    options = {"gradient_exchange": exchange}
+    results = world.run(train_failing, 3, 100, limit, options, timeout=20)
+    found = agreed([trajectory for trajectory, _, _, _ in results])
+    assert len(found) == 2 * limit
+    for _, _, _, error in results:
+        assert error == results[0][3]
+        assert f"could not be decomposed {limit} refreshes in a row" in error
+
+
+# Checkpoints.
+
+INTERVALS = {"inv_update_steps": 3}
+
+
+def checkpoint_of(
+    rank: int, world_size: int, System: Any, options: dict[str, Any], apart: bool = False
+) -> bytes:
+    """After three steps, by rank 0."""
+    model = MLP.model()
+    optimizer = System(model, **{**OPTIONS, **options})
+    batches = [shard(b, rank, world_size) if apart else b for b in BATCHES[:3]]
+    go(model, optimizer, MLP, batches)
+    optimizer.consolidate(to=0)
+    if rank != 0:
+        return b""
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    return buffer.getvalue()
+
+
+def resume_noting(
+    rank: int, world_size: int, data: bytes, System: Any, options: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, Any], list[str], list[list[str]]]:
+    """Parameters, factors kept here after loading, warnings, and layers without inverse."""
+    state = torch.load(io.BytesIO(data))
+    model = MLP.model(seed=5)
+    optimizer = System(model, **{**OPTIONS, **options})
+    model.load_state_dict(state["model"])
+    trajectory, unsolved = [], []
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(state["optimizer"])
+        kept = {
+            block.name: block.factors.matrices(torch.float64)
+            for block in optimizer._curvature.layers.blocks
+            if block.factors is not None and block.factors.a is not None
+        }
+        for batch in BATCHES[3:]:
+            trajectory += go(model, optimizer, MLP, [batch])
+            unsolved.append(
+                [block.name for block in optimizer._curvature.layers.blocks if not block.solved]
+            )
+    return trajectory, kept, told(messages), unsolved
+
+
+@pytest.mark.parametrize("assignment", ["balanced", "round_robin"])
+def test_every_factor_arrives_at_its_new_owner(world: World, assignment: str) -> None:
+    """From batches that differ by rank: bit for bit, each on one rank."""
+    data = world.run(checkpoint_of, 4, DPKFAC, INTERVALS, apart=True)[0]
+    whole = resume_noting(0, 1, data, DPKFAC, {})[1]
+    assert sorted(whole) == list(LAYERS)
+    for after in (2, 3, 4):
+        results = world.run(resume_noting, after, data, DPKFAC, {"assignment": assignment})
+        agreed([trajectory for trajectory, *_ in results])
+        names = [name for _, kept, _, _ in results for name in kept]
+        assert sorted(names) == list(LAYERS)
+        for _, kept, _, _ in results:
+            for name, pair in kept.items():
+                assert all(torch.equal(a, b) for a, b in zip(pair, whole[name], strict=True))
+
+
+def damaged(data: bytes, layer: str, *parts: str) -> bytes:
+    state = torch.load(io.BytesIO(data))
+    curvature = state["optimizer"]["state"][int(layer)]["curvature"]
+    for part in parts:
+        del curvature[part]
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+EVERYTHING = "A", "G", "average_weight", "mean_eigenvalues"
+
+
+@pytest.mark.parametrize("parts", [("A",), ("A", "G"), EVERYTHING], ids=str)
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_what_an_owner_took_to_its_grave_is_built_anew(
+    world: World, after: int, parts: tuple[str, ...]
+) -> None:
+    """A warning on every rank names the layer; until it has statistics it has its base gradient."""
+    data = damaged(world.run(checkpoint_of, 4, DPKFAC, {})[0], "2", *parts)
+    results = world.run(resume_noting, after, data, DPKFAC, {"kl_clip": None}, timeout=20)
+    found = agreed([trajectory for trajectory, *_ in results])
+    for _, _, messages, unsolved in results:
+        (message,) = messages
+        assert "a factor of layer '2' is lost" in message
+        assert unsolved == [["2"], [], [], []]
+    expected = resume_noting(0, 1, data, KAISA, {"kl_clip": None, "skip_layers": ["2"]})[0]
+    assert_same_trajectory(found[:1], expected[:1])
+    assert not torch.allclose(found[1], expected[1], rtol=1e-6)
+
+
+def load_then(
+    rank: int, world_size: int, path: str, options: dict[str, Any], then: str
+) -> tuple[list[Tensor], int]:
+    """`then`: what is done before the next step. With the number of factors that were collected."""
+    model, optimizer = loaded_dcp(world_size, DPKFAC_OWNER, path, False, options)
+    collected = 0
+    if then == "consolidate":
+        optimizer.consolidate(to=0)
+        if rank == 0:
+            collected = letters({"optimizer": optimizer.state_dict()}).total()
+    else:
+        for name in ("0", "4"):
+            model.get_submodule(name).requires_grad_(False)
+    return go(model, optimizer, MLP, BATCHES[3:]), collected
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("then", ["consolidate", "freeze"])
+def test_after_a_distributed_load_the_ranks_move_and_collect_together(
+    world: World, tmp_path: Path, then: str
+) -> None:
+    """Before new statistics, when each has heard of its own layers alone."""
+    options = {"inv_update_steps": 4, "factor_update_steps": 4}
+    path = str(tmp_path)
+    world.run(save_dcp, 2, DPKFAC_OWNER, path, False, options)
+    one, _ = world.run(load_then, 1, path, options, then)[0]
+    for after in (2, 3):
+        results = world.run(load_then, after, path, options, then, timeout=20)
+        found = agreed([trajectory for trajectory, _ in results])
+        assert_same_trajectory(found, one, hint=f"on {after}")
+        if then == "consolidate":
+            assert results[0][1] == 6

@@ -1,0 +1,317 @@
+"""DPKFAC: what is sent, by step and by the hook, and what each rank has.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import hook_count, take
+from models import ZOO
+from owned import by_choice, dpkfac, train_apart
+from placed import DPKFAC_OWNER, SINGLE, collectives_of_steps, network
+from ranks import OPTIONS, agreed, assert_same_trajectory, counted, go, replaced, shard, vector
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DPKFAC, KAISA
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(7, n=12)
+ALL_REDUCE = {"gradient_exchange": "all_reduce"}
+BASES: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"base": torch.optim.Adam, "lr": 0.01},
+}
+
+
+# DistributedDataParallel with the owner hook.
+
+
+def train_hooked(
+    rank: int, world_size: int, how: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], Counter[str]]:
+    """Parameters, the gradients as backward has left them, and collectives of the last step."""
+    model = MLP.model()
+    wrapped = DistributedDataParallel(model, **how)
+    optimizer = dpkfac(wrapped, **options)
+    optimizer.register_owner_hook(wrapped)
+    trajectory, gradients = [], []
+    for batch in BATCHES:
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        with counted() as counts:
+            cross_entropy(wrapped(x), y).backward()
+            parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat(parts))
+            optimizer.step()
+        trajectory.append(vector(model))
+    return trajectory, gradients, +counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_owner_hook_sends_gradients_as_step_would(world: World, world_size: int) -> None:
+    """During backward, in as many buckets as there are; and not a second time."""
+    plain = {**BASES["SGD"], "inv_update_steps": 2}
+    for options in (plain, {**plain, "assignment": "round_robin", "kl_clip": None}):
+        expected = by_choice(world.run(train_apart, world_size, MLP, BATCHES, [options]))[0]
+        for how in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}):
+            results = world.run(train_hooked, world_size, how, options)
+            found = agreed([trajectory for trajectory, _, _ in results])
+            assert_same_trajectory(found, expected, hint=how)
+            if world_size > 1:
+                assert not torch.equal(results[0][1][0], results[1][1][0]), "sums are everywhere"
+            for _, _, counts in results:
+                many = "bucket_cap_mb" in how
+                assert (counts["all_to_all_single"] > 3) == (many and world_size > 1)
+                if not many:
+                    assert counts.total() == (4 if world_size > 1 else 0), "with a refresh"
+
+
+def frozen_for_a_step(rank: int, world_size: int, hooked: bool) -> list[Tensor]:
+    """A layer freezes between the backward pass and the step: others own what is left."""
+    model = MLP.model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = dpkfac(wrapped if hooked else model, inv_update_steps=2, assignment="round_robin")
+    if hooked:
+        optimizer.register_owner_hook(wrapped)
+    trajectory = []
+    for step, batch in enumerate(BATCHES[:4]):
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        cross_entropy((wrapped if hooked else model)(x), y).backward()
+        if step == 1:
+            model[0].requires_grad_(False)
+            model[0].zero_grad()
+        optimizer.step()
+        model[0].requires_grad_(True)
+        trajectory.append(vector(model))
+    return trajectory
+
+
+def test_owners_that_move_after_the_backward_pass_get_the_hooks_means(world: World) -> None:
+    expected = agreed(world.run(frozen_for_a_step, 2, False))
+    assert_same_trajectory(agreed(world.run(frozen_for_a_step, 2, True)), expected)
+
+
+def hook_refusals(rank: int, world_size: int) -> list[str]:
+    model, scaler = MLP.model(), torch.amp.GradScaler("cpu")
+    wrapped, other = DistributedDataParallel(model), DistributedDataParallel(MLP.model())
+    tries: list[tuple[dict[str, Any], Any]] = [
+        ({}, model),
+        ({}, other),
+        ({"grad_scaler": scaler}, wrapped),
+        (ALL_REDUCE, wrapped),
+    ]
+    messages = []
+    for options, given_model in tries:
+        with pytest.raises((TypeError, ValueError)) as error:
+            dpkfac(wrapped, **options).register_owner_hook(given_model)
+        messages.append(f"{error.type.__name__}: {error.value}")
+    return messages
+
+
+def test_the_owner_hook_is_refused_where_it_would_do_harm(world: World) -> None:
+    starts = [
+        "TypeError: Sequential is not a DistributedDataParallel model",
+        "ValueError: the DistributedDataParallel model wraps another model",
+        "ValueError: with the owner hook a GradScaler",
+        "ValueError: gradient_exchange='all_reduce' averages gradients everywhere",
+    ]
+    for messages in world.run(hook_refusals, 2):
+        for message, start in zip(messages, starts, strict=True):
+            assert message.startswith(start)
+
+
+# What is sent.
+
+
+def sent(
+    rank: int, world_size: int, System: Any, options: dict[str, Any]
+) -> list[tuple[Counter[str], Counter[str]]]:
+    """For each of five steps: elements that leave this rank, by collective; and their number.
+
+    An all-reduce sends 2 (P - 1) / P of its buffer, which is counted P times over here.
+    """
+    model = network(WIDE).float()
+    optimizer = System(model, **{**OPTIONS, **SINGLE, **options})
+    elements: Counter[str] = Counter()
+    all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
+
+    def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        elements["all_reduce"] += 2 * (world_size - 1) * tensor.numel()
+        return all_reduce(tensor, *args, **kwargs)
+
+    def sending(
+        output: Tensor, tensor: Tensor, got: Sequence[int], gone: Sequence[int], **kwargs: Any
+    ) -> Any:
+        elements["all_to_all_single"] += sum(n for to, n in enumerate(gone) if to != rank)
+        return all_to_all(output, tensor, got, gone, **kwargs)
+
+    found = []
+    x = torch.randn(4, WIDE[0], generator=torch.Generator().manual_seed(rank))
+    for _ in range(5):
+        elements.clear()
+        wrapped = {"all_reduce": reducing, "all_to_all_single": sending}
+        with replaced(dist, wrapped), counted() as counts:
+            take(model, optimizer, (x, torch.zeros(4, dtype=torch.int64)))
+        found.append((Counter(elements), +counts))
+    return found
+
+
+def volume(results: Sequence[Sequence[tuple[Counter[str], Counter[str]]]], step: int) -> float:
+    """Elements that all ranks send."""
+    each = [elements for elements, _ in (rank[step] for rank in results)]
+    return sum(e["all_reduce"] / len(each) + e["all_to_all_single"] for e in each)
+
+
+WIDE = [128, 256, 256, 10]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("exchange", "cost"), [("owner", 1.0), ("all_reduce", 1.5)])
+def test_no_factor_is_sent_and_gradients_cost_what_they_must(
+    world: World, world_size: int, exchange: str, cost: float
+) -> None:
+    """A step with statistics sends what one without does; a refresh, a number for each layer."""
+    count = sum(p.numel() for p in network(WIDE).parameters())
+    assert count >= 100_000
+    averaging = 2 * (world_size - 1) * count
+    intervals = {"factor_update_steps": 2, "inv_update_steps": 4}
+    options = {"gradient_exchange": exchange, **intervals}
+    results = world.run(sent, world_size, DPKFAC, options)
+    refresh, neither, statistics = (volume(results, step) for step in (4, 1, 2))
+    assert statistics == neither == volume(results, 3)
+    assert refresh == neither + 2 * (world_size - 1) * 3
+    for each in (refresh, neither):
+        assert cost * averaging <= each <= (cost + 0.02) * averaging
+    for _, counts in itertools.chain(*results):
+        assert set(counts) <= {"all_reduce", "all_to_all_single"}, "nothing uncounted is sent"
+    control = world.run(sent, world_size, KAISA, intervals)
+    assert volume(control, 2) > 1.5 * volume(control, 1), "factors would be seen"
+
+
+@pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_handful_of_collectives_however_many_layers(
+    world: World, world_size: int, exchange: str
+) -> None:
+    """A word; gradients to owners; which solves failed; gradients to all.
+
+    One each for another dtype.
+    """
+    options = {"gradient_exchange": exchange}
+    for dtype, more in ((torch.float32, 0), (torch.bfloat16, 2)):
+        few = world.run(collectives_of_steps, world_size, DPKFAC_OWNER, 3, dtype, options)
+        many = world.run(collectives_of_steps, world_size, DPKFAC_OWNER, 12, dtype, options)
+        assert few == many == [[4 + more, 3 + more, 3 + more]] * world_size
+        assert max(few[0]) <= 6
+
+
+def without_a_refresh(rank: int, world_size: int) -> int:
+    """With the word before it; what DistributedDataParallel sends is not called by name."""
+    model = DistributedDataParallel(MLP.model())
+    optimizer = dpkfac(model, inv_update_steps=2)
+    take(model, optimizer, shard(BATCHES[0], rank, world_size))
+    with counted() as counts:
+        take(model, optimizer, shard(BATCHES[1], rank, world_size))
+    return counts.total()
+
+
+def test_under_ddp_only_what_is_preconditioned_is_sent(world: World) -> None:
+    assert world.run(without_a_refresh, 2) == [2, 2]
+    assert world.run(without_a_refresh, 1) == [0]
+
+
+def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
+    """One large layer for rank 0, two small ones for rank 1, and a norm that is nobody's."""
+    norm = nn.LayerNorm(30, bias=False)
+    model = nn.Sequential(nn.Linear(9, 10), norm, nn.Linear(2, 3), nn.Linear(2, 3))
+    optimizer = dpkfac(model)
+    params = optimizer._training.averaged_params()
+    _, ranks = optimizer._curvature.route(params, params)
+    owners = dict(zip(params, ranks, strict=True))
+    return [owners[layer.weight] for layer in model]
+
+
+def test_parameters_of_no_layer_go_where_the_least_is_to_be_sent(world: World) -> None:
+    assert world.run(owners_beside_a_norm, 2) == [[0, 1, 1, 1]] * 2
+
+
+# What each rank has and says.
+
+
+def possessions(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> tuple[dict[str, tuple[str, int, int]], dict[str, int], int]:
+    """Of each layer: the line of the summary, the hooks, and, held by inverses, the bytes."""
+    model = network([40, 20, 3, 3, 3])
+    optimizer = dpkfac(model, **options)
+    batch = torch.randn(4, 40, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    for _ in range(2):
+        take(model, optimizer, batch)
+    rows = {
+        row.name: (row.computed_by, row.factor_bytes, row.inverse_bytes)
+        for row in optimizer.summary().rows
+    }
+    hooks = {name: hook_count(model.get_submodule(name)) for name in rows}
+    storages = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        for block in optimizer._curvature.layers.blocks
+        if block.inverse is not None
+        for part in vars(block.inverse).values()
+    }
+    return rows, hooks, sum(storages.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("assignment", ["balanced", "round_robin"])
+def test_only_an_owner_has_a_layers_factors_inverse_and_hooks(
+    world: World, world_size: int, assignment: str
+) -> None:
+    """And every rank's summary says who it is."""
+    everything, _, _ = possessions(0, 1, {})
+    results = world.run(possessions, world_size, {"assignment": assignment})
+    for index, (name, (_, factor_bytes, inverse_bytes)) in enumerate(everything.items()):
+        (owner,) = {rows[name][0] for rows, _, _ in results}
+        if assignment == "round_robin":
+            assert owner == f"owner {index % world_size}"
+        for rank, (rows, hooks, _) in enumerate(results):
+            mine = owner == f"owner {rank}"
+            assert rows[name][1:] == ((factor_bytes, inverse_bytes) if mine else (0, 0))
+            assert hooks[name] == int(mine)
+    for rows, _, held in results:
+        assert held <= 1.1 * sum(inverse for _, _, inverse in rows.values())
+    names = {rows["0"][0] for rows, _, _ in results}
+    assert len({owner for rows, _, _ in results for owner, _, _ in rows.values()}) == world_size
+    assert len(names) == 1
+
+
+def hooks_of_the_model(rank: int, world_size: int) -> list[int]:
+    """With sampled labels: of the root, while this rank has layers and after they have gone."""
+    model = nn.Sequential(nn.Linear(5, 3).double())
+    optimizer = dpkfac(model, fisher="sampled")
+    counts = [hook_count(model)]
+    follow_up = [BATCHES[0]] * 2
+    go(model, optimizer, MLP, follow_up)
+    counts.append(hook_count(model))
+    optimizer.close()
+    return [*counts, hook_count(model)]
+
+
+def test_a_rank_without_layers_hooks_nothing(world: World) -> None:
+    """More processes than layers; those with a layer draw labels, from the root's output."""
+    assert world.run(hooks_of_the_model, 3) == [[3, 3, 0], [0, 0, 0], [0, 0, 0]]

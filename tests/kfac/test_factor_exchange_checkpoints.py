@@ -1,0 +1,358 @@
+"""Factors that one process keeps: whole checkpoints, and what is done where a factor is lost.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from models import ZOO
+from placed import letters, written
+from ranks import agreed, assert_same_trajectory, counted, follow, kaisa
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from second_order import SecondOrderError, SecondOrderWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(7, n=12)
+REDUCE = {"factor_exchange": "reduce"}
+SPREAD = {**REDUCE, "grad_worker_fraction": 0.5, "colocate_factors": False}
+
+
+def test_one_process_needs_no_consolidation() -> None:
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    follow(0, 1, model, optimizer, MLP, BATCHES[:1])
+    before = optimizer.state_dict()["state"][0]["curvature"]
+    optimizer.consolidate()
+    after = optimizer.state_dict()["state"][0]["curvature"]
+    assert after.keys() == before.keys() >= {"A", "G", "average_weight", "mean_eigenvalues"}
+
+
+def nothing_to_collect(rank: int, world_size: int) -> int:
+    model = MLP.model()
+    optimizer = kaisa(model)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
+    with counted() as counts:
+        optimizer.state_dict()
+        optimizer.consolidate(to=1)
+        optimizer.state_dict()
+    return counts.total()
+
+
+def test_with_the_other_exchange_there_is_nothing_to_collect(world: World) -> None:
+    assert world.run(nothing_to_collect, 2) == [0, 0]
+
+
+def consolidated(
+    rank: int, world_size: int, to: int | None, options: dict[str, Any], steps: int = 3
+) -> dict[str, Any]:
+    model = MLP.model()
+    optimizer = kaisa(model, **options)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:steps])
+    optimizer.consolidate(to=to)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("to", [0, 2, None])
+def test_whoever_saves_has_all_factors(world: World, to: int | None) -> None:
+    """The same ones that one process would have."""
+    whole = consolidated(0, 1, None, {})
+    results = world.run(consolidated, 3, to, SPREAD | {"grad_worker_fraction": 1 / 3})
+    for rank, saved in enumerate(results):
+        if to in (rank, None):
+            assert letters(saved) == {"A": 3, "G": 3}
+            for index, entry in whole["optimizer"]["state"].items():
+                part = saved["optimizer"]["state"][index]["curvature"]
+                assert part.keys() == entry["curvature"].keys()
+                for key, value in entry["curvature"].items():
+                    if isinstance(value, Tensor):
+                        torch.testing.assert_close(part[key], value, rtol=1e-9, atol=1e-12)
+        else:
+            assert letters(saved).total() < 6
+    if to is not None:
+        assert sum(letters(saved).total() for saved in results) < 12
+
+
+def asked_twice(rank: int, world_size: int, to: int | None) -> list[str]:
+    """The warnings."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
+    optimizer.consolidate(to=to)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.state_dict()
+        optimizer.state_dict()
+    return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+
+
+def test_who_asks_for_a_state_that_was_collected_elsewhere_is_told(world: World) -> None:
+    """Once: a rank's own part can be what is wanted."""
+    first, second = world.run(asked_twice, 2, 1)
+    (message,) = first
+    assert "state_dict() on rank 0 has no more than this process's part" in message
+    assert "consolidate(to=1) collected the rest elsewhere" in message
+    assert second == []
+    assert world.run(asked_twice, 2, None) == [[], []]
+
+
+def no_such_rank(rank: int, world_size: int, to: int) -> tuple[str, int]:
+    optimizer = kaisa(MLP.model(), **REDUCE)
+    with counted() as counts, pytest.raises(ValueError, match="there are ranks 0 to") as error:
+        optimizer.consolidate(to=to)
+    return str(error.value), counts.total()
+
+
+@pytest.mark.parametrize("to", [-1, 2, 7])
+def test_consolidating_to_no_rank_is_refused(world: World, to: int) -> None:
+    expected = f"consolidate(to={to}): there are ranks 0 to 1; use None for all of them"
+    assert world.run(no_such_rank, 2, to) == [(expected, 0)] * 2
+
+
+def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """Bytes in state besides those kept; and whether a state may be asked for."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    found = []
+    for batch in BATCHES[:2]:
+        follow(rank, world_size, model, optimizer, MLP, [batch])
+        for how in ("collected", "stepped"):
+            if how == "collected":
+                optimizer.consolidate(to=None)
+                saved = optimizer.state_dict()["state"].values()
+                allowed = True
+            else:
+                follow(rank, world_size, model, optimizer, MLP, [batch])
+                with pytest.raises(SecondOrderError, match="consolidate"):
+                    optimizer.state_dict()
+                saved, allowed = optimizer.state.values(), False
+            curvature = [parts["curvature"] for parts in saved]
+            kept_here = {
+                id(b.stored(which)) for b in optimizer._curvature.layers.blocks for which in "AG"
+            }
+            copies = [
+                part[which]
+                for part in curvature
+                for which in "AG"
+                if which in part and id(part[which]) not in kept_here
+            ]
+            found.append((sum(t.nbytes for t in copies), allowed))
+    return found
+
+
+def test_collected_factors_go_with_the_next_step(world: World) -> None:
+    for found in world.run(after_consolidation, 2):
+        collected, stepped = found[0::2], found[1::2]
+        assert all(size > 0 and allowed for size, allowed in collected)
+        assert all(size == 0 and not allowed for size, allowed in stepped)
+
+
+def save_frozen(rank: int, world_size: int) -> dict[str, Any]:
+    """A layer is frozen when the checkpoint is written, and thaws afterwards."""
+    model = MLP.model()
+    optimizer = kaisa(model.parameters(), model=model, **REDUCE)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:2])
+    model.get_submodule("2").requires_grad_(False)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[2:3])
+    optimizer.consolidate()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def resume_thawed(rank: int, world_size: int, data: bytes, first: bool) -> list[Tensor]:
+    """`first`: the layer is frozen when the checkpoint is loaded."""
+    saved = torch.load(io.BytesIO(data))
+    model = MLP.model(seed=5)
+    optimizer = kaisa(model.parameters(), model=model, **REDUCE)
+    model.get_submodule("2").requires_grad_(not first)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    model.get_submodule("2").requires_grad_(True)
+    return follow(rank, world_size, model, optimizer, MLP, BATCHES[3:])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_has_the_factors_of_frozen_layers(world: World, first: bool) -> None:
+    saved = save_frozen(0, 1)
+    expected = resume_thawed(0, 1, written(saved), first)
+    data = written(world.run(save_frozen, 3)[0])
+    assert letters(torch.load(io.BytesIO(data))) == {"A": 3, "G": 3}
+    for after in (2, 3):
+        parallel = world.run(resume_thawed, after, data, first)
+        assert_same_trajectory(agreed(parallel), expected, hint=f"on {after}")
+
+
+# torch.distributed.checkpoint.
+
+
+def full_state(rank: int, world_size: int, to: Any) -> Counter[str]:
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
+    if to != "nobody":
+        optimizer.consolidate(to=to)
+    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    return letters({"optimizer": {"state": state.get("state", {})}})
+
+
+def test_a_full_state_needs_consolidation(world: World) -> None:
+    """What rank 0 alone writes is no part of a checkpoint, but all of it."""
+    for error in world.run(full_state, 2, "nobody", expect_errors=True):
+        assert isinstance(error, SecondOrderError)
+        assert "consolidate(to=0)" in str(error)
+    for to in (0, None):
+        first, second = world.run(full_state, 2, to)
+        assert first == {"A": 3, "G": 3}
+        assert not second  # torch gives it to rank 0 alone
+
+
+# Factors that are missing.
+
+
+def without(saved: dict[str, Any], *lost: tuple[int, str]) -> dict[str, Any]:
+    """A checkpoint without some factors: (index of the weight, "A" or "G")."""
+    saved = copy.deepcopy(saved)
+    for index, letter in lost:
+        del saved["optimizer"]["state"][index]["curvature"][letter]
+    return saved
+
+
+def resume_damaged(
+    rank: int, world_size: int, data: bytes, options: dict[str, Any]
+) -> tuple[list[Tensor], list[list[str]], list[str]]:
+    """Parameters, and the layers without an inverse, after each step; warnings."""
+    saved = torch.load(io.BytesIO(data))
+    model = MLP.model(seed=5)
+    optimizer = kaisa(model, **options)
+    trajectory, unsolved = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for batch in BATCHES[3:]:
+            trajectory += follow(rank, world_size, model, optimizer, MLP, [batch])
+            unsolved.append(
+                [block.name for block in optimizer._curvature.layers.blocks if not block.solved]
+            )
+    messages = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    return trajectory, unsolved, messages
+
+
+@pytest.mark.parametrize("lost", [[(2, "A")], [(2, "G")], [(2, "A"), (2, "G"), (4, "A")]], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_layer_whose_factor_is_lost_starts_anew(
+    world: World, world_size: int, lost: list[tuple[int, str]]
+) -> None:
+    """With a warning on every rank, and one step on its plain gradient; the others do not mind."""
+    whole = world.run(consolidated, 2, 0, REDUCE)[0]
+    data = written(without(whole, *lost))
+    names = sorted({str(index) for index, _ in lost})
+    options = {"kl_clip": None, "grad_worker_fraction": 1 / world_size, **REDUCE}
+    results = world.run(resume_damaged, world_size, data, options)
+    found = agreed([trajectory for trajectory, _, _ in results])
+    expected = expected_after_loss(written(whole), names)
+    assert_same_trajectory(found, expected)
+    for _, unsolved, messages in results:
+        assert unsolved == [names, [], [], []]
+        assert len(messages) == len(names)
+        for name, message in zip(names, messages, strict=True):
+            assert f"a factor of layer {name!r} is lost" in message
+            assert "without consolidate()" in message
+
+
+def expected_after_loss(data: bytes, names: Sequence[str]) -> list[Tensor]:
+    """By one process: SGD for those layers at first, then without their past."""
+    saved = torch.load(io.BytesIO(data))
+    model = MLP.model(seed=5)
+    optimizer = kaisa(model, kl_clip=None, skip_layers=names)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = follow(0, 1, model, optimizer, MLP, BATCHES[3:4])
+    state = copy.deepcopy(optimizer.state_dict())  # close() clears what it shares
+    for index in map(int, names):
+        state["state"][index]["curvature"] = {"steps": 4}
+    optimizer.close()
+    optimizer = kaisa(model, kl_clip=None)
+    optimizer.load_state_dict(state)
+    return first + follow(0, 1, model, optimizer, MLP, BATCHES[4:])
+
+
+@pytest.mark.parametrize(("statistics", "refreshes"), [(2, 3), (2, 1), (3, 1), (3, 2)])
+def test_a_lost_layer_is_back_after_a_step_whatever_the_intervals(
+    world: World, statistics: int, refreshes: int
+) -> None:
+    """Found out in step 3. Nobody says that it is never called."""
+    data = written(without(world.run(consolidated, 2, 0, REDUCE)[0], (0, "G")))
+    options = {"factor_update_steps": statistics, "inv_update_steps": refreshes, **REDUCE}
+    results = world.run(resume_damaged, 2, data, options)
+    agreed([trajectory for trajectory, _, _ in results])
+    for _, unsolved, messages in results:
+        assert unsolved == [["0"], [], [], []]
+        (message,) = messages
+        assert "a factor of layer '0' is lost" in message
+
+
+def saved_at_once(rank: int, world_size: int, data: bytes) -> dict[str, Any]:
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    optimizer.load_state_dict(torch.load(io.BytesIO(data))["optimizer"])
+    optimizer.consolidate(to=None)
+    return {"optimizer": optimizer.state_dict()}
+
+
+def test_a_lost_factor_is_missing_from_the_next_checkpoint_as_well(world: World) -> None:
+    """And not a matrix of zeros there."""
+    whole = world.run(consolidated, 2, 0, REDUCE)[0]
+    data = written(without(whole, (0, "G"), (2, "A")))
+    for saved in world.run(saved_at_once, 2, data):
+        state = saved["optimizer"]["state"]
+        found = {(i, w) for i in (0, 2, 4) for w in "AG" if w in state[i]["curvature"]}
+        assert found == {(0, "A"), (2, "G"), (4, "A"), (4, "G")}
+        for index, which in found:
+            expected = whole["optimizer"]["state"][index]["curvature"][which]
+            assert torch.equal(state[index]["curvature"][which], expected)
+
+
+def saved_twice(
+    rank: int, world_size: int, data: bytes, freeze: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Rank 0 saves, and saves again, while a layer has nothing; and another is frozen then."""
+    saved = torch.load(io.BytesIO(data))
+    model = MLP.model()
+    optimizer = kaisa(model, factor_update_steps=2, **REDUCE)
+    optimizer.load_state_dict(saved["optimizer"])
+    trajectory = follow(rank, world_size, model, optimizer, MLP, BATCHES[3:4])
+    factors: list[Tensor] = []
+    for _ in range(1 if freeze else 2):
+        optimizer.consolidate(to=0)
+        if rank == 0:
+            state = optimizer.state_dict()["state"]
+            parts = [state[index]["curvature"] for index in (2, 4)]
+            factors = [part[letter].clone() for part in parts for letter in "AG"]
+    model.get_submodule("2").requires_grad_(not freeze)
+    return trajectory + follow(rank, world_size, model, optimizer, MLP, BATCHES[4:]), factors
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_rank_that_saves_does_not_part_from_the_others(world: World, freeze: bool) -> None:
+    whole = world.run(consolidated, 3, 0, REDUCE)[0]
+    results = world.run(saved_twice, 3, written(without(whole, (0, "G"))), freeze, timeout=20)
+    agreed([trajectory for trajectory, _ in results])
+    kept_parts = [whole["optimizer"]["state"][index]["curvature"] for index in (2, 4)]
+    expected = [part[letter] for part in kept_parts for letter in "AG"]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], expected, strict=True))

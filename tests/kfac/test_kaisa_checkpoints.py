@@ -1,0 +1,215 @@
+"""KAISA's checkpoints: wherever it resumes, the same trajectory.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import factors, take
+from models import ZOO
+from ranks import agreed, assert_same_trajectory, by_reference, counted, follow, kaisa, train
+from torch import Tensor, nn
+
+import second_order
+from second_order import SecondOrderWarning
+
+if TYPE_CHECKING:
+    from conftest import Launcher
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(4, n=12)
+HALVES = {"grad_worker_fraction": 0.5}
+
+
+# Checkpoints: invariant 28.
+
+INTERVALS = {"inv_update_steps": 3, "factor_update_steps": 1}
+LONG = MLP.batches(7, n=12)
+BOUNDARY = 3  # where the inverses are refreshed anyhow
+
+
+def placed(world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The middle of the three regimes, where there is one."""
+    return {**INTERVALS, **options, "grad_worker_fraction": 0.5 if world_size % 2 == 0 else 1.0}
+
+
+def train_and_save(
+    rank: int, world_size: int, options: dict[str, Any], steps: int = BOUNDARY
+) -> bytes:
+    model = MLP.model()
+    optimizer = kaisa(model, **options)
+    follow(rank, world_size, model, optimizer, MLP, LONG[:steps])
+    buffer = io.BytesIO()
+    with counted() as counts:
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert not counts, "whoever asks for it alone would wait for the others"
+    torch.save(saved, buffer)
+    return buffer.getvalue()
+
+
+def load_and_train(
+    rank: int,
+    world_size: int,
+    data: bytes,
+    options: dict[str, Any],
+    steps: int = BOUNDARY,
+    *,
+    wasted: int = 0,
+) -> list[Tensor]:
+    """`wasted`: steps before the checkpoint is loaded, which it makes undone."""
+    saved = torch.load(io.BytesIO(data))
+    model = MLP.model(seed=5)
+    optimizer = kaisa(model, **options)
+    follow(rank, world_size, model, optimizer, MLP, LONG[-1:] * wasted)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return follow(rank, world_size, model, optimizer, MLP, LONG[steps:])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
+def test_four_ranks_with_any_fraction_load_a_checkpoint_of_any_other(
+    world: World, fraction: float
+) -> None:
+    """What the published K-FAC for PyTorch does not: at 0.5 it fails."""
+    expected = train(0, 1, MLP, LONG, INTERVALS)[BOUNDARY:]
+    options = {**INTERVALS, "grad_worker_fraction": fraction}
+    data = world.run(train_and_save, 4, {**INTERVALS, "grad_worker_fraction": 0.5})[0]
+    assert_same_trajectory(agreed(world.run(load_and_train, 4, data, options)), expected)
+
+
+def test_between_refreshes_a_checkpoint_continues_alike_on_any_number(world: World) -> None:
+    """Inverses are computed anew then: another trajectory, but the same one everywhere."""
+    data = world.run(train_and_save, 2, placed(2, {}), 4)[0]
+    expected = by_reference(MLP, LONG, INTERVALS, refresh_at=4)[4:]
+    for after in (1, 2, 3, 4):
+        for wasted in (0, 2):
+            parallel = world.run(load_and_train, after, data, placed(after, {}), 4, wasted=wasted)
+            assert_same_trajectory(agreed(parallel), expected, hint=f"on {after}")
+
+
+def test_a_checkpoint_into_a_group(world: World) -> None:
+    """Loading needs no collective either: two ranks of four load, the others know nothing."""
+    expected = train(0, 1, MLP, LONG, INTERVALS)[BOUNDARY:]
+    data = world.run(train_and_save, 4, {**INTERVALS, **HALVES})[1]
+    results = world.run(load_in_group, 4, data, INTERVALS)
+    assert_same_trajectory(agreed([results[1], results[2]]), expected)
+
+
+def load_in_group(rank: int, world_size: int, data: bytes, options: dict[str, Any]) -> Any:
+    group = dist.new_group([1, 2])
+    if rank not in (1, 2):
+        return None
+    return load_and_train(rank - 1, 2, data, {**options, "process_group": group})
+
+
+def labels_by_rank(rank: int, world_size: int) -> Any:
+    """The same example on every rank; only the drawn labels differ."""
+    model = MLP.model()
+    optimizer = kaisa(model, fisher="sampled")
+    staged = []
+    for _ in range(6):
+        model(MLP.batch(1)[0]).sum().backward()
+        block = optimizer._curvature.layers.blocks[-1]
+        staged.append(block.staged.sums().factors["G"].clone())
+        block.staged.clear()
+    return torch.stack(staged)
+
+
+def test_ranks_draw_labels_of_their_own(world: World) -> None:
+    first, second = world.run(labels_by_rank, 2)
+    assert not torch.equal(first, second)
+
+
+# Killed and resumed.
+
+UNTIL_KILLED = """
+    import os, sys, time
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    from contract import take
+    from models import ZOO
+    from ranks import kaisa, shard
+
+    path = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    case = ZOO["mlp"]
+    model = case.model(seed=rank)
+    optimizer = kaisa(model, momentum=0.9, inv_update_steps=3, grad_worker_fraction=0.0)
+    for step, batch in enumerate(case.batches(7, n=12)):
+        if step % 3 == 0 and rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, path.with_suffix(".new"))
+            os.replace(path.with_suffix(".new"), path)
+        if step == 5:
+            print("two steps after the checkpoint", flush=True)
+            time.sleep(600)
+        take(model, optimizer, shard(batch, rank, world_size), case.loss)
+"""
+
+
+def test_killed_and_resumed_with_another_world_size(
+    world: World, launch: Launcher, tmp_path: Path
+) -> None:
+    """Slow (two processes): kill -9 in the midst of training, as a scheduler of restarts sees it.
+
+    Two ranks die at step 5; three others go on from the checkpoint of step 3.
+    """
+    path = tmp_path / "checkpoint"
+    here = f"{Path(__file__).parents[1]}:{Path(second_order.__file__).parents[1]}"
+    run = launch(UNTIL_KILLED, 2, path, environment={"PYTHONPATH": here})
+    for rank in range(2):
+        run.wait_for("two steps after the checkpoint", rank)
+    for rank in range(2):
+        run.kill(rank)
+    options = {"momentum": 0.9, "inv_update_steps": 3}
+    placed_anew = {**options, "grad_worker_fraction": 1 / 3}
+    parallel = world.run(load_and_train, 3, path.read_bytes(), placed_anew, steps=3)
+    assert_same_trajectory(agreed(parallel), train(0, 1, MLP, LONG, options)[3:])
+
+
+def test_a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors() -> None:
+    """As those of the first version are; a relative damping is made of them."""
+    model = MLP.model()
+    donor = kaisa(model, relative_damping=True)
+    take(model, donor, MLP.batch(6))
+    saved = copy.deepcopy(donor.state_dict())
+    for entry in saved["state"].values():
+        entry["curvature"].pop("mean_eigenvalues", None)
+    loaded = kaisa(model, relative_damping=True)
+    loaded.load_state_dict(saved)
+    for mine, its in zip(
+        loaded._curvature.layers.blocks, donor._curvature.layers.blocks, strict=True
+    ):
+        torch.testing.assert_close(mine.factors.means, its.factors.means)
+
+
+def test_a_checkpoint_loads_where_a_layer_is_frozen_from_the_start() -> None:
+    """Its A has no homogeneous coordinate then; it starts anew when it thaws, and says so."""
+    model = MLP.model()
+    optimizer = kaisa(model)
+    take(model, optimizer, BATCHES[0])
+    saved = optimizer.state_dict()
+    resumed = MLP.model()
+    first = next(m for m in resumed.modules() if isinstance(m, nn.Linear))
+    first.requires_grad_(False)
+    optimizer = kaisa(resumed.parameters(), model=resumed)
+    with pytest.warns(SecondOrderWarning, match="not taken over: it is frozen"):
+        optimizer.load_state_dict(saved)
+    assert len(factors(optimizer)) == len(saved["state"]) // 2 - 1
+    first.requires_grad_(True)
+    for batch in BATCHES[1:]:
+        take(resumed, optimizer, batch)
+    assert len(factors(optimizer)) == len(saved["state"]) // 2

@@ -1,0 +1,212 @@
+"""KAISA on many processes: where they start from, and layers that are not used.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import factors, take
+from models import ZOO
+from placed import Forked
+from ranks import OPTIONS, agreed, assert_same_trajectory, counted, follow, kaisa, shard, vector
+from reference import cross_entropy, empirical_factors
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import SecondOrderWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(4, n=12)
+HALVES = {"grad_worker_fraction": 0.5}
+
+
+def collectives_under_ddp(rank: int, world_size: int) -> int:
+    """DDP's own are not called by name."""
+    model = DistributedDataParallel(MLP.model())
+    optimizer = kaisa(model, inv_update_steps=2, factor_update_steps=2)
+    take(model, optimizer, shard(BATCHES[0], rank, world_size))
+    with counted() as counts:
+        take(model, optimizer, shard(BATCHES[1], rank, world_size))
+    return counts.total()
+
+
+def test_ddp_leaves_nothing_to_average(world: World) -> None:
+    """But for the word that ranks compare."""
+    assert world.run(collectives_under_ddp, 2) == [1, 1]
+
+
+def starts(rank: int, world_size: int, averaging: Any) -> list[Tensor]:
+    model = ZOO["batch_norm"].model(seed=rank)
+    model.get_buffer("1.running_mean").fill_(rank)
+    kaisa(model, gradient_averaging=averaging)
+    return [t.clone() for t in model.state_dict().values()]
+
+
+def test_all_ranks_start_from_the_first_ones_parameters_and_buffers(world: World) -> None:
+    results = world.run(starts, 3, "auto")
+    expected = ZOO["batch_norm"].model(seed=0).state_dict().values()
+    for tensors in results:
+        for tensor, first in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor, first)
+
+
+def test_without_averaging_parameters_are_the_users_business(world: World) -> None:
+    first, second = world.run(starts, 2, False)
+    assert not torch.equal(first[0], second[0])
+
+
+def train_forked(
+    rank: int, world_size: int, uses: Sequence[set[int]], wrap: bool, options: dict[str, Any]
+) -> list[tuple[Tensor, Tensor | None, Any]]:
+    """`uses`: for each step, the ranks that take the branch."""
+    torch.manual_seed(0)
+    model = Forked().double()
+    called = DistributedDataParallel(model, find_unused_parameters=True) if wrap else model
+    optimizer = kaisa(called, weight_decay=0.1, **options)
+    records = []
+    for batch, users in zip(BATCHES, uses, strict=False):
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        cross_entropy(called(x, rank in users), y).backward()
+        optimizer.step()
+        grad = model.branch.weight.grad
+        records.append(
+            (vector(model), None if grad is None else grad.clone(), factors(optimizer)["branch"])
+        )
+    return records
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "DDP"])
+def test_a_layer_that_some_ranks_skip(world: World, workers: int, wrap: bool) -> None:
+    """It takes part with what the others saw; skipped by all, it has no gradient and stays."""
+    uses: list[set[int]] = [set(), {0, 1, 2, 3}, {1, 2}, set()]
+    options = {"grad_worker_fraction": workers / 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecondOrderWarning)
+        results = world.run(train_forked, 4, uses, wrap, options)
+    for step in range(4):
+        agreed([[rank[step][0]] for rank in results])
+    start = vector(Forked().double()).numel()
+    assert all(len(rank[0][0]) == start for rank in results)
+    for rank in results:
+        gradients = [gradient for _, gradient, _ in rank]
+        assert gradients[0] is None
+        assert gradients[1] is not None
+        assert gradients[2] is not None
+        if not wrap:  # DDP leaves what zero_grad left, or a zero
+            assert gradients[3] is None
+        averages = [average for _, _, average in rank]
+        assert torch.equal(averages[0][0], torch.zeros_like(averages[0][0]))
+        assert torch.equal(averages[3][0], averages[2][0]), "nobody saw it in the last step"
+    branch = slice(36, 36 + 42)  # the trunk has 5 x 6 + 6
+    for rank in results:
+        before, after = rank[2][0][branch], rank[3][0][branch]
+        if not wrap:
+            assert torch.equal(before, after)
+
+
+class Dead(Forked):
+    """Whose branch is off for every input."""
+
+    def forward(self, x: Tensor, branch: bool) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        return self.head(x + torch.relu(self.branch(x) - 1e3) if branch else x)
+
+
+def train_dead(rank: int, world_size: int, user: int, colocate: bool) -> tuple[Any, list[str]]:
+    """One rank alone calls the branch."""
+    torch.manual_seed(0)
+    model = Dead().double()
+    optimizer = kaisa(model, colocate_factors=colocate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in BATCHES[:2]:
+            x, y = shard(batch, rank, world_size)
+            optimizer.zero_grad()
+            cross_entropy(model(x, rank == user), y).backward()
+            optimizer.step()
+    plan = {b.name: each.solvers for b, each in optimizer._curvature.plan.items()}
+    return plan["branch"], [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_dead_layer_that_one_rank_alone_calls_is_not_called_unused(
+    world: World, user: int, colocate: bool
+) -> None:
+    """One rank decomposes its factors, or each of two does one, and one of them sees it called."""
+    for solvers, warned in world.run(train_dead, 2, user, colocate):
+        assert len(set(solvers)) == (1 if colocate else 2)
+        assert warned == []
+
+
+def forked_statistics(rank: int, world_size: int) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model = Forked().double()
+    optimizer = kaisa(model, kl_clip=None, damping=1e12, lr=1e12, **HALVES)
+    before = vector(model)
+    x, y = shard(BATCHES[0], rank, world_size)
+    cross_entropy(model(x, rank != 0), y).backward()
+    optimizer.step()
+    return factors(optimizer)["branch"], before - vector(model)
+
+
+def test_what_a_rank_skips_is_averaged_over_the_others(world: World) -> None:
+    """Statistics over those who have some; gradients over all, where skipping counts zero."""
+    results = world.run(forked_statistics, 4)
+    torch.manual_seed(0)
+    model = Forked().double()
+    gradient = torch.zeros(36 + 42 + 21, dtype=torch.float64)
+    sums = [torch.zeros(1, 7, 7, dtype=torch.float64), torch.zeros(1, 6, 6, dtype=torch.float64)]
+    for rank in range(4):
+        x, y = shard(BATCHES[0], rank, 4)
+        model.zero_grad()
+        cross_entropy(model(x, rank != 0), y).backward()
+        gradient += (
+            torch.cat(
+                [
+                    (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+                    for p in model.parameters()
+                ]
+            )
+            / 4
+        )
+        if rank != 0:
+            upper = nn.Sequential(model.trunk, nn.Tanh(), model.branch, nn.Tanh(), model.head)
+            found = empirical_factors(upper, x, y, cross_entropy, "2")
+            sums = [total + part / 3 for total, part in zip(sums, found, strict=True)]
+    for averages, step in results:
+        torch.testing.assert_close(averages[0], sums[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(averages[1], sums[1], rtol=1e-10, atol=1e-12)
+        # With a huge damping, and a learning rate as huge, the step is the gradient.
+        torch.testing.assert_close(step, gradient, rtol=1e-6, atol=1e-6)
+
+
+def train_without_layers(rank: int, world_size: int, how: str) -> list[Tensor]:
+    model = MLP.model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecondOrderWarning)
+        optimizer = kaisa(model, skip_layers=["*"] if how == "skipped" else (), **HALVES)
+    if how == "closed":
+        optimizer.close()
+    return follow(rank, world_size, model, optimizer, MLP, BATCHES)
+
+
+@pytest.mark.parametrize("how", ["skipped", "closed"])
+def test_with_nothing_to_precondition_it_is_the_base(world: World, how: str) -> None:
+    model = MLP.model()
+    base = torch.optim.SGD(model.parameters(), lr=OPTIONS["lr"])
+    expected = follow(0, 1, model, base, MLP, BATCHES)
+    assert_same_trajectory(agreed(world.run(train_without_layers, 4, how)), expected, rtol=1e-12)

@@ -1,0 +1,446 @@
+"""Wherever work is placed: the trajectory of one process, also of what freezes and of copies.
+
+For KAISA, its `reduce` exchange and DPKFAC alike; DPKFAC's ranks have the same batch each.
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ZOO
+from placed import (
+    DPKFAC_ALL_REDUCE,
+    DPKFAC_OWNER,
+    FROZEN,
+    KAISA_ALL_REDUCE,
+    KAISA_REDUCE,
+    LONG,
+    PLACEMENTS,
+    Placement,
+    falling,
+    follow_placed,
+    growing,
+    letters,
+    network,
+    train_each_placed,
+    train_placed,
+    train_thawing,
+)
+from ranks import agreed, assert_same_trajectory, by_reference, go, kaisa, shard, train
+from torch import Tensor
+
+from second_order import DPKFAC, KAISA
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pool import World
+    from reference import Batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP, CONV = ZOO["mlp"], ZOO["conv_grouped"]
+REDUCE = Placement("reduce", KAISA, {"factor_exchange": "reduce"}, spread=True)
+each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+GRIDS = [(P, n) for P in (2, 3, 4) for n in divisors(P)]
+
+# Of KAISA every two values together; all at once are drawn for any network below.
+KEYS = {
+    "KAISA": ("assignment", "colocate_factors", "symmetry_aware"),
+    "reduce": ("colocate_factors", "symmetry_aware", "relative_damping"),
+    "DPKFAC": ("relative_damping", "assignment", "gradient_exchange"),
+}
+PAIRED: dict[str, Sequence[Any]] = {
+    "KAISA": [
+        ("compute", True, True),
+        ("compute", False, False),
+        ("memory", True, False),
+        ("memory", False, True),
+    ],
+    "reduce": [
+        (True, True, True),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ],
+    "DPKFAC": list(
+        itertools.product((True, False), ("balanced", "round_robin"), ("owner", "all_reduce"))
+    ),
+}
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize(
+    ("placement", "world_size", "workers"),
+    [
+        *[(placement, *grid) for placement in (KAISA_ALL_REDUCE, REDUCE) for grid in GRIDS],
+        *[(DPKFAC_OWNER, world_size, 0) for world_size in (1, 2, 3, 4)],
+    ],
+    ids=str,
+)
+def test_every_placement_gives_the_trajectory_of_one_process(
+    world: World, placement: Placement, world_size: int, workers: int, solver: str
+) -> None:
+    """Whoever keeps, solves, preconditions and sends what."""
+    batches = CONV.batches(2, n=12)
+    plain: dict[str, Any] = {"solver": solver}
+    shares = {"grad_worker_fraction": workers / world_size} if workers else {}
+    keys = KEYS[placement.name]
+    choices = [
+        {**plain, **shares, **dict(zip(keys, values, strict=True))}
+        for values in PAIRED[placement.name]
+    ]
+    expected = {
+        relative: train(0, 1, CONV, batches, {**plain, "relative_damping": relative})
+        for relative in (True, False)
+    }
+    results = world.run(train_each_placed, world_size, placement, CONV, batches, choices)
+    for choice, parallel in zip(choices, zip(*results, strict=True), strict=True):
+        trajectory = expected[choice.get("relative_damping", False)]
+        assert_same_trajectory(agreed(parallel), trajectory, hint=choice)
+
+
+HALVES = Placement("KAISA", KAISA, {"grad_worker_fraction": 0.5})
+SPREAD = Placement("reduce", KAISA, {**KAISA_REDUCE.options, "grad_worker_fraction": 0.5})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conv1d",
+        "conv3d",
+        "conv_depthwise",
+        "embedding",
+        "language_model",
+        "lora",
+        "norms",
+        "sequence_mlp",
+        "shared_conv",
+        "shared_linear",
+        "tied",
+        "transformer",
+        "unused",
+    ],
+)
+@pytest.mark.parametrize(
+    ("placement", "world_size"),
+    [(HALVES, 4), (SPREAD, 4), (DPKFAC_OWNER, 3), (DPKFAC_ALL_REDUCE, 3)],
+    ids=str,
+)
+def test_every_kind_of_layer_gives_the_trajectory_of_one_process(
+    world: World, placement: Placement, world_size: int, name: str
+) -> None:
+    case = ZOO[name]
+    batches = case.batches(3, n=8)
+    approx = {"kfac_approx": case.shared} if case.shared else {}
+    options = {**approx, "relative_damping": placement is not HALVES}
+    parallel = world.run(train_placed, world_size, placement, case, batches, options)
+    assert_same_trajectory(agreed(parallel), train(0, 1, case, batches, options))
+
+
+def every_third(step: int) -> int:
+    return 3
+
+
+def falling_clip(step: int) -> float:
+    return 1e-3 * 0.5**step
+
+
+def later_more(step: int) -> float:
+    return 0.5 + 0.1 * min(step, 4)
+
+
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "momentum": {"momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"base": torch.optim.Adam, "lr": 0.01},
+    "no clip": {"kl_clip": None},
+    "clip as callable": {"kl_clip": falling_clip},
+    "intervals": {"factor_update_steps": 2, "inv_update_steps": 3},
+    "intervals as callables": {"factor_update_steps": growing, "inv_update_steps": every_third},
+    "one interval as callable": {"factor_update_steps": growing, "inv_update_steps": 2},
+    "damping as callable": {"damping": falling},
+    "relative damping": {"relative_damping": True},
+    "relative damping as callable": {"damping": falling, "relative_damping": True},
+    "decay as callable": {"factor_decay": later_more},
+    "falling decay as callable": {"factor_decay": falling},
+    "refresh warm-up": {"inv_update_steps": 3, "refresh_warmup_steps": 2},
+    "some layers": {"skip_layers": ["2"]},
+    "one layer": {"skip_layers": ["2", "4"]},
+    "no layer": {"skip_layers": ["*"]},
+    "tensor lr": {"lr": torch.tensor(0.05, dtype=torch.float64)},
+    "squares": {"symmetry_aware": False},
+    "no layer and no clip": {"skip_layers": ["*"], "kl_clip": None},
+}
+ALIKE = {"tensor lr", "squares", "no layer and no clip"}  # as "nothing", or "no layer"
+
+
+def test_the_options_of_the_tests_do_something() -> None:
+    last = {name: by_reference(MLP, LONG, each)[-1] for name, each in VARIATIONS.items()}
+    for a, b in itertools.combinations([name for name in last if name not in ALIKE], 2):
+        assert not torch.allclose(last[a], last[b], rtol=1e-6), f"{a} is {b}"
+
+
+@pytest.mark.parametrize("options", VARIATIONS.values(), ids=VARIATIONS)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_every_option_gives_the_trajectory_of_one_process(
+    world: World, placement: Placement, options: dict[str, Any]
+) -> None:
+    expected = by_reference(MLP, LONG, options)
+    hows: dict[str, list[tuple[int, dict[str, Any]]]] = {
+        "KAISA": [(4, {"grad_worker_fraction": 0.25}), (4, {"grad_worker_fraction": 0.5})],
+        "reduce": [(3, {"colocate_factors": True})],
+        "DPKFAC": [(3, {}), (3, DPKFAC_ALL_REDUCE.options)],
+    }
+    for world_size, how in hows[placement.name]:
+        parallel = world.run(train_placed, world_size, placement, MLP, LONG, {**options, **how})
+        assert_same_trajectory(agreed(parallel), expected, hint=how)
+
+
+def train_widths(
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    widths: Sequence[int],
+    batches: Sequence[Batch],
+    options: dict[str, Any],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """With a placement's parts of the batches, and with a shard of them on each rank."""
+    model = network([5, *widths, 3])
+    optimizer = placement.make(model, **options)
+    found = follow_placed(rank, world_size, placement, model, optimizer, MLP, batches)
+    model = network([5, *widths, 3])
+    shards = [shard(batch, rank, world_size) for batch in batches]
+    return found, go(model, placement.make(model, **options), MLP, shards)
+
+
+@each_placement
+@settings(max_examples=30)
+@given(data=st.data(), world_size=st.integers(1, 4), per_rank=st.integers(1, 3))
+def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
+    world: World, placement: Placement, data: st.DataObject, world_size: int, per_rank: int
+) -> None:
+    """Fewer layers than ranks, too: some keep and solve nothing, some have nothing to send."""
+    widths = data.draw(st.lists(st.integers(1, 6), max_size=5), "widths")
+    options: dict[str, Any] = {
+        "damping": data.draw(st.floats(1e-2, 10.0)),
+        "factor_update_steps": data.draw(st.integers(1, 2)),
+        "inv_update_steps": data.draw(st.integers(1, 3)),
+        "relative_damping": data.draw(st.booleans()),
+        "solver": data.draw(st.sampled_from(["eigen", "inverse"])),
+        "symmetry_aware": data.draw(st.booleans()),
+    }
+    if placement.System is DPKFAC:
+        where = {
+            "assignment": data.draw(st.sampled_from(["balanced", "round_robin"])),
+            "gradient_exchange": data.draw(st.sampled_from(["owner", "all_reduce"])),
+        }
+    else:
+        where = {
+            "assignment": data.draw(st.sampled_from(["compute", "memory"])),
+            "colocate_factors": data.draw(st.booleans()),
+            "grad_worker_fraction": data.draw(st.sampled_from(divisors(world_size))) / world_size,
+        }
+    batches = MLP.batches(3, n=world_size * per_rank)
+    model = network([5, *widths, 3])
+    expected = go(model, kaisa(model, **options), MLP, batches)
+    results = world.run(train_widths, world_size, placement, widths, batches, {**options, **where})
+    assert_same_trajectory(agreed([found for found, _ in results]), expected)
+    agreed([apart for _, apart in results])
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        *[Placement(f"KAISA {n}", KAISA, {"grad_worker_fraction": n / 4}) for n in (1, 2, 4)],
+        SPREAD,
+    ],
+    ids=str,
+)
+def test_low_precision_keeps_the_ranks_together(
+    world: World, placement: Placement, solver: str
+) -> None:
+    """bfloat16 has three digits: near the exact trajectory, and still equal on all ranks."""
+    bf16 = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16, "solver": solver}
+    exact = train(0, 1, MLP, LONG, {"solver": solver})
+    found = agreed(world.run(train_placed, 4, placement, MLP, LONG, bf16))
+    assert_same_trajectory(found[:4], exact[:4], rtol=0.03)
+    assert_same_trajectory(found, exact, rtol=0.05)
+    assert not torch.equal(found[3], exact[3])
+    assert not torch.equal(found[-1], exact[-1])
+
+
+# Layers that are frozen and thawed.
+
+
+EVERYWHERE = {"factor_exchange": "all_reduce"}
+
+
+def spread_at(colocate: bool, world_size: int, workers: int) -> tuple[int, Placement]:
+    """The `reduce` exchange on a grid."""
+    how = {"factor_exchange": "reduce", "colocate_factors": colocate}
+    shares = {"grad_worker_fraction": workers / world_size}
+    return world_size, Placement(f"reduce {colocate}", KAISA, {**how, **shares}, spread=True)
+
+
+THAWING = [
+    *[
+        (
+            4,
+            Placement(
+                f"KAISA {n} {c}", KAISA, {"grad_worker_fraction": n / 4, "colocate_factors": c}
+            ),
+        )
+        for n in (1, 2, 4)
+        for c in (True, False)
+    ],
+    *[spread_at(c, *grid) for c in (True, False) for grid in ((2, 1), (3, 3), (4, 2))],
+    *[(P, each) for each in (DPKFAC_OWNER, DPKFAC_ALL_REDUCE) for P in (1, 2, 3, 4)],
+]
+
+
+@pytest.mark.parametrize(("world_size", "placement"), THAWING, ids=str)
+def test_layers_that_are_frozen_and_thawed_take_their_factors_along(
+    world: World, world_size: int, placement: Placement
+) -> None:
+    """To who decomposes them now. With KAISA another bias starts its layer anew; no statistic is
+    lost. Between two takings of statistics it makes no difference who owns what.
+    """
+    options: dict[str, Any] = {"factor_update_steps": 2, "factor_decay": 0.7}
+    frozen, batches = FROZEN, [*LONG, *LONG[:3]]
+    if placement.System is DPKFAC:
+        options = {"factor_update_steps": 4, "factor_decay": 0.7, "solver": "inverse"}
+        frozen = {step: [n for n in FROZEN[step] if "bias" not in n] for step in FROZEN}
+    results = world.run(train_thawing, world_size, placement, frozen, batches, options)
+    found = agreed([trajectory for trajectory, _ in results])
+    keepers = results[0][1]
+    assert all(each == keepers for _, each in results)
+    if placement.spread and world_size > 1:
+        assert any(a != b for a, b in itertools.pairwise(keepers)), "nothing has moved"
+    expected, _ = train_thawing(0, 1, KAISA_ALL_REDUCE, frozen, batches, options)
+    assert_same_trajectory(found, expected)
+    if "factor_exchange" in placement.options:
+        everywhere = Placement("KAISA", KAISA, {**placement.options, **EVERYWHERE})
+        other = world.run(train_thawing, world_size, everywhere, frozen, batches, options)
+        assert_same_trajectory(found, agreed([mine for mine, _ in other]), rtol=1e-10)
+    never, _ = train_thawing(0, 1, KAISA_ALL_REDUCE, {}, batches, options)
+    assert not torch.allclose(expected[2], never[2])
+
+
+# A part of the ranks.
+
+
+def train_in_groups(
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    members: Sequence[Sequence[int]],
+) -> tuple[list[Tensor], int] | None:
+    """Each group on its own, all at the same time; the data differ by group.
+
+    The second rank of each collects the factors, of which the number is told.
+    """
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    for index, ranks in enumerate(members):
+        if rank in ranks:
+            case = [MLP, CONV][index]
+            model = case.model()
+            optimizer = placement.make(model, process_group=groups[index])
+            place = list(ranks).index(rank), len(ranks)
+            batches = case.batches(3, n=12)
+            trajectory = follow_placed(*place, placement, model, optimizer, case, batches)
+            if placement.spread:
+                optimizer.consolidate(to=1)
+            return trajectory, letters({"optimizer": optimizer.state_dict()}).total()
+    return None
+
+
+@pytest.mark.parametrize(
+    "members", [[[1, 3]], [[1, 2, 3]], [[0, 2], [1, 3]], [[2, 3], [0, 1]]], ids=str
+)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement("KAISA comm-opt", KAISA, {"grad_worker_fraction": 1.0}),
+        Placement("KAISA mem-opt", KAISA, {"grad_worker_fraction": 0.0}),
+        Placement(
+            "reduce", KAISA, {**KAISA_REDUCE.options, "grad_worker_fraction": 0.0}, spread=True
+        ),
+        DPKFAC_OWNER,
+        DPKFAC_ALL_REDUCE,
+    ],
+    ids=str,
+)
+def test_a_group_trains_by_itself(
+    world: World, placement: Placement, members: list[list[int]]
+) -> None:
+    """And keeps its factors among itself."""
+    results = world.run(train_in_groups, 4, placement, members)
+    for case, ranks in zip((MLP, CONV), members, strict=False):
+        expected = train(0, 1, case, case.batches(3, n=12))
+        assert_same_trajectory(agreed([results[rank][0] for rank in ranks]), expected)
+        for position, rank in enumerate(ranks):
+            assert (results[rank][1] == 6) == (position == 1 or not placement.spread)
+    outside = set(range(4)) - set(itertools.chain(*members))
+    assert all(results[rank] is None for rank in outside)
+
+
+# Copies.
+
+
+def train_copy(
+    rank: int, world_size: int, placement: Placement, how: str, options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A copy after two steps; both go on."""
+    model = MLP.model()
+    optimizer = placement.make(model, **options)
+    where = rank, world_size, placement
+    follow_placed(*where, model, optimizer, MLP, LONG[:2])
+    if how == "deepcopy":
+        twin, copied = copy.deepcopy((model, optimizer))
+    else:
+        twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    of_copy = follow_placed(*where, twin, copied, MLP, LONG[2:])
+    return of_copy, follow_placed(*where, model, optimizer, MLP, LONG[2:])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    ("world_size", "placement"),
+    [
+        *[(4, Placement(f"KAISA {n}", KAISA, {"grad_worker_fraction": n / 4})) for n in (1, 2, 4)],
+        *[
+            (4, Placement(f"reduce {n}", KAISA, {**REDUCE.options, "grad_worker_fraction": n / 4}))
+            for n in (1, 4)
+        ],
+        (2, DPKFAC_OWNER),
+        (4, DPKFAC_OWNER),
+        (4, DPKFAC_ALL_REDUCE),
+    ],
+    ids=str,
+)
+def test_copies_of_model_and_optimizer_go_on(
+    world: World, world_size: int, placement: Placement, how: str
+) -> None:
+    """Whether inverses are due at the next step or not."""
+    for interval in (1, 2, 3):
+        options = {"momentum": 0.9, "inv_update_steps": interval}
+        expected = train(0, 1, MLP, LONG, options)[2:]
+        results = world.run(train_copy, world_size, placement, how, options)
+        assert_same_trajectory(agreed([original for _, original in results]), expected)
+        assert_same_trajectory(agreed([copied for copied, _ in results]), expected)

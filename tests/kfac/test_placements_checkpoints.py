@@ -1,0 +1,187 @@
+"""Checkpoints of work that is placed on some processes continue on any others.
+
+For KAISA, its `reduce` exchange and DPKFAC alike; DPKFAC's ranks have the same batch each.
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from models import ZOO
+from placed import (
+    BOUNDARY,
+    DPKFAC_OWNER,
+    KAISA_ALL_REDUCE,
+    KAISA_REDUCE,
+    LONG,
+    PLACEMENTS,
+    Placement,
+    follow_placed,
+    load_each_dcp,
+    resumed,
+    resumed_each,
+    save_dcp,
+    saved,
+    train_placed,
+)
+from ranks import agreed, assert_same_trajectory, counted, train
+
+from second_order import SecondOrderError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import World
+    from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+INTERVALS = {"inv_update_steps": 3, "factor_update_steps": 1}
+BASES: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "weight_decay": 0.01, "solver": "inverse"},
+    "Adam": {"base": torch.optim.Adam, "lr": 0.01, "solver": "eigen"},
+    "Adam, inverse": {"base": torch.optim.Adam, "lr": 0.01, "solver": "inverse"},
+}
+each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+spread_placement = pytest.mark.parametrize("placement", [KAISA_REDUCE, DPKFAC_OWNER], ids=str)
+
+
+def whose(placement: Placement) -> int:
+    """The rank whose checkpoint is taken: any will do where factors are everywhere."""
+    return 0 if placement.spread else -1
+
+
+@each_placement
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_a_checkpoint_continues_on_any_number_of_processes(
+    world: World, before: int, base: str, placement: Placement
+) -> None:
+    """Wherever the work is placed then."""
+    options = {**INTERVALS, **BASES[base]}
+    expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
+    shares = placement.fewest(before)
+    data = world.run(saved, before, placement, {**options, **shares})[whose(placement)]
+    for after in (1, 2, 3, 4):
+        results = world.run(resumed_each, after, PLACEMENTS, data, options)
+        for other, ranks in zip(PLACEMENTS, zip(*results, strict=True), strict=True):
+            found = agreed([trajectory for trajectory, _ in ranks])
+            assert_same_trajectory(found, expected, hint=f"on {after} with {other}")
+            assert not any(messages for _, messages in ranks)
+
+
+@each_placement
+def test_the_checkpoints_of_all_placements_have_the_same_entries(
+    world: World, placement: Placement
+) -> None:
+    data = world.run(saved, 2, placement, INTERVALS)[whose(placement)]
+    one = torch.load(io.BytesIO(saved(0, 1, KAISA_ALL_REDUCE, INTERVALS)))["optimizer"]["state"]
+    for index, entry in torch.load(io.BytesIO(data))["optimizer"]["state"].items():
+        assert set(entry["curvature"]) == set(one[index]["curvature"])
+
+
+@each_placement
+@pytest.mark.parametrize("triangular", [True, False])
+def test_triangles_and_squares_read_each_others_checkpoints(
+    world: World, triangular: bool, placement: Placement
+) -> None:
+    for solver in ("eigen", "inverse"):
+        options = {**INTERVALS, "momentum": 0.9, "solver": solver}
+        expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
+        ours, others = (
+            {**options, "symmetry_aware": each} for each in (triangular, not triangular)
+        )
+        for before in (2, 4):
+            shares = placement.fewest(before)
+            data = world.run(saved, before, placement, {**ours, **shares})[whose(placement)]
+            readers = placement, KAISA_ALL_REDUCE
+            for choice, after in itertools.product((ours, others), (1, 2, 3)):
+                results = world.run(resumed_each, after, readers, data, choice)
+                for other, ranks in zip(readers, zip(*results, strict=True), strict=True):
+                    found = agreed([trajectory for trajectory, _ in ranks])
+                    assert_same_trajectory(found, expected, hint=f"on {after} with {other}")
+
+
+@each_placement
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sampled_labels_are_drawn_as_if_nothing_had_happened(
+    world: World, world_size: int, placement: Placement
+) -> None:
+    """They depend on step and rank alone, so that a resumed run draws the same ones."""
+    sampled = {"fisher": "sampled", **INTERVALS}
+    whole = agreed(world.run(train_placed, world_size, placement, MLP, LONG, sampled))
+    data = world.run(saved, world_size, placement, sampled)[whose(placement)]
+    torch.manual_seed(123)
+    results = world.run(resumed, world_size, placement, data, sampled)
+    assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), whole[BOUNDARY:])
+    empirical = train(0, 1, MLP, LONG, {"inv_update_steps": 3})
+    assert not torch.allclose(whole[-1], empirical[-1])
+
+
+@each_placement
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("base", ["SGD", "Adam"])
+@pytest.mark.parametrize("before", [2, 4])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint_needs_no_consolidation(
+    world: World, tmp_path: Path, before: int, base: str, flat: bool, placement: Placement
+) -> None:
+    """Each rank writes and reads its own factors; those of another placement read them too."""
+    options = {**INTERVALS, **BASES[base]}
+    expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
+    path = str(tmp_path)
+    world.run(save_dcp, before, placement, path, flat, {**options, **placement.fewest(before)})
+    for after in (1, 2, 3, 4):
+        readers = PLACEMENTS if after == 2 else (placement,)
+        results = world.run(load_each_dcp, after, readers, path, flat, options)
+        for other, parallel in zip(readers, zip(*results, strict=True), strict=True):
+            assert_same_trajectory(agreed(parallel), expected, hint=f"on {after} with {other}")
+
+
+# Factors that are with others.
+
+
+def refused(
+    rank: int, world_size: int, placement: Placement, everybody: bool
+) -> tuple[list[Tensor], list[str]]:
+    """Ranks ask for their state after every step, first without the factors of the others."""
+    model = MLP.model()
+    optimizer = placement.make(model)
+    asks = everybody or rank == 0
+    trajectory, messages = [], []
+    for batch in LONG[:3]:
+        trajectory += follow_placed(rank, world_size, placement, model, optimizer, MLP, [batch])
+        with counted() as counts:
+            if asks:
+                with pytest.raises(SecondOrderError) as error:
+                    optimizer.state_dict()
+                messages.append(str(error.value))
+            assert not counts
+        optimizer.consolidate(to=0)
+        with counted() as counts:
+            if asks:
+                optimizer.state_dict()
+            assert not counts, "whoever asks for it alone would wait for the others"
+    return trajectory, messages
+
+
+@spread_placement
+@pytest.mark.parametrize("everybody", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_checkpoint_without_the_factors_of_others_is_refused(
+    world: World, world_size: int, everybody: bool, placement: Placement
+) -> None:
+    """Whoever asks, after every step, waits for nobody; and asking has changed nothing."""
+    results = world.run(refused, world_size, placement, everybody, timeout=20)
+    found = agreed([trajectory for trajectory, _ in results])
+    assert_same_trajectory(found, train(0, 1, MLP, LONG[:3]))
+    for rank, (_, messages) in enumerate(results):
+        assert len(messages) == (3 if everybody or rank == 0 else 0)
+        for message in messages:
+            assert f"{placement.System.__name__}.state_dict() would lack" in message
+            assert "consolidate(to=0) on every process" in message

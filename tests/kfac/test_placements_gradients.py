@@ -1,0 +1,230 @@
+"""Wherever work is placed: gradients that others average, and layers and ranks that have none.
+
+For KAISA, its `reduce` exchange and DPKFAC alike; DPKFAC's ranks have the same batch each,
+or shards where they are told. Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import take
+from models import ZOO
+from placed import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, told
+from ranks import agreed, assert_same_trajectory, go, shard, train, vector
+from reference import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DPKFAC, KAISA
+
+if TYPE_CHECKING:
+    from pool import World
+    from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(7, n=12)
+MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
+each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+
+
+# Averaged by whom. All have shards here.
+
+
+def train_shards(
+    rank: int, world_size: int, placement: Placement, options: dict[str, Any]
+) -> list[Tensor]:
+    model = MLP.model()
+    shards = [shard(batch, rank, world_size) for batch in BATCHES]
+    return go(model, placement.make(model, **options), MLP, shards)
+
+
+def expected_of_shards(
+    world: World, world_size: int, placement: Placement, options: dict[str, Any]
+) -> list[Tensor]:
+    """That of one process; of DPKFAC, which does not know all shards, its own."""
+    found = agreed(world.run(train_shards, world_size, placement, options))
+    if placement.System is KAISA:
+        assert_same_trajectory(found, train(0, 1, MLP, BATCHES, options))
+    return list(found)
+
+
+def train_wrapped(
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    as_view: bool,
+    given: str,
+    options: dict[str, Any],
+) -> tuple[list[Tensor], bool]:
+    model = MLP.model()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+    if given == "the model":
+        optimizer = placement.make(wrapped, **options)
+    else:
+        optimizer = placement.make(wrapped.parameters(), model=wrapped, **options)
+    trajectory = []
+    for batch in BATCHES:
+        take(wrapped, optimizer, shard(batch, rank, world_size))
+        trajectory.append(vector(model))
+    names = {row.name for row in optimizer.summary().rows}
+    return trajectory, names == {"0", "2", "4"}
+
+
+@each_placement
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("given", ["the model", "the parameters"])
+@pytest.mark.parametrize("averaging", ["auto", True, False])
+def test_ddp_is_looked_through_and_changes_nothing(
+    world: World, as_view: bool, given: str, averaging: Any, placement: Placement
+) -> None:
+    """An average of equal gradients is that gradient, so that True does no harm."""
+    for world_size in (2, 3):
+        shares = placement.fewest(world_size)
+        expected = expected_of_shards(world, world_size, placement, {**MOMENTUM, **shares})
+        options = {**MOMENTUM, **shares, "gradient_averaging": averaging}
+        results = world.run(train_wrapped, world_size, placement, as_view, given, options)
+        assert all(named for _, named in results)
+        assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
+
+
+@each_placement
+@pytest.mark.parametrize("as_view", [True, False])
+def test_ddp_and_sampled_labels(world: World, as_view: bool, placement: Placement) -> None:
+    """The sampled loss has gradients of its own, of which DDP must not hear."""
+    options = {"fisher": "sampled", "inv_update_steps": 2}
+    results = world.run(train_wrapped, 2, placement, as_view, "the model", options)
+    expected = agreed(world.run(train_shards, 2, placement, options))
+    assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
+
+
+def train_by_hand(
+    rank: int, world_size: int, placement: Placement, average: bool, options: dict[str, Any]
+) -> list[Tensor]:
+    model = MLP.model()
+    optimizer = placement.make(model, gradient_averaging=False, **options)
+    trajectory = []
+    for batch in BATCHES:
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        for p in model.parameters() if average else ():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        optimizer.step()
+        trajectory.append(vector(model))
+    return trajectory
+
+
+@each_placement
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_can_be_averaged_by_the_user(
+    world: World, world_size: int, placement: Placement
+) -> None:
+    expected = expected_of_shards(world, world_size, placement, MOMENTUM)
+    parallel = world.run(train_by_hand, world_size, placement, True, MOMENTUM)
+    assert_same_trajectory(agreed(parallel), expected)
+
+
+@each_placement
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_nobody_averages_are_not_the_mean(
+    world: World, world_size: int, placement: Placement
+) -> None:
+    """KAISA's ranks stay apart then; DPKFAC's owners take their own for everybody's."""
+    expected = expected_of_shards(world, world_size, placement, MOMENTUM)
+    first, second, *_ = world.run(train_by_hand, world_size, placement, False, MOMENTUM)
+    assert not torch.allclose(first[-1], expected[-1], rtol=1e-4)
+    if placement.System is KAISA:
+        assert not torch.equal(first[0], second[0])
+
+
+# Ranks and layers that have none.
+
+
+def train_idle(
+    rank: int, world_size: int, placement: Placement, idle: int, options: dict[str, Any]
+) -> list[Tensor]:
+    """From step 1 on, one rank has no data, and takes its steps all the same."""
+    model = MLP.model()
+    optimizer = placement.make(model, factor_update_steps=10, **options)
+    trajectory = []
+    for step, batch in enumerate(BATCHES):
+        x, y = placement.part(batch, rank, world_size)
+        optimizer.zero_grad()
+        if rank != idle or step == 0:
+            # Two of three ranks: the mean over three is to be the mean over the two.
+            (cross_entropy(model(x), y) * (1.0 if step == 0 else 1.5)).backward()
+        optimizer.step()
+        trajectory.append(vector(model))
+    return trajectory
+
+
+@pytest.mark.parametrize("idle", [0, 2])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        *[
+            Placement(f"{each} {n}", KAISA, {**each.options, "grad_worker_fraction": n / 3})
+            for each in PLACEMENTS[:2]
+            for n in (1, 3)
+        ],
+        DPKFAC_OWNER,
+        DPKFAC_ALL_REDUCE,
+    ],
+    ids=str,
+)
+def test_a_rank_without_data_takes_part(world: World, idle: int, placement: Placement) -> None:
+    """With what it keeps and solves; the others' gradients come to it."""
+    first, *rest = BATCHES
+    if not placement.whole:
+        rest = [
+            (
+                torch.cat([x[: 4 * idle], x[4 * idle + 4 :]]),
+                torch.cat([y[: 4 * idle], y[4 * idle + 4 :]]),
+            )
+            for x, y in rest
+        ]
+    expected = train(0, 1, MLP, [first, *rest], {"factor_update_steps": 10})
+    assert_same_trajectory(agreed(world.run(train_idle, 3, placement, idle, {})), expected)
+
+
+def train_unused(
+    rank: int, world_size: int, placement: Placement
+) -> tuple[bool, bool, list[str], list[str]]:
+    """Of a layer that is never called; statuses, and warnings."""
+    case = ZOO["unused"]
+    model = case.model()
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        shares = placement.fewest(world_size)
+        optimizer = placement.make(model, weight_decay=0.1, **shares)
+        before = model.get_parameter("unused.weight").clone()
+        for batch in case.batches(3, n=12):
+            take(model, optimizer, shard(batch, rank, world_size))
+    after = model.get_parameter("unused.weight")
+    statuses = [row.status for row in optimizer.summary().rows]
+    return after.grad is None, torch.equal(before, after), statuses, told(messages)
+
+
+@each_placement
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_gradient_that_is_none_everywhere_stays_none(
+    world: World, world_size: int, placement: Placement
+) -> None:
+    """As it would for the base alone: no weight decay either. All know; each of KAISA's ranks says
+    so once, and of DPKFAC's the owner.
+    """
+    results = world.run(train_unused, world_size, placement)
+    for stays_none, stays, statuses, messages in results:
+        assert stays_none
+        assert stays
+        assert statuses == ["preconditioned", "base", "preconditioned"]
+        assert all("no statistics arrived for 'unused'" in message for message in messages)
+        assert placement.System is DPKFAC or len(messages) == 1
+    assert any(messages for _, _, _, messages in results)
