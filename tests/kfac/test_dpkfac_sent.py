@@ -272,7 +272,7 @@ def possessions(
         part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
         for block in optimizer._curvature.layers.blocks
         if block.inverse is not None
-        for part in vars(block.inverse).values()
+        for part in block.inverse.tensors
     }
     return rows, hooks, sum(storages.values())
 

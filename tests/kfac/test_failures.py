@@ -63,7 +63,7 @@ def caught(messages: list[warnings.WarningMessage]) -> list[str]:
 
 def inverses(optimizer: Any) -> dict[str, list[Tensor]]:
     return {
-        block.name: [part.clone() for part in vars(block.inverse).values()]
+        block.name: [part.clone() for part in block.inverse.tensors]
         for block in optimizer._curvature.layers.blocks
         if block.inverse is not None
     }

@@ -120,7 +120,7 @@ def widest_dtypes(rank: int, world_size: int, dtype: torch.dtype) -> list[set[to
     optimizer = kaisa(model, factor_dtype=dtype, inv_dtype=dtype, **HALVES)
     take(model, optimizer, shard(MLP.batch(8, torch.float32), rank, world_size))
     kept = [
-        {part.dtype for part in vars(block.inverse).values()}
+        {part.dtype for part in block.inverse.tensors}
         for block in optimizer._curvature.layers.blocks
         if block.inverse is not None
     ]

@@ -196,7 +196,7 @@ def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str],
         part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
         for block in optimizer._curvature.layers.blocks
         if block.inverse is not None
-        for part in vars(block.inverse).values()
+        for part in block.inverse.tensors
     }
     lines = [row.computed_by for row in summary.rows]
     return summary.factor_bytes, summary.inverse_bytes, lines, sum(storages.values())

@@ -226,7 +226,7 @@ def test_positions_of_a_sequence_are_rows() -> None:
         for rows in ((x, d), (x.flatten(0, 1), d.flatten(0, 1)))
     ]
     assert pairs[0].examples == pairs[1].examples == 8
-    for a, b in zip(pairs[0].factors, pairs[1].factors, strict=True):
+    for a, b in zip(pairs[0].factors.values(), pairs[1].factors.values(), strict=True):
         assert torch.equal(a, b)
 
 

@@ -343,7 +343,7 @@ class KroneckerBlock:
     @property
     def inverse_bytes(self) -> int:
         """Bytes of the inverse on this process."""
-        return 0 if self.inverse is None else self.inverse.nbytes
+        return 0 if self.inverse is None else sum(t.nbytes for t in self.inverse.tensors)
 
 
 class GradientScale:

@@ -52,8 +52,8 @@ class Inverse(Protocol):
         """Apply to a gradient of shape ``(groups, out, in)``."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes this inverse holds."""
+    def tensors(self) -> list[Tensor]:
+        """All that this inverse holds."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class EigenInverse:
         return q_g @ (rotated @ q_a).mul_(self.scale) @ q_a.mT
 
     @property
-    def nbytes(self) -> int:
-        """Bytes this inverse holds."""
-        return self.scale.nbytes + sum(vectors.nbytes for vectors in self.vectors.values())
+    def tensors(self) -> list[Tensor]:
+        """All that this inverse holds."""
+        return [*self.vectors.values(), self.scale]
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class FactoredInverse:
         return times_packed(half, a)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes this inverse holds."""
-        return sum(inverse.nbytes for inverse in self.inverses.values())
+    def tensors(self) -> list[Tensor]:
+        """All that this inverse holds."""
+        return list(self.inverses.values())
 
 
 def factored_damping(*means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
