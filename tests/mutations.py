@@ -243,8 +243,8 @@ MUTANTS = [
     _mutant(
         "verdicts are added up",
         "kfac/solves.py",
-        "world.on_cpu().start_max([message])",
-        "world.on_cpu().start_sum([message])",
+        "world.on_cpu().all_reduce_max([message])",
+        "world.on_cpu().all_reduce([message])",
         "failures::one_factor_that_fails_is_told",
     ),
     _mutant(

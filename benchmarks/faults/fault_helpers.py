@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fault_kinds import fault, helped
 from fault_scenes import Injected, Run, killed, stopped
-from second_order.distributed.mailbox import Courier
+from second_order.distributed.mailbox import Mailbox
 
 __all__: list[str] = []
 
@@ -132,14 +132,14 @@ ANSWERS = {
 for _name, _change in ANSWERS.items():
 
     def _answer(run: Run, change: Any = _change) -> None:
-        native = Courier.post
+        native = Mailbox.post
 
         def post(self: Any, name: str, tensors: Sequence[Tensor], **note: Any) -> None:
             ts, other = change(list(tensors), note)
             native(self, name, ts, **other)
 
         if run.helps:
-            run.on("serving", lambda: setattr(Courier, "post", post))
+            run.on("serving", lambda: setattr(Mailbox, "post", post))
 
     fault(f"answers {_name}", HELPERS, suits=helped, moments=("whole",), expect="any")(_answer)
 

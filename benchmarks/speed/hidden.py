@@ -11,7 +11,7 @@ One worker and one accelerator, a thread each. The worker takes turns, an epoch 
     helped   MRDHO2, with its final update and all that it waits for
 
 Asked: at most 1.05 times SGD alone. What is above the floor is what this package costs. CPU time is
-that of the worker's process, the courier's thread included, without what it waits for.
+that of the worker's process, the mailbox's thread included, without what it waits for.
 """
 
 from __future__ import annotations

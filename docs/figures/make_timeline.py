@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from digits import batches, load_split, mlp
 from second_order import MRDHO2
-from second_order.distributed import mailbox as courier
+from second_order.distributed import mailbox
 
 HERE = Path(__file__).parent
 BATCH = 512
@@ -62,7 +62,7 @@ class Recorder:
     def __init__(self) -> None:
         self.posted: list[Mark] = []
         self.fetched: list[Mark] = []
-        post, fetch = courier.Courier.post, courier._Line.fetch
+        post, fetch = mailbox.Mailbox.post, mailbox._Line.fetch
 
         def noted_post(me: Any, name: str, *args: Any, **note: Any) -> None:
             self.posted.append((name, time.time()))
@@ -73,8 +73,8 @@ class Recorder:
             self.fetched.append((name, time.time()))
             return message
 
-        courier.Courier.post = noted_post  # type: ignore[method-assign]
-        courier._Line.fetch = noted_fetch  # type: ignore[method-assign]
+        mailbox.Mailbox.post = noted_post  # type: ignore[method-assign]
+        mailbox._Line.fetch = noted_fetch  # type: ignore[method-assign]
 
 
 def spans_of(profiler: profile) -> list[Span]:

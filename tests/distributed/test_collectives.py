@@ -52,7 +52,7 @@ def summed(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch.Te
     tensors = assorted(rank)
     untouched = [tensor.clone() for tensor in tensors]
     with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted("all_reduce") as counts:
-        pending = World().start_sum(tensors)
+        pending = World().all_reduce(tensors)
         early = all(torch.equal(a, b) for a, b in zip(tensors, untouched, strict=True))
         pending.wait()
         pending.wait()  # nothing is left to do
@@ -82,7 +82,7 @@ def test_sums_of_any_shape_and_dtype(
 def sums_in_flight(rank: int, world_size: int) -> tuple[float, float]:
     world = World()
     first, second = torch.tensor(1.0 + rank), torch.tensor(10.0 + rank)
-    a, b = world.start_sum([first]), world.start_sum([second])
+    a, b = world.all_reduce([first]), world.all_reduce([second])
     b.wait()
     a.wait()
     return first.item(), second.item()
@@ -94,10 +94,10 @@ def test_several_sums_can_be_under_way(world: pool.World) -> None:
 
 def sum_of_nothing(rank: int, world_size: int) -> tuple[int, int]:
     with counted("all_reduce") as counts:
-        World().start_sum([]).wait()
+        World().all_reduce([]).wait()
         none = counts["all_reduce"]
         empty = torch.zeros(0)
-        World().start_sum([empty]).wait()
+        World().all_reduce([empty]).wait()
     return none, empty.numel()
 
 
@@ -113,11 +113,11 @@ def half_precision(rank: int, world_size: int, dtype: torch.dtype) -> list[torch
     world = World()
     total = torch.tensor([LARGE[dtype] if rank == 0 else 1.0, rank], dtype=dtype)
     for_all, for_third = total.clone(), total.clone()
-    world.start_sum_to([for_all, for_third], [None, 2]).wait()
+    world.reduce([for_all, for_third], [None, 2]).wait()
     mine = torch.full((1,), rank + 0.5, dtype=dtype)
     items = [Delivery(source, range(4), 1, mine if source == rank else None) for source in (0, 3)]
-    first, last = world.deliver(items, dtype, mine.device)
-    world.start_sum([total]).wait()
+    first, last = world.all_to_all(items, dtype, mine.device)
+    world.all_reduce([total]).wait()
     sent = torch.full((3,), 1.5 - rank, dtype=dtype)
     world.broadcast_from_first([sent])
     assert first is not None
@@ -147,7 +147,7 @@ def summed_to(
     tensors = assorted(rank)
     untouched = [tensor.clone() for tensor in tensors]
     with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted() as counts:
-        pending = World().start_sum_to(tensors, owners)
+        pending = World().reduce(tensors, owners)
         early = all(torch.equal(a, b) for a, b in zip(tensors, untouched, strict=True))
         pending.wait()
         pending.wait()  # nothing is left to do
@@ -192,7 +192,7 @@ def summed_in_some_order(rank: int, world_size: int) -> tuple[torch.Tensor, torc
     for_all = torch.tensor([ROUNDING[rank], *torch.randn(999, generator=seeded(rank)).tolist()])
     for_all = for_all.double()
     for_last = for_all.clone()
-    World().start_sum_to([for_all, for_last], [None, world_size - 1]).wait()
+    World().reduce([for_all, for_last], [None, world_size - 1]).wait()
     return for_all, for_last
 
 
@@ -215,11 +215,11 @@ def test_owners_add_in_the_order_of_ranks(world: pool.World, world_size: int) ->
 def sums_to_in_flight(rank: int, world_size: int) -> list[float]:
     world = World()
     tensors = [torch.tensor(10.0**i * (rank + 1)) for i in range(3)]
-    first, second = world.start_sum_to(tensors[:1], [1]), world.start_sum(tensors[1:2])
-    third = world.start_sum_to(tensors[2:], [None])
+    first, second = world.reduce(tensors[:1], [1]), world.all_reduce(tensors[1:2])
+    third = world.reduce(tensors[2:], [None])
     for pending in (third, first, second):
         pending.wait()
-    world.start_sum_to([], []).wait()
+    world.reduce([], []).wait()
     return [tensor.item() for tensor in tensors]
 
 
@@ -269,7 +269,7 @@ def delivered(
         mine = [contents(r, i, dtype) if r[0] == rank else None for i, r in enumerate(routes)]
         items = [Delivery(*route, content) for route, content in zip(routes, mine, strict=True)]
         with counted() as counts:
-            received = World().deliver(items, dtype, torch.device("cpu"))
+            received = World().all_to_all(items, dtype, torch.device("cpu"))
         kept = all(a is b for a, b in zip(received, mine, strict=True) if b is not None)
         results.append((received, counts, kept))
     return results
@@ -373,11 +373,11 @@ def every_method(rank: int, world_size: int) -> list[float]:
         warnings.simplefilter("error")
         world = World()
         total, wanted = torch.ones(1), torch.ones(1)
-        world.start_sum([total]).wait()
-        world.start_sum_to([wanted], [None]).wait()
+        world.all_reduce([total]).wait()
+        world.reduce([wanted], [None]).wait()
         world.broadcast_from_first([total])
         content = total * 5 if rank == 0 else None
-        (arrived,) = world.deliver([Delivery(0, [1], 1, content)], total.dtype, total.device)
+        (arrived,) = world.all_to_all([Delivery(0, [1], 1, content)], total.dtype, total.device)
         world.require_equal(["same"], "things")
         world.subgroup([rank])
     assert arrived is not None
@@ -402,8 +402,8 @@ def grid_sums(rank: int, world_size: int, rows: int, columns: int) -> tuple[floa
     assert (row.rank, row.size) == (grid.column_of(rank), columns)
     assert (column.rank, column.size) == (grid.row_of(rank), rows)
     in_row, in_column = torch.tensor(2.0**rank), torch.tensor(2.0**rank)
-    row.start_sum([in_row]).wait()
-    column.start_sum([in_column]).wait()
+    row.all_reduce([in_row]).wait()
+    column.all_reduce([in_column]).wait()
     return in_row.item(), in_column.item(), counts["new_group"]
 
 
@@ -426,7 +426,7 @@ def inside_a_group(rank: int, world_size: int, members: list[int]) -> Any:
         return None
     world = World(group)
     total, sent = torch.tensor(float(rank)), torch.tensor(float(rank))
-    world.start_sum([total]).wait()
+    world.all_reduce([total]).wait()
     world.broadcast_from_first([sent])
     last_two = float("nan")
     if world.rank >= world.size - 2:
@@ -453,11 +453,11 @@ def test_one_process_sends_nothing() -> None:
     world = World()
     assert (world.rank, world.size, world.backend) == (0, 1, "none")
     tensor = torch.arange(3.0)
-    world.start_sum([tensor]).wait()
+    world.all_reduce([tensor]).wait()
     world.broadcast_from_first([tensor])
     world.require_equal(["anything"], "things")
-    world.start_sum_to([tensor], [0]).wait()
-    (same,) = world.deliver([Delivery(0, [0], 3, tensor)], tensor.dtype, tensor.device)
+    world.reduce([tensor], [0]).wait()
+    (same,) = world.all_to_all([Delivery(0, [0], 3, tensor)], tensor.dtype, tensor.device)
     assert same is tensor
     assert torch.equal(tensor, torch.arange(3.0))
     assert world.subgroup([0]) is world
@@ -473,7 +473,7 @@ def copies(rank: int, world_size: int) -> bool:
     read = pickle.loads(pickle.dumps(world))
     assert (read.rank, read.size, read.backend) == (rank, world_size, "gloo")
     total = torch.tensor(1.0)
-    read.start_sum([total]).wait()
+    read.all_reduce([total]).wait()
     return bool(total == world_size)
 
 

@@ -30,13 +30,13 @@ def raises(*_: Any, **__: Any) -> None:
 
 
 WAYS: dict[str, Callable[[World], object]] = {
-    "a sum": lambda world: world.start_sum([torch.ones(3)]).wait(),
-    "a sum to one": lambda world: world.start_sum_to([torch.ones(3)], [0]).wait(),
-    "a delivery": lambda world: world.deliver(
+    "a sum": lambda world: world.all_reduce([torch.ones(3)]).wait(),
+    "a sum to one": lambda world: world.reduce([torch.ones(3)], [0]).wait(),
+    "a delivery": lambda world: world.all_to_all(
         [Delivery(1, (0,), 3)], torch.float32, torch.device("cpu")
     ),
     "words": lambda world: world.words(7),
-    "objects": lambda world: world.everybody("here"),
+    "objects": lambda world: world.all_gather_object("here"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Ranks with different jobs: who does what, and the courier that carries their messages."""
+"""Ranks with different jobs: who does what, and the mailbox that carries their messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from ranks import replaced
 from torch import Tensor
 
-from second_order.distributed import collectives, messages
-from second_order.distributed import mailbox as courier
+from second_order.distributed import collectives, mailbox, messages
 from second_order.distributed import store as stores
-from second_order.distributed.mailbox import Courier, Patience
+from second_order.distributed.mailbox import Mailbox, Patience
 from second_order.distributed.roles import Roles, assign_roles
 from second_order.distributed.store import PART_BYTES, Address, open_store
 from second_order.errors import SecondOrderError
@@ -85,12 +84,12 @@ def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float, boo
         roles = assign_roles(world_size, helpers, "accelerator")
         team = roles.team(world)
         value = torch.tensor([float(rank)])
-        team.start_sum([value]).wait()
+        team.all_reduce([value]).wait()
         store, address = open_store(world, world_size - 1, 5.0)
         assert address.host == "127.0.0.1"
-        assert len(set(world.everybody(address))) == 1
+        assert len(set(world.all_gather_object(address))) == 1
         found[helpers] = (team.rank, team.size, float(value), store is not None)
-        world.everybody(None)
+        world.all_gather_object(None)
     return found
 
 
@@ -137,16 +136,16 @@ def test_a_store_is_opened_where_all_can_reach_it_or_all_raise(world: World) -> 
         assert places == [("127.0.0.1", 7, b"key"), ("address of twin", 7, b"key")]
 
 
-# The courier.
+# The mailbox.
 
 
 class Pair:
-    """Two couriers, and the store between them."""
+    """Two mailboxes, and the store between them."""
 
     def __init__(self, timeout: float = PATIENCE) -> None:
         self.store, self.address = open_store(collectives.World.alone(), 0, timeout)
-        self.a = Courier(self.address, "a", "b", timeout)
-        self.b = Courier(self.address, "b", "a", timeout)
+        self.a = Mailbox(self.address, "a", "b", timeout)
+        self.b = Mailbox(self.address, "b", "a", timeout)
 
     def close(self) -> None:
         for one in self.a, self.b:
@@ -154,14 +153,14 @@ class Pair:
 
 
 @contextmanager
-def pair(timeout: float = PATIENCE) -> Iterator[tuple[Courier, Courier]]:
+def pair(timeout: float = PATIENCE) -> Iterator[tuple[Mailbox, Mailbox]]:
     with closing(Pair(timeout)) as both:
         yield both.a, both.b
     assert no_thread_is_left()
 
 
 def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "second_order courier"]
+    return [t for t in threading.enumerate() if t.name == "second_order mailbox"]
 
 
 def no_thread_is_left() -> bool:
@@ -178,7 +177,7 @@ def eventually(condition: Callable[[], Any]) -> bool:
     return True
 
 
-def get(one: Courier, name: str) -> tuple[list[Tensor], dict[str, Any]]:
+def get(one: Mailbox, name: str) -> tuple[list[Tensor], dict[str, Any]]:
     one.expect(name)
     end = time.monotonic() + PATIENCE
     message = one.wait(name, lambda: time.monotonic() > end)
@@ -227,11 +226,11 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
     def slow(*args: Any, **kwargs: Any) -> Any:
         return Slow(store(*args, **kwargs))
 
-    store, silences = courier.StoreClient, []
+    store, silences = mailbox.StoreClient, []
     with replaced(messages, {"PART_BYTES": 8}):
         opened, address = open_store(collectives.World.alone(), 0, 5.0)
-        with replaced(courier, {"StoreClient": slow}):
-            a, b = (Courier(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
+        with replaced(mailbox, {"StoreClient": slow}):
+            a, b = (Mailbox(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
             b.expect("large")
             a.post("large", [torch.zeros(20)])
             while not b.holds("large"):
@@ -244,9 +243,9 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
 
 
 def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
-    """On the courier's own thread, while it waits for something to do and holds a lock for it."""
+    """On the mailbox's own thread, while it waits for something to do and holds a lock for it."""
     opened, address = open_store(collectives.World.alone(), 0, 5.0)
-    kept: list[Courier] = []
+    kept: list[Mailbox] = []
     said = threading.Event()
 
     def as_the_collector(frame: Any, event: str, what: Any) -> None:
@@ -259,7 +258,7 @@ def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
 
     threading.setprofile(as_the_collector)
     try:
-        one = Courier(address, "a", "b", 5.0)
+        one = Mailbox(address, "a", "b", 5.0)
     finally:
         threading.setprofile(None)
     kept.append(one)
@@ -341,19 +340,19 @@ class Recorder(Slow):
 def test_goodbye_is_the_last_thing_that_is_said() -> None:
     """Whoever hears it looks for no other message."""
     said: list[str] = []
-    store = courier.StoreClient
+    store = mailbox.StoreClient
     opened, address = open_store(collectives.World.alone(), 0, PATIENCE)
     with replaced(
-        courier, {"StoreClient": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
+        mailbox, {"StoreClient": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
     ):
-        one = Courier(address, "a", "b", PATIENCE)
+        one = Mailbox(address, "a", "b", PATIENCE)
     for k in range(4):
         one.post(f"message/{k}", [torch.zeros(1)])
     one.close(PATIENCE)
     assert opened is not None
     messages = [key for key in said if key.startswith("message/")]
     assert len(set(messages)) == 4 * 2
-    assert said.index(f"a/{courier.CLOSED}") > max(map(said.index, messages))
+    assert said.index(f"a/{mailbox.CLOSED}") > max(map(said.index, messages))
 
 
 def test_waiting_ends_when_one_has_had_enough() -> None:
@@ -388,7 +387,7 @@ def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
 
 def test_a_peer_without_a_heartbeat_is_lost() -> None:
     store, address = open_store(collectives.World.alone(), 0, 5.0)
-    alone = Courier(address, "a", "nobody", 0.3)
+    alone = Mailbox(address, "a", "nobody", 0.3)
     assert store is not None
     assert eventually(lambda: alone.lost)
     alone.expect("what is not to come")
@@ -409,7 +408,7 @@ class Clock:
 
 def test_a_stop_of_all_processes_is_no_silence() -> None:
     clock, timeout = Clock(), 2.0
-    with replaced(courier, {"time": clock}), pair(timeout) as (a, b):
+    with replaced(mailbox, {"time": clock}), pair(timeout) as (a, b):
         patience = Patience(timeout)
         for one in a, b:
             assert eventually(lambda one=one: one._shared._beat > 0)
@@ -428,7 +427,7 @@ def test_a_stop_of_all_processes_is_no_silence() -> None:
 def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
     """Heartbeats go on while its owner does something else, for several timeouts."""
     clock, timeout = Clock(), 4.0
-    with replaced(courier, {"time": clock}), pair(timeout) as (a, b):
+    with replaced(mailbox, {"time": clock}), pair(timeout) as (a, b):
         a.expect("what is not to come")
         for _ in range(16):  # quarters of a timeout
             before = [one._shared._beat for one in (a, b)]
@@ -448,8 +447,8 @@ def test_an_address_where_nobody_listens() -> None:
     def refused(*_: Any, **__: Any) -> Any:
         raise ConnectionError("refused")
 
-    with replaced(courier, {"StoreClient": refused}):
-        one = Courier(Address("127.0.0.1", 1, b""), "a", "b", PATIENCE)
+    with replaced(mailbox, {"StoreClient": refused}):
+        one = Mailbox(Address("127.0.0.1", 1, b""), "a", "b", PATIENCE)
         one.expect("what is not to come")
         assert one.wait("what is not to come") is None
         one.await_connection()
@@ -467,9 +466,9 @@ def test_close_twice_and_from_both_sides() -> None:
         a.post("too late", [torch.ones(1)])
 
 
-def test_a_courier_that_is_dropped_says_goodbye_and_ends_its_thread() -> None:
+def test_a_mailbox_that_is_dropped_says_goodbye_and_ends_its_thread() -> None:
     store, address = open_store(collectives.World.alone(), 0, 5.0)
-    a, b = (Courier(address, *names, PATIENCE) for names in (("a", "b"), ("b", "a")))
+    a, b = (Mailbox(address, *names, PATIENCE) for names in (("a", "b"), ("b", "a")))
     b.expect("last")
     a.post("last", [torch.ones(1)])
     del a
@@ -528,7 +527,7 @@ def test_a_child_of_fork_closes_nothing() -> None:
     assert no_thread_is_left()
 
 
-def test_a_courier_cannot_be_pickled() -> None:
+def test_a_mailbox_cannot_be_pickled() -> None:
     """Who holds one leaves it out: see `MRDHO2.__getstate__`."""
     with pair() as (a, _), pytest.raises(TypeError, match="pickle"):
         pickle.dumps(a)

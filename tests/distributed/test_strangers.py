@@ -399,7 +399,7 @@ MALFORMED: dict[str, tuple[list[bytes], bytes, str]] = {  # parts, heading, comp
 
 
 def test_malformed_messages_are_refused_and_sound_ones_go_on() -> None:
-    """Of every kind, one after the other, to one courier, by who knows the key."""
+    """Of every kind, one after the other, to one mailbox, by who knows the key."""
     with closing(Pair()) as both:
         client = StoreClient(both.address, PATIENCE)
         for name, (parts, heading, complaint) in MALFORMED.items():

@@ -539,12 +539,12 @@ def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> 
 
 def test_pairs_under_way_are_declined_when_a_checkpoint_is_loaded() -> None:
     declined: list[str] = []
-    courier: Any = SimpleNamespace(decline=declined.append)
+    mailbox: Any = SimpleNamespace(decline=declined.append)
     training = SimpleNamespace(world=Everybody.alone(), warn=print)
     subject: Any = SimpleNamespace(training=training)
     options: Any = SimpleNamespace(helper_timeout=1.0, epoch_steps=4, accelerators=2)
     epochs = module.Epochs(subject, options)
-    epochs.connect(courier)
+    epochs.connect(mailbox)
     epochs.resume(3, 1)
     assert declined == [], "none have been asked for"
     epochs._asked, epochs._request = 3, 5

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Silence:
-    """A courier of the second accelerator, with some orders; None where a wait ends without."""
+    """A mailbox of the second accelerator, with some orders; None where a wait ends without."""
 
     closed_there = False
 
@@ -44,7 +44,7 @@ LEAVE = {"do": "leave", "lost": "W"}
 
 
 @pytest.mark.parametrize(
-    ("courier", "who"),
+    ("mailbox", "who"),
     [
         (Silence(), "the first accelerator has not been heard of any more"),
         (Silence(failure="E: e"), "the first accelerator has not been heard of any more (E: e)"),
@@ -52,11 +52,11 @@ LEAVE = {"do": "leave", "lost": "W"}
         (Silence(None, None, LEAVE), "W"),
     ],
 )
-def test_the_other_accelerators_leave_with_the_first(courier: Any, who: str) -> None:
+def test_the_other_accelerators_leave_with_the_first(mailbox: Any, who: str) -> None:
     """When it tells them to, and when it is lost; not when a wait ends and neither is so."""
     team: Any = SimpleNamespace(training=SimpleNamespace(world=World.alone(1, 2)))
     options: Any = None
-    other: Any = Accelerator(team, options, courier, workers=1)
+    other: Any = Accelerator(team, options, mailbox, workers=1)
     for _ in range(2):
         other.help(None)
         assert other.lost == who

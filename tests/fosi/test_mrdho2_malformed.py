@@ -12,7 +12,7 @@ from accelerated import CASE, CURVED, loss_of, mrdho2, noted, reference, worker
 from ranks import agreed, assert_same_trajectory, replaced
 
 from second_order.distributed import mailbox, messages
-from second_order.distributed.mailbox import Courier
+from second_order.distributed.mailbox import Mailbox
 from second_order.distributed.store import open_store
 from second_order.fosi import divided as module
 
@@ -49,10 +49,10 @@ LIKED: dict[str, Any] = {
 
 
 def spoiled(spoils: dict[str, Any]) -> Any:
-    """A courier's way to post, which spoils some messages."""
-    post = Courier.post
+    """A mailbox's way to post, which spoils some messages."""
+    post = Mailbox.post
 
-    def other(me: Courier, called: str, tensors: Any, **note: Any) -> None:
+    def other(me: Mailbox, called: str, tensors: Any, **note: Any) -> None:
         if called in spoils:
             tensors, note = spoils[called](list(tensors), note)
         post(me, called, tensors, **note)
@@ -83,7 +83,7 @@ def spoilt_runs(rank: int, world_size: int, cases: list[str]) -> list[dict[str, 
     results = []
     for case in cases:
         kind, name, spoil = SPOILT[case]
-        with replaced(Courier, {"post": spoiled({name: spoil, **LIKED.get(case, {})})}):
+        with replaced(Mailbox, {"post": spoiled({name: spoil, **LIKED.get(case, {})})}):
             results.append(trained(rank, world_size, {"final_update": kind}))
     return results
 
@@ -116,7 +116,7 @@ def spoilt_order(rank: int, world_size: int, what: str) -> str | dict[str, Any]:
         return ([], note) if what == "numbers" else (tensors, note | {"do": "dance"})
 
     options = {"final_update": "paper", "accelerators": 2}
-    with replaced(Courier, {"post": spoiled({"order/1/1": spoil})}):
+    with replaced(Mailbox, {"post": spoiled({"order/1/1": spoil})}):
         try:
             return trained(rank, world_size, options)
         except Exception as error:

@@ -64,7 +64,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
     until(optimizer, 6)
     optimizer.close()
     optimizer.close()
-    with replaced(optimizer._curvature.line.courier, {"wait": None}):  # waits for nobody
+    with replaced(optimizer._curvature.line.mailbox, {"wait": None}):  # waits for nobody
         until(optimizer, 3)
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
@@ -88,7 +88,7 @@ def closes_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
     with optimizer:
         found = worker(model, optimizer, rank, 2, before=close)
-    kept = optimizer._curvature.line.courier._shared
+    kept = optimizer._curvature.line.mailbox._shared
     assert optimizer._curvature.epochs.start is optimizer._curvature.epochs.total is None
     assert not kept.received
     assert not kept.expected
@@ -256,8 +256,8 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
 def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
     """For each message of pairs, whether it says that they are finite, and how many tensors."""
-    vectors, courier, sent = Pairs.vectors, optimizer._curvature.line.courier, []
-    posts = courier.post
+    vectors, mailbox, sent = Pairs.vectors, optimizer._curvature.line.mailbox, []
+    posts = mailbox.post
 
     def post(name: str, tensors: Sequence[Tensor], **note: Any) -> None:
         if name.startswith("pairs/"):
@@ -265,7 +265,7 @@ def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tup
         posts(name, tensors, **note)
 
     spoilt = replaced(Pairs, {"vectors": lambda pairs: vectors(pairs) * math.nan})
-    with spoilt, replaced(courier, {"post": post}):
+    with spoilt, replaced(mailbox, {"post": post}):
         assert serve(model, optimizer) == 3
     return sent
 
@@ -281,8 +281,8 @@ def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
 
 def disagrees_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     """The second has got pairs of the second epoch that it cannot use."""
-    courier = optimizer._curvature.line.courier
-    waits = courier.wait
+    mailbox = optimizer._curvature.line.mailbox
+    waits = mailbox.wait
 
     def wait(name: str, *args: Any) -> Any:
         message = waits(name, *args)
@@ -290,7 +290,7 @@ def disagrees_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor
             message[1]["finite"] = False
         return message
 
-    with replaced(courier, {"wait": wait}):
+    with replaced(mailbox, {"wait": wait}):
         return worker_part(model, optimizer, rank)
 
 

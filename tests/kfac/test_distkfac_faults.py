@@ -33,7 +33,7 @@ SCRIPT = """
     from threaded import BATCHES, CASE, distkfac
     from ranks import go, shard
     from reference import cross_entropy
-    from second_order.distributed.mailbox import Courier
+    from second_order.distributed.mailbox import Mailbox
 
     torch.set_num_threads(1)
     directory, patience, helpers = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
@@ -52,7 +52,7 @@ SCRIPT = """
         if optimizer.role == "stats":
             found = optimizer.serve(BATCHES, lambda batch: cross_entropy(model(batch[0]), batch[1]))
         else:
-            Courier.wait = None  # nobody waits for stats workers
+            Mailbox.wait = None  # nobody waits for stats workers
             for step in range(STEPS):
                 if step == STEPS // 2:
                     held("middle")

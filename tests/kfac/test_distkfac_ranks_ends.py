@@ -83,10 +83,10 @@ def test_a_model_that_grows_beside_a_stats_worker_is_refused(
 def at_once_worker(model: nn.Module, optimizer: Any) -> list[str]:
     curvature = optimizer._curvature
     helps = optimizer.role == "stats"
-    couriers = [curvature.courier] if helps else list(curvature.helpers.couriers)
-    assert all(courier._shared.connected.is_set() for courier in couriers)
+    mailboxes = [curvature.mailbox] if helps else list(curvature.helpers.mailboxes)
+    assert all(mailbox._shared.connected.is_set() for mailbox in mailboxes)
     optimizer.close()
-    return [courier.failure for courier in couriers]
+    return [mailbox.failure for mailbox in mailboxes]
 
 
 at_once_stats = at_once_worker

@@ -59,8 +59,8 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         return message
 
     for helper in optimizer._curvature.helpers.active:
-        original = helper.courier.arrived
-        helper.courier.arrived = lambda name, h=helper, o=original: arrived(h, o, name)
+        original = helper.mailbox.arrived
+        helper.mailbox.arrived = lambda name, h=helper, o=original: arrived(h, o, name)
     names = [helper.name for helper in optimizer._curvature.helpers.active]
     trajectory: list[Tensor] = [vector(model)]
     end = time.monotonic() + LONG
@@ -70,7 +70,7 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             trajectory += train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
         for helper in optimizer._curvature.helpers.active:
-            assert len(helper.courier._shared.expected) <= 1, "what is listened for grows"
+            assert len(helper.mailbox._shared.expected) <= 1, "what is listened for grows"
         rank = optimizer._training.world.rank
         owned = [block.name for block, owner in owned_by(optimizer) if owner == rank]
         found = factors_here(optimizer)

@@ -1,4 +1,4 @@
-"""What gradient workers and stats workers say to each other, with a courier of one's own."""
+"""What gradient workers and stats workers say to each other, with a mailbox of one's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from second_order import DecompositionError
 from second_order.distributed.collectives import World
-from second_order.distributed.mailbox import Courier
+from second_order.distributed.mailbox import Mailbox
 from second_order.distributed.messages import MalformedError, as_refused
 from second_order.distributed.store import open_store
 from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
@@ -29,7 +29,7 @@ TWO: Any = SimpleNamespace(whole_model=lambda: [torch.ones(2)], groups=[])
 
 
 class Post:
-    """A courier whose messages are here at once.
+    """A mailbox whose messages are here at once.
 
     Attributes:
         sent: by name.
@@ -76,7 +76,7 @@ def helped(optimizer: Any) -> Post:
     """Make an optimizer of one process a worker with a stats worker."""
     post: Any = Post()
     helpers = StatsWorkers(1, 1.0)
-    helpers.active, helpers.couriers = [Helper("stats worker 1", post)], [post]
+    helpers.active, helpers.mailboxes = [Helper("stats worker 1", post)], [post]
     helpers.shapes = [t.shape for t in optimizer._training.whole_model()]
     optimizer._curvature.helpers = helpers
     return post
@@ -90,7 +90,7 @@ def helping(optimizer: Any) -> Post:
     worker = StatsWorker(
         training, layers, lambda _: [], lambda blocks, _: [0] * len(blocks), 0, 1.0
     )
-    worker.courier, worker.optimized = post, [True] * len(training.whole_model())
+    worker.mailbox, worker.optimized = post, [True] * len(training.whole_model())
     optimizer._curvature = worker
     return post
 
@@ -168,7 +168,7 @@ def test_what_is_served_is_neither_scaled_nor_divided() -> None:
 
 
 def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
-    """A worker's model, optimizer and courier, and what a stats worker might send it."""
+    """A worker's model, optimizer and mailbox, and what a stats worker might send it."""
     other, model = CASE.model(), CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
     worker = distkfac(model)
@@ -298,7 +298,7 @@ def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
 
 def test_a_message_that_is_here_is_not_expected_any_more() -> None:
     store, address = open_store(World(), 0, 5.0)
-    here, there = (Courier(address, *names, 5.0) for names in (("a", "b"), ("b", "a")))
+    here, there = (Mailbox(address, *names, 5.0) for names in (("a", "b"), ("b", "a")))
     try:
         there.post("news", [torch.ones(2)])
         here.expect("news")
@@ -308,8 +308,8 @@ def test_a_message_that_is_here_is_not_expected_any_more() -> None:
         assert here.arrived("news") is not None
         assert not here._shared.expected
     finally:
-        for courier in (here, there):
-            courier.close(1.0)
+        for mailbox in (here, there):
+            mailbox.close(1.0)
         del store
 
 
@@ -403,9 +403,9 @@ def test_points_and_statistics_say_of_which_layers_they_are() -> None:
     helpers = StatsWorkers(1, 1.0)
     helpers.active = [Helper("stats worker 1", Post())]  # type: ignore[arg-type]
     helpers.begin_anew()
-    helpers.active[0].courier.tell("want", 0)
+    helpers.active[0].mailbox.tell("want", 0)
     helpers.offer(TWO, lambda copies, deliver: deliver(copies))
-    sent = helpers.active[0].courier.sent["point/0"]  # type: ignore[attr-defined]
+    sent = helpers.active[0].mailbox.sent["point/0"]  # type: ignore[attr-defined]
     assert sent[1]["edition"] == 1
 
 

@@ -53,9 +53,9 @@ class PendingAverage:
             self._present = torch.tensor([float(p.grad is not None) for p in params], device=device)
         routed = route(params, self._gradients)
         self._work: PendingReduction = (
-            world.start_sum([*self._gradients, self._present])
+            world.all_reduce([*self._gradients, self._present])
             if routed is None
-            else world.start_sum_to([*routed[0], self._present], [*routed[1], None])
+            else world.reduce([*routed[0], self._present], [*routed[1], None])
         )
 
     def wait(self) -> None:

@@ -47,7 +47,7 @@ def require_same(
         words = aside.words(word_of((doing, *brief)))
         if words.count(words[0]) == len(words):
             return
-        everyone = aside.everybody([("about to", doing), *describe()])
+        everyone = aside.all_gather_object([("about to", doing), *describe()])
     except SecondOrderError as error:  # after the group's timeout at the latest
         raise RankMismatchError(
             f"rank {world.rank} is about to {doing}, and not all of the {world.size} ranks are, if "

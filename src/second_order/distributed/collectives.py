@@ -209,7 +209,7 @@ class World:
         other names until the timeout.
         """
         here = len(dist.distributed_c10d._world.pg_names)
-        for _ in range(max(self.everybody(here)) - here):
+        for _ in range(max(self.all_gather_object(here)) - here):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def on_cpu(self) -> World:
@@ -223,19 +223,19 @@ class World:
             return flat.to("cpu", dtype)
         return flat
 
-    def start_sum(self, tensors: Iterable[Tensor]) -> PendingReduction:
+    def all_reduce(self, tensors: Iterable[Tensor]) -> PendingReduction:
         """All-reduce tensors of any shapes in buckets; in place once the result is waited for.
 
         Every rank must pass the same shapes and dtypes in the same order.
         """
-        return self._start_all_reduce(tensors, dist.ReduceOp.SUM)
+        return self._start_reduction(tensors, dist.ReduceOp.SUM)
 
-    def start_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
-        """Take the largest of each element over the ranks; otherwise as :meth:`start_sum`."""
-        return self._start_all_reduce(tensors, dist.ReduceOp.MAX)
+    def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
+        """Take the largest of each element over the ranks; otherwise as :meth:`all_reduce`."""
+        return self._start_reduction(tensors, dist.ReduceOp.MAX)
 
     @explained()
-    def _start_all_reduce(self, tensors: Iterable[Tensor], op: Any) -> PendingReduction:
+    def _start_reduction(self, tensors: Iterable[Tensor], op: Any) -> PendingReduction:
         pending = PendingReduction()
         if self.size == 1:
             return pending
@@ -246,9 +246,7 @@ class World:
         return pending
 
     @explained()
-    def start_sum_to(
-        self, tensors: Sequence[Tensor], owners: Sequence[int | None]
-    ) -> PendingReduction:
+    def reduce(self, tensors: Sequence[Tensor], owners: Sequence[int | None]) -> PendingReduction:
         """Sum tensors over the ranks, each for its owner alone: half the traffic of an all-reduce.
 
         Addends are taken in the order of ranks, so that all owners of a sum agree bit for bit.
@@ -274,7 +272,7 @@ class World:
             pending.add(work, partial(_sum_in_order, rows, flat), wanted[self.rank])
         return pending
 
-    def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Give every rank the value that each tensor has on its owner, in place, in buckets.
 
         Args:
@@ -296,13 +294,13 @@ class World:
                 )
                 for rank, part in enumerate(parts)
             ]
-            received = self.deliver(items, bucket[0].dtype, bucket[0].device)
+            received = self.all_to_all(items, bucket[0].dtype, bucket[0].device)
             for rank, (flat, part) in enumerate(zip(received, parts, strict=True)):
                 if flat is not None and rank != self.rank:
                     _scatter(flat, part)
 
     @explained()
-    def deliver(
+    def all_to_all(
         self, items: Sequence[Delivery], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor | None]:
         """Send flat tensors from where they are to where they are wanted, in one collective.
@@ -361,11 +359,11 @@ class World:
     def all_agree(self, mine: bool, device: torch.device) -> bool:
         """Whether all ranks say yes."""
         noes = torch.tensor([float(not mine)], device=device)
-        self.start_sum([noes]).wait()
+        self.all_reduce([noes]).wait()
         return not bool(noes)
 
     @explained()
-    def everybody(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value of a small object that can be pickled, by rank."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
@@ -393,7 +391,7 @@ class World:
         Raises:
             RankMismatchError: With the first line that differs, and the ranks it differs on.
         """
-        everyone = self.everybody(list(description))
+        everyone = self.all_gather_object(list(description))
         for rank, theirs in enumerate(everyone):
             if theirs == everyone[0]:
                 continue

@@ -33,7 +33,7 @@ from second_order.distributed.messages import (
 from second_order.distributed.store import Address, Store, StoreClient
 from second_order.farewell import Farewell
 
-__all__ = ["Courier", "Patience", "await_connections", "await_goodbyes"]
+__all__ = ["Mailbox", "Patience", "await_connections", "await_goodbyes"]
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
 HELD_SECONDS = 0.02  # that the store may hold an answer back for news
@@ -45,11 +45,11 @@ LAST_LOOK_SECONDS = 0.5  # at most, for what a peer that is lost may have left
 
 
 def await_goodbyes(store: Store, names: Sequence[str], patience: float) -> None:
-    """Close a store when all of the couriers have closed, or one has no more patience.
+    """Close a store when all of the mailboxes have closed, or one has no more patience.
 
     Args:
         store: Here.
-        names: What the couriers are called.
+        names: What the mailboxes are called.
         patience: In seconds.
     """
     end = time.monotonic() + patience
@@ -59,9 +59,9 @@ def await_goodbyes(store: Store, names: Sequence[str], patience: float) -> None:
 
 
 def await_connections(
-    world: World, couriers: Sequence[Courier], stores: Sequence[Store | None]
+    world: World, mailboxes: Sequence[Mailbox], stores: Sequence[Store | None]
 ) -> None:
-    """Wait until every rank's couriers have reached their stores, or failed to; a collective.
+    """Wait until every rank's mailboxes have reached their stores, or failed to; a collective.
 
     From then on nobody else is let in.
 
@@ -70,16 +70,16 @@ def await_connections(
 
     Args:
         world: The ranks, with all that share a store.
-        couriers: This rank's.
+        mailboxes: This rank's.
         stores: Those that this rank hosts.
     """
-    for courier in couriers:
-        courier.await_connection()
-    world.everybody(None)
+    for mailbox in mailboxes:
+        mailbox.await_connection()
+    world.all_gather_object(None)
     for store in stores:
         if store is not None:
             store.seal()
-    world.everybody(None)  # on no rank does anything begin while somebody listens
+    world.all_gather_object(None)  # on no rank does anything begin while somebody listens
 
 
 class Patience:
@@ -110,7 +110,7 @@ class Patience:
             return self._waited > self._limit
 
 
-class Courier:
+class Mailbox:
     """Sends and receives lists of tensors on a thread of its own.
 
     Names of messages are used once. The thread ends with :meth:`close`, with the object, or with
@@ -132,7 +132,7 @@ class Courier:
         self._shared = _Shared(me, peer, timeout)
         self._pid = os.getpid()
         self._thread = threading.Thread(
-            target=_run, args=(address, self._shared), name="second_order courier", daemon=True
+            target=_run, args=(address, self._shared), name="second_order mailbox", daemon=True
         )
         self._thread.start()
         self._farewell = Farewell(

@@ -46,7 +46,7 @@ def deliver_parts(
         if source == world.rank and any(rank != source for rank in destinations):
             content = _flat(mine.get(key), size, dtype, device)
         items.append(Delivery(source, destinations, size, content))
-    received = world.deliver(items, dtype, device)
+    received = world.all_to_all(items, dtype, device)
     everything = dict(mine)
     for (key, (source, destinations)), flat in zip(routes.items(), received, strict=True):
         if flat is not None and source != world.rank and world.rank in destinations:

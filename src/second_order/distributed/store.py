@@ -74,7 +74,7 @@ def open_store(world: World, host: int, timeout: float) -> tuple[Store | None, A
     Raises:
         SecondOrderError: On every rank, if the host cannot open it.
     """
-    machines = world.everybody(_machine())
+    machines = world.all_gather_object(_machine())
     store: Store | None = None
     error, name = "", "127.0.0.1"
     if world.rank == host:
@@ -85,7 +85,7 @@ def open_store(world: World, host: int, timeout: float) -> tuple[Store | None, A
         except Exception as caught:  # the others are about to ask for its address
             error = f"{type(caught).__name__}: {caught}"
     mine = (name, 0, b"") if store is None else (name, store.port, store.key)
-    place, error = world.everybody((mine, error))[host]
+    place, error = world.all_gather_object((mine, error))[host]
     if error:
         raise SecondOrderError(f"rank {host} cannot open a store at {place[0]!r}: {error}")
     return store, Address(*place)

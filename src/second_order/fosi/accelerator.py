@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor
 from torch.profiler import record_function
 
-from second_order.distributed.mailbox import Courier
+from second_order.distributed.mailbox import Mailbox
 from second_order.distributed.messages import MalformedError, Message, require_form
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
@@ -55,7 +55,7 @@ class Accelerator:
     Args:
         subject: Whose eigenpairs they are, among the accelerators.
         options: Of the eigenpairs.
-        courier: To worker 0, on the first accelerator; to that one, on the others.
+        mailbox: To worker 0, on the first accelerator; to that one, on the others.
         workers: How many workers there are.
 
     Attributes:
@@ -64,9 +64,9 @@ class Accelerator:
     """
 
     def __init__(
-        self, subject: Subject, options: EpochOptions, courier: Courier, workers: int
+        self, subject: Subject, options: EpochOptions, mailbox: Mailbox, workers: int
     ) -> None:
-        self._subject, self._options, self._courier = subject, options, courier
+        self._subject, self._options, self._mailbox = subject, options, mailbox
         self._team, self._workers = subject.training.world, workers
         self._loss_fn: Closures | None = None
         self._orders = self._calls = 0
@@ -77,19 +77,19 @@ class Accelerator:
     @property
     def dismissed(self) -> bool:
         """Whether the other side has said goodbye."""
-        return self._courier.closed_there
+        return self._mailbox.closed_there
 
     def close(self, patience: float) -> None:
         """Say goodbye."""
         self._over = True
-        self._courier.close(patience)
+        self._mailbox.close(patience)
 
     def help_for_a_step(self, closure_at: ClosureAt) -> None:
         """As :meth:`help`, until the workers have taken as many steps as this has been called."""
         self._calls += 1
-        courier, calls = self._courier, self._calls
-        self.help(closure_at, lambda: (courier.heard("steps") or 0) >= calls)
-        courier.tell("steps", calls)  # for the other accelerators
+        mailbox, calls = self._mailbox, self._calls
+        self.help(closure_at, lambda: (mailbox.heard("steps") or 0) >= calls)
+        mailbox.tell("steps", calls)  # for the other accelerators
 
     def help(self, closure_at: ClosureAt, enough: Callable[[], bool] = lambda: False) -> None:
         """Answer messages until the workers close or are lost, or it is enough.
@@ -124,51 +124,51 @@ class Accelerator:
 
     def _lead(self, enough: Callable[[], bool]) -> Order | None:
         """What is to be done next, by the workers' messages; the others are told."""
-        courier, point = self._courier, f"point/{self.answered}"
+        mailbox, point = self._mailbox, f"point/{self.answered}"
         judges = self._options.final_update == "guarded" and self._loss_fn is not None
         trial = f"try/{self.answered - 1}" if judges else ""
         for name in filter(None, (point, trial)):
-            courier.expect(name)
-        what, message = "compute", courier.wait(point, lambda: courier.holds(trial) or enough())
+            mailbox.expect(name)
+        what, message = "compute", mailbox.wait(point, lambda: mailbox.holds(trial) or enough())
         if message is not None:
             try:
                 _require_order(what, message)
             except MalformedError as why:
-                courier.refuse(point, why)
+                mailbox.refuse(point, why)
                 what, message = "skip", ([], {})
-        elif (message := courier.arrived(trial)) is not None:
+        elif (message := mailbox.arrived(trial)) is not None:
             what = "judge"
             try:
                 _require_order(what, message)
             except MalformedError as why:
-                courier.refuse(trial, why)
+                mailbox.refuse(trial, why)
                 self._say_verdict([None, None])
                 return None
         if message is None:
-            if not (courier.closed_there or courier.lost):
+            if not (mailbox.closed_there or mailbox.lost):
                 return None
             what, self._over = "leave", True
-            if not courier.closed_there:
+            if not mailbox.closed_there:
                 self.lost = f"the workers have not been heard of any more{self._why()}"
-        courier.forget(trial)
+        mailbox.forget(trial)
         tensors, note = message or ([], {"lost": self.lost})
         known = {name: note[name] for name in ORDERS[what][0]}  # whatever else it says
         for a in range(1, self._team.size):
-            courier.post(f"order/{self._orders}/{a}", tensors, do=what, **known)
+            mailbox.post(f"order/{self._orders}/{a}", tensors, do=what, **known)
         self._orders += 1
         return None if self._over else (what, tensors, note)
 
     def _why(self) -> str:
-        return f" ({self._courier.failure})" if self._courier.failure else ""
+        return f" ({self._mailbox.failure})" if self._mailbox.failure else ""
 
     def _follow(self, enough: Callable[[], bool]) -> Order | None:
         """What the first accelerator says is next."""
-        courier, name = self._courier, f"order/{self._orders}/{self._team.rank}"
-        courier.expect(name)
-        message = courier.wait(name, enough)
+        mailbox, name = self._mailbox, f"order/{self._orders}/{self._team.rank}"
+        mailbox.expect(name)
+        message = mailbox.wait(name, enough)
         if message is None:
-            self._over = courier.closed_there or courier.lost
-            if self._over and not courier.closed_there:
+            self._over = mailbox.closed_there or mailbox.lost
+            if self._over and not mailbox.closed_there:
                 self.lost = f"the first accelerator has not been heard of any more{self._why()}"
             return None
         self._orders += 1
@@ -177,7 +177,7 @@ class Accelerator:
             require_form(note, do=str)
             _require_order(note["do"], message)
         except MalformedError as why:
-            courier.refuse(name, why)
+            mailbox.refuse(name, why)
             return "fail", [], {"why": f"the first accelerator's {name} was refused: {why}"}
         if note["do"] == "leave":
             self._over, self.lost = True, note["lost"]
@@ -228,7 +228,7 @@ class Accelerator:
         self._loss_fn = None
         for j in range(self._workers):
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
-            self._courier.post(name, [], finite=False, products=0)
+            self._mailbox.post(name, [], finite=False, products=0)
         self.answered += 1
 
     def _deliver(self, pairs: Pairs) -> None:
@@ -243,7 +243,7 @@ class Accelerator:
             if finite and rows is not None:
                 tensors = [pairs.values, pairs.bounds(), rows[cuts[j] : cuts[j + 1]]]
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
-            self._courier.post(name, tensors, finite=finite, products=pairs.iterations)
+            self._mailbox.post(name, tensors, finite=finite, products=pairs.iterations)
 
     def _pairs(self, loss_fn: Closures, epoch: int) -> Pairs:
         options, measured = self._options, self._subject.vector.hessian(loss_fn, self._options.hvp)
@@ -264,7 +264,7 @@ class Accelerator:
 
     def _say_verdict(self, losses: list[float | None]) -> None:
         for j in range(self._workers):
-            self._courier.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
+            self._mailbox.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
 
 
 def _require_order(what: str, message: Message) -> None:

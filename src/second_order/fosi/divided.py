@@ -20,7 +20,7 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
-from second_order.distributed.mailbox import Courier, await_connections, await_goodbyes
+from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import refused_line
 from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.distributed.store import Store, open_store
@@ -53,12 +53,12 @@ class Line:
     """The messages between this process and those of the other kind.
 
     Attributes:
-        courier: Carries them.
+        mailbox: Carries them.
         store: Keeps them for all, on the process that has it.
         everybody: What processes are called, by rank.
     """
 
-    courier: Courier
+    mailbox: Mailbox
     store: Store | None
     everybody: Sequence[str]
 
@@ -69,18 +69,18 @@ class Line:
         store, address = open_store(everybody, first, patience)
         names = [f"{roles.of(rank)} {rank}" for rank in range(everybody.size)]
         peer = names[0 if everybody.rank == first else first]
-        courier = Courier(address, names[everybody.rank], peer, patience)
-        return cls(courier, store, names)
+        mailbox = Mailbox(address, names[everybody.rank], peer, patience)
+        return cls(mailbox, store, names)
 
     @property
     def refused(self) -> int:
         """Malformed messages, and connections without the key."""
-        return self.courier.refused + (0 if self.store is None else self.store.refused)
+        return self.mailbox.refused + (0 if self.store is None else self.store.refused)
 
     def tell(self, training: Training) -> None:
         """Say once that something has been refused."""
         if self.refused and training.first_time("refused"):
-            training.warn(refused_line(self.courier.complaint))
+            training.warn(refused_line(self.mailbox.complaint))
 
 
 class Divided(FOSICurvature):
@@ -151,12 +151,12 @@ class _Team(Divided):
         line = Line.of(everybody, self._roles, patience)
         training.world = self._roles.team(everybody, patience)
         training.averages = training.averages and training.world.size > 1
-        await_connections(everybody, [line.courier], [line.store])
+        await_connections(everybody, [line.mailbox], [line.store])
         self.line = line
         line.tell(training)
-        self.join(line.courier)
+        self.join(line.mailbox)
 
-    def join(self, courier: Courier) -> None:
+    def join(self, mailbox: Mailbox) -> None:
         """Take up the role."""
         raise NotImplementedError
 
@@ -188,9 +188,9 @@ class _Team(Divided):
 class Worker(_Team):
     """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
 
-    def join(self, courier: Courier) -> None:
+    def join(self, mailbox: Mailbox) -> None:
         """Begin the first epoch."""
-        self.epochs.connect(courier)
+        self.epochs.connect(mailbox)
 
     def parameters_changed(self) -> None:
         """Other parameters train than did: there is no final update to make of those."""
@@ -237,10 +237,10 @@ class Helper(_Team):
     scaler_matters = ""
     accelerator: Accelerator | None
 
-    def join(self, courier: Courier) -> None:
+    def join(self, mailbox: Mailbox) -> None:
         """Listen to the workers."""
         subject, workers = Subject(self.training, self.vector), len(self._roles.workers)
-        self.accelerator = Accelerator(subject, self.options, courier, workers)
+        self.accelerator = Accelerator(subject, self.options, mailbox, workers)
 
     @property
     def instead(self) -> Callable[[], None]:

@@ -130,7 +130,7 @@ def gather_state(
                 on_device = isinstance(value, Tensor) and value.device.type != "cpu"
                 small[numbers[p], key] = value.cpu() if on_device else value, on_device
     listed = {dtype: [(i, key) for i, key, _ in parts] for dtype, parts in cut.items()}
-    everybody = world.everybody((listed, small))
+    everybody = world.all_gather_object((listed, small))
     whole: dict[Tensor, dict[str, Any]] = {}
     if world.rank in to:
         for _, values in reversed(everybody):  # the first process's count
@@ -151,7 +151,7 @@ def gather_state(
             )
             for rank, parts in enumerate(lists)
         ]
-        received = world.deliver(items, dtype, params[0].device)
+        received = world.all_to_all(items, dtype, params[0].device)
         if world.rank not in to:
             continue
         for rank, (parts, flat) in enumerate(zip(lists, received, strict=True)):
@@ -189,7 +189,7 @@ def gather_parts(
         Delivery(rank, to, math.prod(shape), mine if rank == world.rank else None)
         for rank, shape in enumerate(shapes)
     ]
-    received = world.deliver(items, mine.dtype, mine.device)
+    received = world.all_to_all(items, mine.dtype, mine.device)
     if world.rank not in to:
         return mine.new_empty(0)
     parts = zip(received, shapes, strict=True)

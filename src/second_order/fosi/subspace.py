@@ -103,7 +103,7 @@ class RowBasis(Basis):
     def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
         """V̂ᵀx, ``(r,)``."""
         c = self._dots(x, witness)
-        self._world.start_sum([c]).wait()
+        self._world.all_reduce([c]).wait()
         return c
 
     def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
@@ -152,7 +152,7 @@ class ColumnBasis(Basis):
             for source in everybody
             for to in everybody
         ]
-        received = world.deliver(items, rows.dtype, rows.device)
+        received = world.all_to_all(items, rows.dtype, rows.device)
         mine = cuts[world.rank + 1] - cuts[world.rank]
         vectors = rows.new_empty((mine, size))
         for item, content in zip(items, received, strict=True):
@@ -175,7 +175,7 @@ class ColumnBasis(Basis):
     def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
         """Add V̂c to x in place, where it is finite."""
         sums = self._sums(c, of)
-        self._world.start_sum(sums).wait()
+        self._world.all_reduce(sums).wait()
         sound = torch.isfinite(torch.stack([each.sum() for each in sums]).sum())
         _add_where(sound, x, sums)
         return sound
@@ -183,7 +183,7 @@ class ColumnBasis(Basis):
     def rows_of_sum(self, rows: slice) -> Tensor:
         """Some rows of the sum of all vectors."""
         total = self.vectors.sum(0)
-        self._world.start_sum([total]).wait()
+        self._world.all_reduce([total]).wait()
         return total[rows]
 
 
@@ -266,7 +266,7 @@ def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: 
     sums = torch.stack([inside, whole])
     if world.size > 1:  # one of the two is known in full by every process
         sums[0 if rows else 1] /= world.size
-        world.start_sum([sums]).wait()
+        world.all_reduce([sums]).wait()
     return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
 
 

@@ -199,7 +199,7 @@ class ParameterVector:
         pieces = self.layout.pieces
         with record_function("second_order.exchange"):
             parts = [piece.of(piece.param) for piece in pieces]
-            self._training.world.share(parts, [piece.rank for piece in pieces])
+            self._training.world.broadcast(parts, [piece.rank for piece in pieces])
             for piece, part in zip(pieces, parts, strict=True):
                 piece.put(piece.param, part)
 

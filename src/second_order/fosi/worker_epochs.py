@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
-from second_order.distributed.mailbox import Courier, Patience
+from second_order.distributed.mailbox import Mailbox, Patience
 from second_order.distributed.messages import MalformedError, Message, require_form
 from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
 from second_order.fosi.options import EpochOptions
@@ -64,7 +64,7 @@ class Epochs:
 
     def __init__(self, subject: Subject, options: EpochOptions) -> None:
         self._subject, self._options = subject, options
-        self._courier: Courier | None = None
+        self._mailbox: Mailbox | None = None
         self._warn, self._patience = subject.training.warn, options.helper_timeout
         self._added = min(ADDED_STEPS, options.epoch_steps)
         self.number = self.step = 0
@@ -79,9 +79,9 @@ class Epochs:
         self._taken = 0  # steps, of this object
         self._unsound = False  # whether eigenpairs have been
 
-    def connect(self, courier: Courier) -> None:
+    def connect(self, mailbox: Mailbox) -> None:
         """From now on accelerators help."""
-        self._courier, self.helped = courier, True
+        self._mailbox, self.helped = mailbox, True
 
     @property
     def _team(self) -> World:
@@ -107,7 +107,7 @@ class Epochs:
 
     def _begin(self) -> None:
         """Off with c; an epoch taken up from a checkpoint has c and p already."""
-        assert self._courier is not None
+        assert self._mailbox is not None
         subject, vector = self._subject, self._subject.vector
         if self.start is None or self.step == 0:
             self.start, self._parts = vector.flat(), []
@@ -116,9 +116,9 @@ class Epochs:
         if self._team.rank == 0:
             tensors = [self.start, *subject.rest()]
             name = f"point/{self._request}"
-            self._courier.post(name, tensors, epoch=self.number, train=subject.train)
+            self._mailbox.post(name, tensors, epoch=self.number, train=subject.train)
         for name in self._expected():
-            self._courier.expect(name)
+            self._mailbox.expect(name)
 
     def _expected(self) -> list[str]:
         helpers = range(self._options.accelerators)
@@ -132,32 +132,32 @@ class Epochs:
         """
         if not self.helped:
             return None
-        assert self._courier is not None
+        assert self._mailbox is not None
         self.step, self._taken, report = self.step + 1, self._taken + 1, None
         if self.step >= self._options.epoch_steps:
             with record_function("second_order.final_update"), self._subject.vector.plain():
-                report = self._end(self._courier, scales())
+                report = self._end(self._mailbox, scales())
             self.reports.append(report)
             self.let_go()
             self.number, self.step = self.number + 1, 0
-        self._courier.tell("steps", self._taken)
+        self._mailbox.tell("steps", self._taken)
         return report
 
-    def _end(self, courier: Courier, scales: Sequence[float | Tensor]) -> EpochReport:
+    def _end(self, mailbox: Mailbox, scales: Sequence[float | Tensor]) -> EpochReport:
         """The final update, if every worker has sound eigenpairs."""
         begun, patience = time.monotonic(), Patience(self._patience)
-        messages = [self._await(courier, name, patience) for name in self._expected()]
+        messages = [self._await(mailbox, name, patience) for name in self._expected()]
         found = [message for message in messages if message is not None]
         here = len(found) == len(messages)
         agreed = self._agreed(here)
         waited = time.monotonic() - begun
         if not agreed:
-            self._give_up(courier)
+            self._give_up(mailbox)
             return EpochReport(self.number, waited, False, GONE)
         if self.start is None or self.total is None:
             return EpochReport(self.number, waited, False, "other parameters train now")
-        refused = courier.refused
-        sound = self._sound(courier, found, len(self.start))
+        refused = mailbox.refused
+        sound = self._sound(mailbox, found, len(self.start))
         if not self._agreed(sound):
             if not self._unsound:
                 self._warn(
@@ -165,7 +165,7 @@ class Epochs:
                     f"refused; the base goes on alone until sound ones come"
                 )
             self._unsound = True
-            reason = UNSOUND if courier.refused == refused else REFUSED
+            reason = UNSOUND if mailbox.refused == refused else REFUSED
             return EpochReport(self.number, waited, False, reason)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
@@ -188,30 +188,30 @@ class Epochs:
         if self._options.final_update != "guarded":
             vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
-        return self._ask(courier, before, after, waited, products)
+        return self._ask(mailbox, before, after, waited, products)
 
     def _ask(
-        self, courier: Courier, before: Tensor, after: Tensor, waited: float, products: int
+        self, mailbox: Mailbox, before: Tensor, after: Tensor, waited: float, products: int
     ) -> EpochReport:
         """Make the update if the loss of the accelerators' batches halves with it."""
         begun = time.monotonic()
         name = f"verdict/{self._request}/{self._team.rank}"
-        courier.expect(name)
+        mailbox.expect(name)
         if self._team.rank == 0:
             tensors = [before, after, *self._subject.rest()]
-            courier.post(f"try/{self._request}", tensors, train=self._subject.train)
-        message = self._await(courier, name, Patience(self._patience))
+            mailbox.post(f"try/{self._request}", tensors, train=self._subject.train)
+        message = self._await(mailbox, name, Patience(self._patience))
         agreed = self._agreed(message is not None)
         waited += time.monotonic() - begun
         if not agreed:
-            self._give_up(courier)
+            self._give_up(mailbox)
             return EpochReport(self.number, waited, False, GONE)
         assert message is not None
         try:
             old, new = _losses_in(message)
             reason = refusal(old, new)
         except MalformedError as why:
-            courier.refuse(name, why)
+            mailbox.refuse(name, why)
             old, new, reason = math.nan, math.nan, REFUSED
         if not self._agreed(not reason):  # all write, or none does
             reason = reason or REFUSED
@@ -219,7 +219,7 @@ class Epochs:
             self._subject.vector.overwrite(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
-    def _sound(self, courier: Courier, found: Sequence[Message], size: int) -> bool:
+    def _sound(self, mailbox: Mailbox, found: Sequence[Message], size: int) -> bool:
         """Whether all eigenpairs are finite; those that do not fit are refused."""
         wanted, workers = min(self._options.wanted, size), self._team.size
         cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._options.accelerators)
@@ -228,21 +228,21 @@ class Epochs:
             try:
                 finite = _pairs_in(message, wanted, (mine, bounds[a + 1] - bounds[a]))
             except MalformedError as why:
-                courier.refuse(name, why)
+                mailbox.refuse(name, why)
                 finite = False
             sound = sound and finite and all(bool(t.isfinite().all()) for t in message[0])
         return sound
 
-    def _await(self, courier: Courier, name: str, patience: Patience) -> Message | None:
+    def _await(self, mailbox: Mailbox, name: str, patience: Patience) -> Message | None:
         with record_function("second_order.wait"):
-            return courier.wait(name, patience.ended)
+            return mailbox.wait(name, patience.ended)
 
     def _agreed(self, mine: bool) -> bool:
         return self._team.all_agree(mine, self._subject.vector.device)
 
-    def _give_up(self, courier: Courier) -> None:
+    def _give_up(self, mailbox: Mailbox) -> None:
         """Go on as the base alone."""
-        why = f" ({courier.failure})" if courier.failure else ""
+        why = f" ({mailbox.failure})" if mailbox.failure else ""
         self._warn(
             f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
             f"{self._subject.training.base_name} goes on alone"
@@ -252,8 +252,8 @@ class Epochs:
 
     def close(self) -> None:
         """Say goodbye, and go on as the base alone."""
-        if self._courier is not None:
-            self._courier.close(self._patience)
+        if self._mailbox is not None:
+            self._mailbox.close(self._patience)
         self.helped = False
         self.let_go()
 
@@ -267,9 +267,9 @@ class Epochs:
         under_way = self._asked == self.number
         self.number, self.step, self._asked = number, step, -1
         self.let_go()
-        if under_way and self.helped and self._courier is not None:
+        if under_way and self.helped and self._mailbox is not None:
             for name in self._expected():
-                self._courier.decline(name)
+                self._mailbox.decline(name)
 
     def counts(self) -> dict[str, float]:
         """The epoch under way, how many of its steps are taken, whether c and p are saved."""
@@ -285,7 +285,7 @@ class Epochs:
             self.total = load_vector(saved, SUM, vector.params, vector.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        alone = {"_courier": None, "helped": False, "start": None, "total": None}
+        alone = {"_mailbox": None, "helped": False, "start": None, "total": None}
         return {**self.__dict__, **alone, "_parts": []}
 
 

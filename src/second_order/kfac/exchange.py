@@ -61,9 +61,9 @@ class Exchange:
                 tensors += [each.head, *each.factors.values()]
                 keepers += [None, *map(layer.keeper, each.factors)]
         if any(keeper is not None for keeper in keepers):
-            self._world.start_sum_to(tensors, keepers).wait()
+            self._world.reduce(tensors, keepers).wait()
         elif tensors:
-            self._world.start_sum(tensors).wait()
+            self._world.all_reduce(tensors).wait()
 
     def decompositions(
         self,
@@ -222,7 +222,7 @@ class OwnerGradients:
         torch._foreach_div_(gradients, float(self._training.world.size))
         owners = [owner_of.get(id(p), 0) for p in params]  # 0: frozen since DDP was made
         self._summed_to |= zip(params, owners, strict=True)
-        summed = self._training.world.start_sum_to(gradients, owners)
+        summed = self._training.world.reduce(gradients, owners)
         if self._training.world.size == 1:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
@@ -291,4 +291,4 @@ class OwnerGradients:
     def _share(self, owned: Sequence[tuple[Tensor, int]]) -> None:
         if owned and self._training.world.size > 1:
             tensors, owners = zip(*owned, strict=True)
-            self._training.world.share(tensors, owners)
+            self._training.world.broadcast(tensors, owners)

@@ -427,7 +427,7 @@ class Solves:
         ]
         # On the CPU: a device need not be waited for to read it.
         message = torch.tensor([*said, *news], device="cpu")
-        pending = world.on_cpu().start_max([message])
+        pending = world.on_cpu().all_reduce_max([message])
 
         def agreed() -> tuple[dict[KroneckerBlock, Verdict], Sequence[float]]:
             pending.wait()

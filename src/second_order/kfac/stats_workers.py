@@ -21,7 +21,7 @@ from torch import Tensor
 
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
-from second_order.distributed.mailbox import Courier, await_connections, await_goodbyes
+from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import MalformedError, Message, refused_line, require_form
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.distributed.roles import Roles, assign_roles
@@ -74,14 +74,14 @@ class Helper:
 
     Attributes:
         name: Of the stats worker.
-        courier: To it.
+        mailbox: To it.
         asked: Points that it has been sent, on worker 0.
         heard: Statistics that have come from it.
         expected: The message from it that is listened for.
     """
 
     name: str
-    courier: Courier
+    mailbox: Mailbox
     asked: int = 0
     heard: int = 0
     expected: str = ""
@@ -96,7 +96,7 @@ class StatsWorkers:
 
     Attributes:
         active: Those that are there.
-        couriers: To all of them, those that are gone included.
+        mailboxes: To all of them, those that are gone included.
         shapes: Of the model's parameters and buffers, as all have them.
         own_passes: Whether statistics come from the training passes.
         hungry: Whether there are layers of this process without statistics.
@@ -110,7 +110,7 @@ class StatsWorkers:
 
     def __init__(self, count: int, patience: float) -> None:
         self.count, self._patience = count, patience
-        self.couriers: list[Courier] = []
+        self.mailboxes: list[Mailbox] = []
         self._rank = 0
         self.shapes: list[torch.Size] = []
         self.active: list[Helper] = []
@@ -130,10 +130,10 @@ class StatsWorkers:
         self._rank = training.world.rank
         for host, (_, address) in zip(roles.helpers, stores, strict=True):
             name = f"stats worker {host}"
-            courier = Courier(address, f"worker {self._rank}", name, self._patience)
-            self.active.append(Helper(name, courier))
-        self.couriers = [helper.courier for helper in self.active]
-        await_connections(everybody, self.couriers, [store for store, _ in stores])
+            mailbox = Mailbox(address, f"worker {self._rank}", name, self._patience)
+            self.active.append(Helper(name, mailbox))
+        self.mailboxes = [helper.mailbox for helper in self.active]
+        await_connections(everybody, self.mailboxes, [store for store, _ in stores])
         self.shapes = [t.shape for t in training.whole_model()]
 
     def awake(self, training: Training) -> None:
@@ -143,7 +143,7 @@ class StatsWorkers:
     @property
     def refused(self) -> int:
         """Messages that were not as they have to be."""
-        return sum(courier.refused for courier in self.couriers)
+        return sum(mailbox.refused for mailbox in self.mailboxes)
 
     def tell(self, training: Training) -> None:
         """Warn, once each, of what is wrong with the messages that have come."""
@@ -158,7 +158,7 @@ class StatsWorkers:
                 "a stats worker has sent statistics that are not finite: they are dropped"
             )
         if self.refused:
-            complaints = (courier.complaint for courier in self.couriers)
+            complaints = (mailbox.complaint for mailbox in self.mailboxes)
             found["refused"] = refused_line(next(filter(None, complaints), ""))
         for key, warning in found.items():
             if training.first_time(key):
@@ -179,7 +179,7 @@ class StatsWorkers:
         if self._rank != 0:
             return
         for helper in self.active:
-            wanted = helper.courier.heard("want")
+            wanted = helper.mailbox.heard("want")
             # Statistics that are still on their way hold the next point back: none queue up.
             if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
                 newest = training.whole_model()
@@ -188,7 +188,7 @@ class StatsWorkers:
                     "train": [t.requires_grad for t in newest],
                     "optimized": _in_groups(newest, training.groups),
                 }
-                post = partial(helper.courier.post, f"point/{wanted}", **note)
+                post = partial(helper.mailbox.post, f"point/{wanted}", **note)
                 send(pack_by_dtype(newest), post)
                 helper.asked = wanted + 1
 
@@ -204,7 +204,7 @@ class StatsWorkers:
         self.known.update(name for name in fed if name in mine)
         for helper in self.active:
             name = self._expected_from(helper)
-            message = helper.courier.arrived(name)
+            message = helper.mailbox.arrived(name)
             if message is None:
                 continue
             helper.heard += 1
@@ -212,7 +212,7 @@ class StatsWorkers:
             try:
                 tensors, note = _statistics_in(message)
             except MalformedError as why:
-                helper.courier.refuse(name, why)
+                helper.mailbox.refuse(name, why)
                 self.messages += 1  # of nothing: who gets nothing else is to be hungry
                 continue
             if note["edition"] < self.edition:  # of layers as they were
@@ -241,15 +241,15 @@ class StatsWorkers:
         name = f"stats/{helper.heard}/{self._rank}"
         if helper.expected != name:  # once: what has come is not to be listened for again
             helper.expected = name
-            helper.courier.expect(name)
+            helper.mailbox.expect(name)
         return name
 
     def news(self) -> list[float]:
         """What all workers have to agree on: whether all are fed, and which helpers are gone."""
         if not self.active:
             return []
-        couriers = [helper.courier for helper in self.active]
-        return [float(self.hungry), *(float(c.lost or c.closed_there) for c in couriers)]
+        mailboxes = [helper.mailbox for helper in self.active]
+        return [float(self.hungry), *(float(c.lost or c.closed_there) for c in mailboxes)]
 
     def hear(self, news: Sequence[float], training: Training) -> None:
         """Draw the consequences, the same ones on every worker."""
@@ -260,9 +260,9 @@ class StatsWorkers:
         if left:
             names = ", ".join(helper.name for helper in left)
             for helper in left:
-                helper.courier.leave()
+                helper.mailbox.leave()
             for helper in left:
-                helper.courier.close(0.1)
+                helper.mailbox.close(0.1)
             self.active = [helper for helper in self.active if helper not in left]
             rest = (
                 "the others go on"
@@ -275,14 +275,14 @@ class StatsWorkers:
     def close(self) -> None:
         """Say goodbye to those that are there, and wait for all of them together."""
         for helper in self.active:
-            helper.courier.leave()
+            helper.mailbox.leave()
         for helper in self.active:
-            helper.courier.close(self._patience)
+            helper.mailbox.close(self._patience)
         self.active = []
         self.own_passes = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "active": [], "own_passes": True, "couriers": []}
+        return {**self.__dict__, "active": [], "own_passes": True, "mailboxes": []}
 
 
 class StatsWorker(Curvature):
@@ -297,7 +297,7 @@ class StatsWorker(Curvature):
         patience: Seconds without a sign of life after which the workers are given up.
 
     Attributes:
-        courier: To the workers; None before the roles are given, and after a goodbye.
+        mailbox: To the workers; None before the roles are given, and after a goodbye.
         optimized: Which parameters and buffers the workers optimize.
     """
 
@@ -318,7 +318,7 @@ class StatsWorker(Curvature):
         self._description, self._owners = description, owners
         self._count, self._patience = count, patience
         self._workers = training.world.size - count
-        self.courier: Courier | None = None
+        self.mailbox: Mailbox | None = None
         self._store: Store | None = None
         self._name = ""
         self._everybody: tuple[str, ...] = ()
@@ -346,8 +346,8 @@ class StatsWorker(Curvature):
         self._name = f"stats worker {roles.helpers[me]}"
         self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
         self._store, address = stores[me]
-        self.courier = Courier(address, self._name, "worker 0", self._patience)
-        await_connections(everybody, [self.courier], [store for store, _ in stores])
+        self.mailbox = Mailbox(address, self._name, "worker 0", self._patience)
+        await_connections(everybody, [self.mailbox], [store for store, _ in stores])
         whole = self.training.whole_model()
         self.optimized = _in_groups(whole, self.training.groups)
         self._look()
@@ -362,7 +362,7 @@ class StatsWorker(Curvature):
 
     def replan(self) -> None:
         """Look for the layers that the workers optimize: they may have added a group."""
-        if self.courier is None:
+        if self.mailbox is None:
             return
         whole = self.training.whole_model()
         theirs = [t for t, optimized in zip(whole, self.optimized, strict=False) if optimized]
@@ -397,7 +397,7 @@ class StatsWorker(Curvature):
     @property
     def dismissed(self) -> bool:
         """Whether the workers have said goodbye."""
-        return self.courier is not None and self.courier.closed_there
+        return self.mailbox is not None and self.mailbox.closed_there
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close.
@@ -431,7 +431,7 @@ class StatsWorker(Curvature):
         except BaseException:
             self._leave(1.0)
             raise
-        if self.courier is not None and not self.dismissed:
+        if self.mailbox is not None and not self.dismissed:
             self.training.warn("the workers have not been heard of any more: serve() returns")
         return sent
 
@@ -444,13 +444,13 @@ class StatsWorker(Curvature):
         Raises:
             SecondOrderError: If they are of another model.
         """
-        courier, into = self.courier, self.training.whole_model()
+        mailbox, into = self.mailbox, self.training.whole_model()
         message = None
-        while courier is not None:
+        while mailbox is not None:
             name = f"point/{self._asked}"
-            courier.expect(name)
-            courier.tell("want", self._asked)
-            message = courier.wait(name)
+            mailbox.expect(name)
+            mailbox.tell("want", self._asked)
+            message = mailbox.wait(name)
             if message is None:
                 break
             self._asked += 1
@@ -458,10 +458,10 @@ class StatsWorker(Curvature):
                 message = _point_in(message, into)
                 break
             except MalformedError as why:
-                courier.refuse(name, why)
+                mailbox.refuse(name, why)
                 self._post([{}] * self._workers)
         if self.refused_messages and self.training.first_time("refused"):
-            self.training.warn(refused_line("" if courier is None else courier.complaint))
+            self.training.warn(refused_line("" if mailbox is None else mailbox.complaint))
         if message is None:
             return False
         flats, note = message
@@ -496,21 +496,21 @@ class StatsWorker(Curvature):
 
     def _post(self, parts: Sequence[Mapping[str, StatisticsSums]]) -> None:
         """Send statistics to the owners of the layers; ``parts`` are by worker."""
-        if self.courier is None:
+        if self.mailbox is None:
             return
         for rank, sums in enumerate(parts):
             heads = [each.head for each in sums.values()]
             factors = [t for each in sums.values() for t in each.factors.values()]
             flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
             note = {"layers": list(sums), "edition": self._edition}
-            self.courier.post(f"stats/{self._sent}/{rank}", flat, **note)
+            self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
         self._sent += 1
 
     @property
     def refused_messages(self) -> int:
         """Messages that were not as they have to be, and connections without the key."""
         strangers = 0 if self._store is None else self._store.refused
-        return strangers + (0 if self.courier is None else self.courier.refused)
+        return strangers + (0 if self.mailbox is None else self.mailbox.refused)
 
     def close(self) -> None:
         """Say goodbye, and let go of the model."""
@@ -518,16 +518,16 @@ class StatsWorker(Curvature):
         self.layers.close()
 
     def _leave(self, patience: float) -> None:
-        courier, self.courier = self.courier, None
-        if courier is None:
+        mailbox, self.mailbox = self.mailbox, None
+        if mailbox is None:
             return
-        courier.leave()
-        courier.close(patience)
-        if self._store is not None and courier.closed_there:  # others still listen
+        mailbox.leave()
+        mailbox.close(patience)
+        if self._store is not None and mailbox.closed_there:  # others still listen
             await_goodbyes(self._store, self._everybody, min(patience, FAREWELL_SECONDS))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "courier": None, "_store": None}
+        return {**self.__dict__, "mailbox": None, "_store": None}
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:

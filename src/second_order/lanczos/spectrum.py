@@ -377,7 +377,7 @@ def mean_loss(
         sums[0], sums[1] = hessian.loss, hessian.examples
     except Exception:  # the others are about to sum
         pass
-    world.start_sum([sums]).wait()
+    world.all_reduce([sums]).wait()
     loss, examples = sums.tolist()
     return float(loss) / float(examples)
 

@@ -64,7 +64,7 @@ class RowSpace:
             return rows
         whole = rows.new_empty(self.size)
         whole[self.rows] = rows
-        self._world.share(whole.split(self._sizes), range(self._world.size))
+        self._world.broadcast(whole.split(self._sizes), range(self._world.size))
         return whole
 
     def apply(self, d: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class RowSpace:
         weight = h.new_tensor([self._sign * self._hessian.examples])
         if self._world.size > 1:
             owners = [*range(self._world.size), None]
-            self._world.start_sum_to([*h.split(self._sizes), weight], owners).wait()
+            self._world.reduce([*h.split(self._sizes), weight], owners).wait()
         return h[self.rows] / weight
 
     def loss(self) -> float:
@@ -90,7 +90,7 @@ class RowSpace:
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the processes."""
-        self._world.start_sum([x]).wait()
+        self._world.all_reduce([x]).wait()
         return x
 
     def first(self, x: Tensor) -> Tensor:
