@@ -980,9 +980,9 @@ MUTANTS = [
     # Base and checkpoints.
     _mutant(
         "a first zero step taken for a checkpoint's",
-        "optimizers/base.py",
-        'all(float(group["lr"]) == 0.0 for group in self.param_groups)',
-        "True",
+        "contract/base_step.py",
+        'float(group["lr"]) == 0.0\n        and ',
+        "",
         "contract_state::a_first_step_with_zero_gradients_is_a_step",
     ),
     _mutant(
