@@ -423,3 +423,20 @@ def test_a_norm_that_is_called_twice_is_lumped() -> None:
         expected += rows.T @ rows / 5
     assert len(pairs) == 2
     close(curvature(after_a_step(model, (x, y)), "norm"), expected)
+
+
+class Other(nn.Module):
+    """A layer of another type, as somebody may register."""
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_bias_of_any_other_layer_is_on_the_last_dimension(approximation: Any) -> None:
+    torch.manual_seed(0)
+    x, d, bias = torch.randn(4, 3, 2), torch.randn(4, 3, 5), nn.Parameter(torch.zeros(5))
+    found = []
+    for module in (nn.Linear(2, 5), Other()):
+        module.bias = bias
+        block = ExactBlock("0", module, [bias], 256, torch.float32, triangular=False)
+        found.append(block.statistics(module, x, d, approximation, torch.float32))
+    assert found[0].examples == found[1].examples == (12 if approximation == "expand" else 4)
+    assert torch.equal(found[0].factors["G"], found[1].factors["G"])

@@ -17,7 +17,13 @@ from torch.nn.functional import batch_norm, group_norm, layer_norm
 
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.examples import live_rows
-from second_order.kronecker.layers import Approximation, FactorShape, PairStatistics, gram
+from second_order.kronecker.layers import (
+    Approximation,
+    FactorShape,
+    PairStatistics,
+    gram,
+    is_convolution,
+)
 
 __all__ = ["ExactBlock", "is_normalisation"]
 
@@ -200,7 +206,8 @@ class ExactBlock(KroneckerBlock):
             return torch.cat(sums, 1)
         parts = [d * normalised(module, x) if self._is_gain(p) else d for p in self.params]
         dims = self.params[0].dim()
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Linear | nn.Embedding):
+        # Of maps of channels the second dimension is the bias's; of all else the last ones are.
+        if not (is_convolution(module) or isinstance(module, nn.GroupNorm)):
             rows = [part.reshape(-1, *part.shape[-dims:]).flatten(1) for part in parts]
             positions = math.prod(d.shape[1 : d.dim() - dims])
             if approximation == "expand" or positions == 1:
