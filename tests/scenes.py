@@ -123,8 +123,11 @@ class Scene:
             time.sleep(0.01)
 
     def arrived(self, what: str, count: int) -> bool:
+        """Whether all workers see it: one that went on alone would wait for the others."""
         files = [Path(self.told["directory"]) / str(r) for r in self.told["stops"]]
-        return sum(what in file.read_text() for file in files) == count
+        seen = torch.tensor(float(sum(what in file.read_text() for file in files) == count))
+        dist.all_reduce(seen, dist.ReduceOp.MIN, group=self.optimizer.worker_group)
+        return bool(seen)
 
 
 def hang(how: str, solve: Any) -> None:

@@ -331,33 +331,20 @@ def in_child(check: Callable[[], bool]) -> bool:
     return False
 
 
-def test_a_fork_in_the_middle_of_work(pool: WorkerPool) -> None:
-    """The child does anew what was not done; the parent's is undisturbed."""
-    done = pool.submit(lambda: 1)
-    done.wait()
-    parent = os.getpid()
-    begun, go = threading.Event(), threading.Event()
-
-    def work() -> int:
-        begun.set()
-        if os.getpid() == parent:
-            go.wait(SOON)
-        return os.getpid()
-
-    under_way, queued = pool.submit(work), pool.submit(lambda: 3)
-    assert begun.wait(SOON)
+def test_a_child_has_no_threads_of_its_parents(pool: WorkerPool) -> None:
+    """It is told, and the parent is undisturbed; a pool that has not begun is anybody's."""
+    unused = WorkerPool(1)
+    pool.submit(lambda: 1).wait()
 
     def child() -> bool:
-        pool.revive()
-        found = [done.result(), under_way.result(), queued.result()]
-        return found == [1, os.getpid(), 3] and pool.submit(lambda: 4).result() == 4
+        with pytest.raises(RuntimeError, match="forked"):
+            pool.submit(lambda: 2)
+        found = unused.submit(lambda: 3).result()
+        unused.close()
+        return found == 3
 
     assert in_child(child)
-    assert not under_way.done
-    go.set()
-    assert under_way.result() == parent
-    assert queued.result() == 3
-    assert pool.submit(lambda: 5).result() == 5
+    assert pool.submit(lambda: 4).result() == 4
 
 
 def test_a_child_may_close_a_pool_that_it_has_not_used(pool: WorkerPool) -> None:
@@ -369,45 +356,6 @@ def test_a_child_may_close_a_pool_that_it_has_not_used(pool: WorkerPool) -> None
 
     assert in_child(child)
     assert pool.submit(lambda: 2).result() == 2
-
-
-def test_a_child_closes_its_own_threads(pool: WorkerPool) -> None:
-    pool.submit(lambda: 1).wait()
-
-    def child() -> bool:
-        used = pool.submit(lambda: 2).result() == 2 and len(ours()) == 1
-        pool.close()
-        return used and not ours()
-
-    assert in_child(child)
-    assert pool.submit(lambda: 3).result() == 3
-
-
-@pytest.mark.parametrize("at", ["_error", "_work"])
-def test_a_fork_between_a_result_and_its_announcement(pool: WorkerPool, at: str) -> None:
-    """The thread that was about to say so is not in the child."""
-    ticket: Ticket[int] = Ticket(lambda: 7)
-    ticket._result = 7
-    if at == "_work":
-        ticket._work = None
-    pool._unfinished.add(ticket)
-
-    def child() -> bool:
-        pool.revive()
-        return until(lambda: ticket.done) and ticket.result() == 7
-
-    assert in_child(child)
-
-
-def test_a_result_is_read_without_the_lock_of_its_announcement() -> None:
-    """A fork may have left it taken for ever."""
-    ticket: Ticket[int] = Ticket(lambda: 7)
-    ticket._run()
-    with ticket._finished._cond:
-        reader = threading.Thread(target=ticket.result, daemon=True)
-        reader.start()
-        reader.join(SOON / 10)
-        assert not reader.is_alive()
 
 
 # Copies.

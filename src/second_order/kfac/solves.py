@@ -420,7 +420,7 @@ class Solves:
         if not news and (not self.flights or (exactly and not any(map(self._waits, self.flights)))):
             return lambda: ({}, news)
         if self._pool is not None:
-            self._pool.revive()
+            self._pool.require_own_process()
         said = [
             float(self._verdict(block, self.flights[block]) if block in self.flights else 0)
             for block in blocks

@@ -1,7 +1,9 @@
 """Work on threads of its own while training goes on: decompositions release the interpreter lock.
 
 A thread computes with one core, whatever torch is set to for the others. Threads are started by the
-first piece of work, again in a child of ``fork``, and end with the pool.
+first piece of work, and end with the pool. They are not those of ``concurrent.futures``, which the
+interpreter waits for at its end whatever they are at: one decomposition that hangs would keep the
+process. A child of ``fork`` has none of them, and is refused.
 """
 
 from __future__ import annotations
@@ -55,8 +57,7 @@ class Ticket(Generic[T]):
 
     def wait(self) -> None:
         """Wait until it is done."""
-        if not self.done:  # its lock may have been taken when this process was forked
-            self._finished.wait()
+        self._finished.wait()
 
     @property
     def error(self) -> BaseException | None:
@@ -99,13 +100,7 @@ class WorkerPool:
 
     def __init__(self, threads: int) -> None:
         self._size = threads
-        # Whoever wants a result has its ticket; nobody else is to keep what it holds.
-        self._unfinished: weakref.WeakSet[Ticket[object]] = weakref.WeakSet()
         self._closed = False
-        self._abandon()
-
-    def _abandon(self) -> None:
-        """Know of no threads: there are none yet, or they are another process's."""
         self._pid = os.getpid()
         self._tickets: queue.SimpleQueue[Ticket[object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -119,26 +114,20 @@ class WorkerPool:
         """
         if self._closed:
             raise RuntimeError("the pool of threads is closed")
-        self.revive()
+        self.require_own_process()
         ticket = Ticket(work)
-        self._unfinished.add(ticket)  # type: ignore[arg-type]
         self._start()
         self._tickets.put(ticket)  # type: ignore[arg-type]
         return ticket
 
-    def revive(self) -> None:
-        """In a child of ``fork``, which has no threads: start some, and begin anew."""
-        if self._pid == os.getpid():
-            return
-        self._abandon()
-        for ticket in tuple(self._unfinished):
-            if not ticket.done:
-                ticket._finished = threading.Event()  # its lock may have been taken
-                if ticket._work is None:  # done, but for the announcement
-                    ticket._finished.set()
-                    continue
-                self._start()
-                self._tickets.put(ticket)
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a child of ``fork``: threads and what they do are its parent's."""
+        if self._threads and self._pid != os.getpid():
+            raise RuntimeError(
+                "this process was forked from one whose threads solve: they are not here; make the "
+                "optimizer in the child, or start it by 'spawn'"
+            )
+        self._pid = os.getpid()
 
     def _start(self) -> None:
         if self._threads:
