@@ -453,7 +453,7 @@ def test_what_would_go_wrong_is_refused_with_the_remedy(world: World) -> None:
             assert first.startswith("SecondOrderError")
             assert "consolidate(to=0) on every process" in first
             assert "ranks 0 to 1" in to
-            assert ("consolidate(to=1) collected the rest elsewhere" in partial) == (rank == 0)
+            assert ("consolidate(to=1) collected it elsewhere" in partial) == (rank == 0)
         assert "Adafactor" in found[8]
         assert "layout='column'" in found[8]
         assert "GradScaler" in found[9]

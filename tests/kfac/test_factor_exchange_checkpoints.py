@@ -105,8 +105,8 @@ def test_who_asks_for_a_state_that_was_collected_elsewhere_is_told(world: World)
     """Once: a rank's own part can be what is wanted."""
     first, second = world.run(asked_twice, 2, 1)
     (message,) = first
-    assert "state_dict() on rank 0 has no more than this process's part" in message
-    assert "consolidate(to=1) collected the rest elsewhere" in message
+    assert "state_dict() on rank 0 lacks some of the state" in message
+    assert "consolidate(to=1) collected it elsewhere" in message
     assert second == []
     assert world.run(asked_twice, 2, None) == [[], []]
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 TO_WORKER = "stats/{}/0"
-TWO: Any = SimpleNamespace(whole_model=lambda: [torch.ones(2)], groups=[])
+MODEL = SimpleNamespace(parameters=lambda: [torch.ones(2)], buffers=list)
+TWO: Any = SimpleNamespace(model=MODEL, groups=[])
 
 
 class Post:

@@ -10,24 +10,20 @@ from torch import Tensor
 from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions, check_clip
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.clip import kl_change, kl_clip_coefficient
+from second_order.kronecker.clip import kl_change
 from second_order.options import PEAK_LR, value_at
 
 __all__ = ["Clip"]
 
 
 class Clip:
-    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)); see :mod:`second_order.kronecker.clip`."""
+    """What ν = min(1, sqrt(κ / Σ lr² |P·∇|)) is made of at a step."""
 
     def __init__(self, training: Training, options: KFACOptions) -> None:
         self._training, self._options = training, options
 
-    @property
-    def bounded(self) -> bool:
-        """Whether there is a bound at this step."""
-        return self._bound() is not None
-
-    def _bound(self) -> float | None:
+    def bound(self) -> float | None:
+        """κ at this step; None for no clip."""
         kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
         if kl_clip is not None:
             check_clip(kl_clip)
@@ -55,8 +51,3 @@ class Clip:
         groups = {id(p): group for group in self._training.groups for p in group["params"]}
         rates = [groups[id(block.weight)][which] for block in results]
         return kl_change(list(results.values()), [gradients[b] for b in results], rates)
-
-    def coefficient(self, change: Tensor) -> Tensor | None:
-        """ν, from the sum over all layers; None without a bound."""
-        bound = self._bound()
-        return None if bound is None else kl_clip_coefficient(change, bound)

@@ -37,7 +37,6 @@ from second_order.kfac.options import KFACOptions, check_decay
 from second_order.kfac.plan import LayerPlan, Plan, Planner, dims_of, distkfac_plan
 from second_order.kfac.solves import Background, Solves
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
-from second_order.kfac.summary import layer_rows
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
@@ -127,7 +126,7 @@ class KFACCurvature(Curvature):
     def require_no_growth(self) -> None:
         """Raise SecondOrderError if the model has grown, and stats workers lack what is new."""
         if self.helpers is not None:
-            self.helpers.require_no_growth(self.training.whole_model())
+            self.helpers.require_no_growth(self.training)
 
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
@@ -198,6 +197,9 @@ class KFACCurvature(Curvature):
             own = own and helpers.own_passes and self.layers.capture.enabled  # while they ran
         if own:
             sums = self.layers.sums(taken)
+            for block in self.plan:
+                block.ensure_factors()
+                block.asked = True
             with record_function("second_order.exchange"):
                 exchange.statistics(sums)
             self.layers.take_in(sums, self._decay())
@@ -294,7 +296,7 @@ class KFACCurvature(Curvature):
         before = self.known
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
-        if steps > 0 and (changed or any(old.source != new.source for old, new in pairs)):
+        if (steps > 0 and changed) or any(old.source != new.source for old, new in pairs):
             layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
         self._grid = plan.grid
         self._connect()
@@ -372,10 +374,9 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             self.helpers.awake(self.training)
         self._exchange = None
-        if not self._closed:
-            self.layers.connect()
-            self.layers.watch(self._takes)
-            self.watch()
+        self.layers.connect()
+        self.layers.watch(self._takes)
+        self.watch()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_exchange": None}
@@ -387,18 +388,13 @@ class KFACCurvature(Curvature):
         self.solves.close()
         self.layers.close()
         self._closed = True
-        self.plan, self.known, self._shapes = {}, {}, {}
+        self.plan.clear()  # which the exchange has, too
+        self.known, self._shapes = {}, {}
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
-        blocks = self.layers.blocks
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        return Summary(
-            self.training.titled(self._options.solver),
-            layer_rows(blocks, self.layers.left, said),
-            dropped=sum(int(block.staged.dropped) for block in blocks),
-            failed=sum(block.failures > 0 for block in blocks),
-        )
+        return self.layers.summary(said)
 
 
 def with_stats_workers(

@@ -23,6 +23,7 @@ from second_order.distributed.parcels import Parts, Shapes, deliver_parts
 from second_order.kfac.clip import Clip
 from second_order.kfac.plan import LayerPlan
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.clip import kl_clip_coefficient
 from second_order.kronecker.factors import StatisticsSums
 
 __all__ = ["Exchange", "Item", "OwnerGradients", "ResultGradients"]
@@ -130,8 +131,8 @@ class ResultGradients:
             return
         with record_function("second_order.clip"):
             chosen, coefficient = {block: results[block] for block in gradients}, None
-            if self._clip.bounded:
-                coefficient = self._clip.coefficient(self._clip.change(chosen, gradients))
+            if (bound := self._clip.bound()) is not None:
+                coefficient = kl_clip_coefficient(self._clip.change(chosen, gradients), bound)
             for block, result in chosen.items():
                 block.write_gradient(result, _on(coefficient, result))
 
@@ -257,8 +258,9 @@ class OwnerGradients:
         world, solved = self._training.world, [block for block in layers if block.solved]
         ranks = range(world.size)
         changes: list[Tensor] = []
+        bound = self._clip.bound()
         with record_function("second_order.clip"):
-            if self._clip.bounded:
+            if bound is not None:
                 changes = self._clip.parts(world.size, self._training.device)
                 here = {block: gradients[block] for block in mine}
                 changes[world.rank].copy_(self._clip.change(mine, here))
@@ -266,9 +268,9 @@ class OwnerGradients:
                 block.write_gradient(result, 1.0)
         with record_function("second_order.exchange"):
             self._share([*self._sent(layers, solved), *zip(changes, ranks, strict=False)])
-        if changes:
+        if bound is not None:
             with record_function("second_order.clip"):
-                coefficient = self._clip.coefficient(torch.stack(changes).sum())
+                coefficient = kl_clip_coefficient(torch.stack(changes).sum(), bound)
                 for gradient in (p.grad for block in solved for p in block.params):
                     if gradient is not None:
                         gradient.mul_(_on(coefficient, gradient))

@@ -11,6 +11,7 @@ from torch import Tensor
 from second_order.contract.groups import members_of
 from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
+from second_order.kfac.summary import layer_rows
 from second_order.kronecker.block import GradientScale, KroneckerBlock, StatisticsCollector
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.factors import StatisticsSums
@@ -23,6 +24,7 @@ from second_order.kronecker.model_blocks import (
     unmatched_patterns,
 )
 from second_order.kronecker.overflow import drop_overflow
+from second_order.report import Summary
 
 __all__ = ["Layers"]
 
@@ -166,13 +168,11 @@ class Layers:
                 block.staged.clear()
 
     def sums(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, StatisticsSums]:
-        """The statistics of some layers since the last step, which are let go; all were asked."""
+        """The statistics of some layers since the last step; those of all are let go."""
         parts, dtype = self._micro_batches(blocks), self._options.factor_dtype
         sums = {block: block.staged.sums(parts).to(dtype) for block in blocks}
         for block in self.active:
             block.staged.clear()
-            block.ensure_factors()
-            block.asked = True
         return sums
 
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
@@ -269,6 +269,19 @@ class Layers:
         )
 
     # --------------------------------------------------------------------------------- the rest
+
+    def summary(self, said: Mapping[str, str]) -> Summary:
+        """A table of every layer, and of what is left to the base.
+
+        Args:
+            said: Who works on a layer, by its name.
+        """
+        return Summary(
+            self._training.titled(self._options.solver),
+            layer_rows(self.blocks, self.left, said),
+            dropped=sum(int(block.staged.dropped) for block in self.blocks),
+            failed=sum(block.failures > 0 for block in self.blocks),
+        )
 
     def close(self) -> None:
         """Remove every hook from the model, and forget its layers."""

@@ -111,7 +111,7 @@ parameters, unless DistributedDataParallel does; True or False: always or never.
 
 @dataclass(frozen=True)
 class KFACOptions:
-    """The options of :class:`KFACOptimizer`, checked; meanings as in the optimizers' docstrings."""
+    """The options that systems with Kronecker factors share, checked, with their usual defaults."""
 
     damping: Schedule = 2.0
     relative_damping: bool = True

@@ -182,14 +182,38 @@ class Solves:
         """
         due = due or self.wanted
         if due:
-            self.wanted = False
             self._layers.tell_of_overflow()
+        try:
+            heard, hopeless, silent = self._refresh(due, average, news)
+        except DecompositionError:
+            raise
+        except BaseException:  # what was under way may have lost its results
+            self.flights.clear()
+            self.wanted = True
+            raise
+        self._layers.tell_of_silence(silent)
+        if hopeless:
+            raise DecompositionError(
+                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
+                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
+                f"float64; raise damping, lower lr, or name them in skip_layers"
+            )
+        return heard
+
+    def _refresh(
+        self, due: bool, average: Callable[[], None], news: Sequence[float]
+    ) -> tuple[Sequence[float], list[str], list[KroneckerBlock]]:
+        """Do it; the news, the layers that have failed too often, and those without statistics."""
+        damping = 0.0
+        if due:
+            damping = value_at(self._options.damping, self._training.steps)
+            check_damping(damping)  # everywhere, before it begins
         heard: Sequence[float] = news
         hopeless: list[str] = []
         silent: list[KroneckerBlock] = []
         for part in self._parts(due):
             with record_function("second_order.launch"):
-                self._submit(part)
+                self._submit(part, damping)
             with record_function("second_order.agree"):
                 agreed = self._start_agreement(news)
             with record_function("second_order.average_gradients"):
@@ -199,14 +223,9 @@ class Solves:
                 landed, failing = self._install(verdicts)
             hopeless += failing
             silent += [block for block in landed if block.silent]
-        self._layers.tell_of_silence(silent)
-        if hopeless:
-            raise DecompositionError(
-                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
-                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
-                f"float64; raise damping, lower lr, or name them in skip_layers"
-            )
-        return heard
+        if due:
+            self.wanted = False
+        return heard, hopeless, silent
 
     def _parts(self, due: bool) -> Iterable[list[KroneckerBlock]]:
         """Layers that are refreshed together: with others, all, so that few messages do.
@@ -232,11 +251,10 @@ class Solves:
 
     # ----------------------------------------------------------------------------------- submit
 
-    def _submit(self, blocks: Sequence[KroneckerBlock]) -> None:
+    def _submit(self, blocks: Sequence[KroneckerBlock], damping: float) -> None:
         if not blocks:
             return
         rank, step = self._training.world.rank, self._training.steps
-        check_damping(value_at(self._options.damping, step))  # everywhere, before it begins
         self.flights |= {block: Flight(step) for block in blocks}
         mine = [b for b in blocks if rank in self._plan[b].solvers]
         others = [b for b in blocks if b not in mine and rank in self._plan[b].workers]
@@ -244,12 +262,13 @@ class Solves:
             for block in blocks:
                 block.ensure_factors()  # everywhere: checkpoints have the same entries on all ranks
             ready = self._with_factors(mine)
-            dampings = self._dampings([*ready, *(others if self._background is None else [])])
+            known = [*ready, *(others if self._background is None else [])]
+            dampings = self._dampings(known, damping)
         except Exception as error:  # which must not part this rank from the others
             self._tell_of_error(mine, error)
             return
-        for block, damping in dampings.items():
-            self.flights[block].damping = damping
+        for block, of_layer in dampings.items():
+            self.flights[block].damping = of_layer
         if self._background is None:
             self._solve_at_once(ready)
             return
@@ -277,9 +296,10 @@ class Solves:
                 ready.append(block)
         return ready
 
-    def _dampings(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Damping]:
+    def _dampings(
+        self, blocks: Sequence[KroneckerBlock], damping: float
+    ) -> dict[KroneckerBlock, Damping]:
         """γ of each layer: a number, or that many times its mean curvature."""
-        damping = value_at(self._options.damping, self._training.steps)
         if not self._options.relative_damping:
             return dict.fromkeys(blocks, float(damping))
         curvatures = {block: block.ensure_factors().mean_curvature() for block in blocks}

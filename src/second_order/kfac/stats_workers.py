@@ -30,6 +30,7 @@ from second_order.errors import SecondOrderError
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import GradientScale, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
+from second_order.report import Summary
 
 __all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers"]
 
@@ -59,6 +60,11 @@ def _divide(
     training.world = roles.team(world)
     training.averages = training.averages and training.world.size > 1
     return roles, stores
+
+
+def _model_of(training: Training) -> list[Tensor]:
+    """What points are of: the model, whatever else is optimized."""
+    return [*training.model.parameters(), *training.model.buffers()]
 
 
 def _rejoin(training: Training, count: int) -> None:
@@ -134,7 +140,7 @@ class StatsWorkers:
             self.active.append(Helper(name, mailbox))
         self.mailboxes = [helper.mailbox for helper in self.active]
         await_connections(everybody, self.mailboxes, [store for store, _ in stores])
-        self.shapes = [t.shape for t in training.whole_model()]
+        self.shapes = [t.shape for t in _model_of(training)]
 
     def awake(self, training: Training) -> None:
         """Find the other gradient workers again, in a copy, which has no helpers."""
@@ -164,9 +170,9 @@ class StatsWorkers:
             if training.first_time(key):
                 training.warn(warning)
 
-    def require_no_growth(self, tensors: Sequence[Tensor]) -> None:
+    def require_no_growth(self, training: Training) -> None:
         """Raise SecondOrderError if the model is another, and there is somebody who lacks it."""
-        if self.active and self.shapes != [t.shape for t in tensors]:
+        if self.active and self.shapes != [t.shape for t in _model_of(training)]:
             raise SecondOrderError(f"the model has changed; {REMEDY}")
 
     def offer(self, training: Training, send: Sender) -> None:
@@ -182,7 +188,7 @@ class StatsWorkers:
             wanted = helper.mailbox.heard("want")
             # Statistics that are still on their way hold the next point back: none queue up.
             if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
-                newest = training.whole_model()
+                newest = _model_of(training)
                 note: dict[str, Any] = {
                     "edition": self.edition,
                     "train": [t.requires_grad for t in newest],
@@ -348,7 +354,7 @@ class StatsWorker(Curvature):
         self._store, address = stores[me]
         self.mailbox = Mailbox(address, self._name, "worker 0", self._patience)
         await_connections(everybody, [self.mailbox], [store for store, _ in stores])
-        whole = self.training.whole_model()
+        whole = _model_of(self.training)
         self.optimized = _in_groups(whole, self.training.groups)
         self._look()
         self.layers.name_those_left()
@@ -364,7 +370,7 @@ class StatsWorker(Curvature):
         """Look for the layers that the workers optimize: they may have added a group."""
         if self.mailbox is None:
             return
-        whole = self.training.whole_model()
+        whole = _model_of(self.training)
         theirs = [t for t, optimized in zip(whole, self.optimized, strict=False) if optimized]
         self.layers.find(theirs or None)
         self._look()
@@ -444,7 +450,7 @@ class StatsWorker(Curvature):
         Raises:
             SecondOrderError: If they are of another model.
         """
-        mailbox, into = self.mailbox, self.training.whole_model()
+        mailbox, into = self.mailbox, _model_of(self.training)
         message = None
         while mailbox is not None:
             name = f"point/{self._asked}"
@@ -484,12 +490,11 @@ class StatsWorker(Curvature):
         """Send what has been captured since to the layers' owners."""
         self.layers.follow()
         active = self.layers.active
-        fed = {block for block in active if not block.staged.empty}
-        sums = self.layers.sums(active)
+        sums = self.layers.sums([block for block in active if not block.staged.empty])
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         owners = self._owners(active, self._workers)
         for block, owner in zip(active, owners, strict=True):
-            if block in fed:
+            if block in sums:
                 parts[owner][block.name] = sums[block]
         self.layers.collector.settle()
         self._post(parts)
@@ -511,6 +516,10 @@ class StatsWorker(Curvature):
         """Messages that were not as they have to be, and connections without the key."""
         strangers = 0 if self._store is None else self._store.refused
         return strangers + (0 if self.mailbox is None else self.mailbox.refused)
+
+    def summary(self) -> Summary:
+        """A table of every layer that this process watches."""
+        return self.layers.summary({})
 
     def close(self) -> None:
         """Say goodbye, and let go of the model."""

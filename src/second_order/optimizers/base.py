@@ -355,9 +355,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         elsewhere = gathered is not None and self._gathered_to not in (None, rank)
         if lacking and elsewhere and training.first_time("partial"):
             training.warn(
-                f"state_dict() on rank {rank} has no more than this process's part: "
-                f"consolidate(to={self._gathered_to}) collected the rest elsewhere; save it there, "
-                f"or use to=None"
+                f"state_dict() on rank {rank} lacks some of the state: "
+                f"consolidate(to={self._gathered_to}) collected it elsewhere; save it there, or "
+                f"use to=None"
             )
         if self.state:
             self._share_state()
@@ -370,8 +370,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             self.state.update(parked)
         for index, p in enumerate(members_of(self.param_groups)):
-            if gathered and p in gathered:
-                parts, entry = gathered[p], found["state"].get(index, {})
+            if gathered and p in gathered and index in found["state"]:
+                parts, entry = gathered[p], found["state"][index]
                 rest = {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}
                 found["state"][index] = {
                     BASE: parts.get(BASE, entry.get(BASE, {})),
@@ -473,6 +473,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End what goes on beside training; from now on the base steps alone."""
         self._curvature.close()
+        self._gathered = None
         if self.state:
             self._share_state()
 
