@@ -1,7 +1,7 @@
 """The step time of this source against that of another commit's, both measured in one run.
 
     git worktree add /tmp/before COMMIT
-    python benchmarks/speed/against.py /tmp/before/src --json benchmarks/results/against.json
+    make against ARGS="/tmp/before/src"
 
 Each workload and variant is measured in turns, a process of its own with one thread each time, so
 that what else the machine does falls on both alike. Of each kind of step (see `measure.py`) the
