@@ -8,9 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from second_order.contract.training import Training
 from second_order.distributed.collectives import PendingReduction, World
 
-__all__ = ["PendingAverage", "Route", "Routed"]
+__all__ = ["PendingAverage", "Route", "Routed", "start_average"]
 
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
 Route: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
@@ -68,3 +69,14 @@ class PendingAverage:
             for p, g, n in zip(self._params, self._gradients, self._present.tolist(), strict=True):
                 if p.grad is None and n > 0:
                     p.grad = g
+
+
+def start_average(training: Training, route: Route) -> Callable[[], None]:
+    """Send gradients on their way, if the optimizer averages them; what waits for their means."""
+    if not training.averages:
+        return _nothing
+    return PendingAverage(training.averaged_params(), training.world, route).wait
+
+
+def _nothing() -> None:
+    pass

@@ -102,7 +102,7 @@ def described(training: Training) -> list[str]:
 
 
 def outline_of_load(
-    names: Mapping[str, Tensor],
+    training: Training,
     state: Mapping[Tensor, Mapping[str, Any]],
     curvature: Mapping[Tensor, Mapping[str, Any]],
     told: Sequence[str],
@@ -112,11 +112,14 @@ def outline_of_load(
     Of another run's checkpoint of the same step they are others, and parameters would part.
 
     Args:
-        names: The parameters, by name.
-        state: Their state as it has been loaded, with the base's parts.
+        training: Whose it is now; nothing is to be compared on one process.
+        state: Of the parameters, as it has been loaded, with the base's parts.
         curvature: The ``"curvature"`` parts that have been read.
         told: Those of their entries that every rank has.
     """
+    if training.world.size == 1:
+        return []
+    names = dict(training.model.named_parameters())
     keys: list[tuple[str, list[str]]] = []
     values: list[Any] = []
     for name, p in names.items():

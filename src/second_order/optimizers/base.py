@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import record_function
 
-from second_order.contract.averaging import PendingAverage
-from second_order.contract.base_state import BASE, CURVATURE, BaseState
+from second_order.contract.averaging import start_average
+from second_order.contract.base_state import CURVATURE, BaseState
 from second_order.contract.base_step import initialises_state, set_aside, unhooked_step
 from second_order.contract.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
+from second_order.contract.collected import Collected
 from second_order.contract.curvature import Curvature
 from second_order.contract.given import check_scaler, refuse_unknown_scaler, what_is_given
 from second_order.contract.groups import (
@@ -41,11 +42,8 @@ from second_order.contract.groups import (
 )
 from second_order.contract.notices import warns_at_its_end
 from second_order.contract.outline import Outline, described, outline_of_load
-from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
-from second_order.errors import SecondOrderError
 from second_order.options import (
     PEAK_LR,
     check_base,
@@ -125,8 +123,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"optimizer"
             )
         self._constructed, self._outline = False, Outline()
-        self._gathered: dict[Tensor, dict[str, dict[str, Any]]] | None = None
-        self._gathered_to: int | None = None
+        self._collected = Collected()
 
         if given.strange and needs_model:
             training.warn(
@@ -212,13 +209,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if curvature.instead is not None:
             curvature.instead()
             return loss
-        gathered, self._gathered = self._gathered, None
-        if gathered:
+        if self._collected.drop():
             self._share_state()
         self._agree("take a step")
         follow_learning_rates(self.param_groups)
         curvature.prepare()
-        average = self._start_averaging()
+        average = start_average(training, curvature.route)
         curvature.precondition(average)
         with record_function("second_order.base"), set_aside(training):
             curvature.step_base(self._base_step)
@@ -229,12 +225,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._share_state()
         curvature.watch()
         return loss
-
-    def _start_averaging(self) -> Callable[[], None]:
-        if not self._training.averages:
-            return lambda: None
-        params = self._training.averaged_params()
-        return PendingAverage(params, self._training.world, self._curvature.route).wait
 
     def _base_step(self) -> None:
         unhooked_step(self._base)
@@ -325,8 +315,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_rank("consolidate", to, size)
         if self._curvature.kept_elsewhere:
             self._agree(f"consolidate(to={to})")
-            self._gathered = self._curvature.gather(range(size) if to is None else [to])
-            self._gathered_to = to
+            ranks = range(size) if to is None else [to]
+            self._collected.take(self._curvature.gather(ranks), to)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
@@ -336,29 +326,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 :meth:`consolidate` since the last step, and it is not
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
-        training, curvature, gathered = self._training, self._curvature, self._gathered
-        lacking, rank = curvature.kept_elsewhere, training.world.rank
-        if (
-            lacking
-            and gathered is None
-            and not (curvature.parts_suffice and is_sharded_checkpoint())
-        ):
-            sharded = (
-                "save with torch.distributed.checkpoint"
-                if curvature.parts_suffice
-                else "consolidate(to=None) for torch.distributed.checkpoint"
-            )
-            raise SecondOrderError(
-                f"{training.name}.state_dict() would lack {lacking}; call "
-                f"optimizer.consolidate(to=0) on every process first, or {sharded}"
-            )
-        elsewhere = gathered is not None and self._gathered_to not in (None, rank)
-        if lacking and elsewhere and training.first_time("partial"):
-            training.warn(
-                f"state_dict() on rank {rank} lacks some of the state: "
-                f"consolidate(to={self._gathered_to}) collected it elsewhere; save it there, or "
-                f"use to=None"
-            )
+        self._collected.require(self._training, self._curvature)
         if self.state:
             self._share_state()
         # That of parameters which no group has any more waits here for their return.
@@ -369,14 +337,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             found = super().state_dict()
         finally:
             self.state.update(parked)
-        for index, p in enumerate(members_of(self.param_groups)):
-            if gathered and p in gathered and index in found["state"]:
-                parts, entry = gathered[p], found["state"][index]
-                rest = {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}
-                found["state"][index] = {
-                    BASE: parts.get(BASE, entry.get(BASE, {})),
-                    CURVATURE: rest,
-                }
+        self._collected.add_to(found["state"], members_of(self.param_groups))
         return found
 
     @warns_at_its_end
@@ -408,7 +369,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         saved = found.curvature
-        self._outline.loaded, self._gathered = self._read_alike(saved), None
+        self._outline.loaded = outline_of_load(
+            self._training, self.state, saved, self._curvature.read_by_all
+        )
+        self._collected.drop()
         self._training.steps = found.steps
         if found.absent:
             self._training.warn(
@@ -423,13 +387,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
         self._curvature.load(saved)
         self._share_state()
-
-    def _read_alike(self, saved: Mapping[Tensor, SavedPart]) -> Sequence[tuple[str, Any]]:
-        """What of a checkpoint that has been loaded is to be the same on every rank."""
-        if self._training.world.size == 1 or self._curvature.instead is not None:
-            return []
-        named = dict(self._training.model.named_parameters())
-        return outline_of_load(named, self.state, saved, self._curvature.read_by_all)
 
     def _bind_base(self) -> None:
         """Let the base work on the very groups and state of this optimizer."""
@@ -473,7 +430,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End what goes on beside training; from now on the base steps alone."""
         self._curvature.close()
-        self._gathered = None
+        self._collected.drop()
         if self.state:
             self._share_state()
 
