@@ -223,3 +223,23 @@ def counted(*names: str) -> Iterator[Counter[str]]:
     wrapped = {n: partial(call, n, getattr(dist, n)) for n in names or COLLECTIVES}
     with replaced(dist, wrapped):
         yield counts
+
+
+@contextmanager
+def elements_sent(rank: int, world_size: int) -> Iterator[Counter[str]]:
+    """Elements that leave this rank, by collective; an all-reduce counted P times over."""
+    elements: Counter[str] = Counter()
+    all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
+
+    def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        elements["all_reduce"] += 2 * (world_size - 1) * tensor.numel()
+        return all_reduce(tensor, *args, **kwargs)
+
+    def sending(
+        output: Tensor, tensor: Tensor, got: Sequence[int], gone: Sequence[int], **kwargs: Any
+    ) -> Any:
+        elements["all_to_all_single"] += sum(n for to, n in enumerate(gone) if to != rank)
+        return all_to_all(output, tensor, got, gone, **kwargs)
+
+    with replaced(dist, {"all_reduce": reducing, "all_to_all_single": sending}):
+        yield elements

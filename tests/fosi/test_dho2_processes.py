@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from contract import same
 from models import ZOO
 from pairs import (
@@ -35,7 +34,7 @@ from pairs import (
     train_spread,
     vector,
 )
-from ranks import agreed, assert_same_trajectory, counted, replaced, shard
+from ranks import agreed, assert_same_trajectory, counted, elements_sent, replaced, shard
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -311,26 +310,12 @@ def sent(rank: int, world_size: int, layout: str, wrap: bool) -> list[Counter[st
     if wrap:
         model = DistributedDataParallel(model)
     optimizer = spread(model, rank, world_size, momentum=0.9, layout=layout)
-    elements: Counter[str] = Counter()
-    all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
-
-    def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        elements["all_reduce"] += 2 * (world_size - 1) * tensor.numel()
-        return all_reduce(tensor, *args, **kwargs)
-
-    def sending(
-        output: Tensor, tensor: Tensor, got: Sequence[int], gone: Sequence[int], **kwargs: Any
-    ) -> Any:
-        elements["all_to_all_single"] += sum(n for to, n in enumerate(gone) if to != rank)
-        return all_to_all(output, tensor, got, gone, **kwargs)
-
     found = []
     for batch in shards(BATCHES[:6], rank, world_size):
-        elements.clear()
-        wrapped = {"all_reduce": reducing, "all_to_all_single": sending}
-        with replaced(dist, wrapped), counted() as counts:
+        with elements_sent(rank, world_size) as elements, counted() as counts:
             take(model, optimizer, batch)
-        found.append(elements | (counts - Counter(dict.fromkeys(wrapped, 10**9))))
+        both = ("all_reduce", "all_to_all_single")
+        found.append(elements | (counts - Counter(dict.fromkeys(both, 10**9))))
     return found
 
 

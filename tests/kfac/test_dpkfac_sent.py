@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from contract import hook_count, take
 from models import ZOO
 from owned import by_choice, dpkfac, train_apart
 from placed import DPKFAC_OWNER, SINGLE, collectives_of_steps, network
-from ranks import OPTIONS, agreed, assert_same_trajectory, counted, go, replaced, shard, vector
+from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, go, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -148,27 +147,12 @@ def sent(
     """
     model = network(WIDE).float()
     optimizer = System(model, **{**OPTIONS, **SINGLE, **options})
-    elements: Counter[str] = Counter()
-    all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
-
-    def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        elements["all_reduce"] += 2 * (world_size - 1) * tensor.numel()
-        return all_reduce(tensor, *args, **kwargs)
-
-    def sending(
-        output: Tensor, tensor: Tensor, got: Sequence[int], gone: Sequence[int], **kwargs: Any
-    ) -> Any:
-        elements["all_to_all_single"] += sum(n for to, n in enumerate(gone) if to != rank)
-        return all_to_all(output, tensor, got, gone, **kwargs)
-
     found = []
     x = torch.randn(4, WIDE[0], generator=torch.Generator().manual_seed(rank))
     for _ in range(5):
-        elements.clear()
-        wrapped = {"all_reduce": reducing, "all_to_all_single": sending}
-        with replaced(dist, wrapped), counted() as counts:
+        with elements_sent(rank, world_size) as elements, counted() as counts:
             take(model, optimizer, (x, torch.zeros(4, dtype=torch.int64)))
-        found.append((Counter(elements), +counts))
+        found.append((elements, +counts))
     return found
 
 

@@ -159,8 +159,7 @@ class KFACCurvature(Curvature):
     def prepare(self) -> None:
         """Plan anew where layers have changed: gradients go to those that precondition them."""
         self._follow()
-        if isinstance(self.gradients, OwnerGradients):
-            self.gradients.follow_moved(self.plan)
+        self.gradients.follow_moved(self.plan)
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Whose each mean gradient is."""
@@ -220,11 +219,10 @@ class KFACCurvature(Curvature):
         assert self._exchange is not None
         solved = [block for block in self.plan if block.solved]
         found = {block: block.gradient(block.work_dtype) for block in solved}
-        everybody = isinstance(self.gradients, ResultGradients)
         mine = {
             block: block.precondition(gradient, self._options.inv_dtype)
             for block, gradient in found.items()
-            if block.inverse is not None and (everybody or gradient is not None)
+            if block.inverse is not None and (self.gradients.wants_all or gradient is not None)
         }
         gradients = {block: g for block, g in found.items() if g is not None}
         self.gradients.finish(self.plan, self._exchange, mine, gradients)

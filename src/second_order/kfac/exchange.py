@@ -98,6 +98,9 @@ class ResultGradients:
     Every rank has the mean gradients, gets all results, and clips by itself.
     """
 
+    wants_all = True
+    """Whether a result has to be sent of a layer without a gradient, too: others expect it."""
+
     def __init__(self, training: Training, clip: Clip) -> None:
         self._training, self._clip = training, clip
 
@@ -109,6 +112,9 @@ class ResultGradients:
     ) -> Routed:
         """All ranks get the mean of all gradients."""
         return None
+
+    def follow_moved(self, layers: Mapping[KroneckerBlock, LayerPlan]) -> None:
+        """Nothing: no gradient is at one rank alone."""
 
     def finish(
         self,
@@ -181,6 +187,8 @@ class OwnerGradients:
     Attributes:
         hooked: Whether DistributedDataParallel sends gradients to their owners.
     """
+
+    wants_all = False
 
     def __init__(self, training: Training, clip: Clip, *, only_to_owners: bool) -> None:
         self._training, self._clip = training, clip
