@@ -264,7 +264,7 @@ MUTANTS = [
     _mutant(
         "who solves nothing does not tell that a layer was called",
         "kfac/solves.py",
-        "return Verdict.UNSEEN if block.heard else Verdict.FLYING",
+        "return Verdict.UNSEEN if block.state.heard else Verdict.FLYING",
         "return Verdict.FLYING",
         "kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused",
     ),
@@ -285,15 +285,15 @@ MUTANTS = [
     _mutant(
         "one refresh too many before an error",
         "kfac/solves.py",
-        "block.failures >= self._options.max_consecutive_failures",
-        "block.failures > self._options.max_consecutive_failures",
+        "block.state.failures >= self._options.max_consecutive_failures",
+        "block.state.failures > self._options.max_consecutive_failures",
         "failures::too_many_failures_in_a_row_are_an_error_on_every_rank",
     ),
     _mutant(
         "failures add up that are not in a row",
         "kronecker/block.py",
-        "= inverse, True, False\n        self.failures, self.complaint = 0",
-        "= inverse, True, False\n        self.failures, self.complaint = self.failures",
+        "silent=False, failures=0, complaint",
+        "silent=False, complaint",
         "failures::failures_that_are_not_in_a_row_are_no_error",
     ),
     _mutant(
@@ -347,9 +347,9 @@ MUTANTS = [
     ),
     _mutant(
         "failures from before a load",
-        "kfac/checkpoint.py",
-        "        block.failures = 0\n",
-        "",
+        "kronecker/block.py",
+        "self.state.asked, self.state.failures = False, 0",
+        "self.state.asked = False",
         "robustness::a_checkpoint_gives_a_failing_layer_all_its_tries_again",
     ),
     _mutant(
@@ -681,8 +681,8 @@ MUTANTS = [
     _mutant(
         "a dead layer as one without statistics",
         "kfac/solves.py",
-        "silent = block.asked and not block.heard",
-        "silent = block.asked",
+        "silent = block.state.asked and not block.state.heard",
+        "silent = block.state.asked",
         "examples::a_dead_layer_is_not_one_without_statistics",
     ),
     # Exact and doubly factored blocks.

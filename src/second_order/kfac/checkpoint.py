@@ -47,7 +47,6 @@ def load_factors(
         part: Mapping[str, Any] = saved.get(block.weight, {})
         block.staged.clear()
         block.forget()
-        block.failures = 0
         if WEIGHT in part and (block.trainable or block.fits(part)):
             block.load_factors(part)
         elif WEIGHT in part:

@@ -197,8 +197,7 @@ class KFACCurvature(Curvature):
         if own:
             sums = self.layers.sums(taken)
             for block in self.plan:
-                block.ensure_factors()
-                block.asked = True
+                block.expect()
             with record_function("second_order.exchange"):
                 exchange.statistics(sums)
             self.layers.take_in(sums, self._decay())
@@ -210,7 +209,7 @@ class KFACCurvature(Curvature):
             decay = self._decay_after(self.training.steps - self._updated_at)
             self._updated_at = self.training.steps
             for block in found:
-                block.asked = True
+                block.expect()
             self.layers.take_in(found, decay)
         helpers.tell(self.training)
 

@@ -280,7 +280,7 @@ class Layers:
             self._training.titled(self._options.solver),
             layer_rows(self.blocks, self.left, said),
             dropped=sum(int(block.staged.dropped) for block in self.blocks),
-            failed=sum(block.failures > 0 for block in self.blocks),
+            failed=sum(block.state.failures > 0 for block in self.blocks),
         )
 
     def close(self) -> None:

@@ -222,7 +222,7 @@ class Solves:
             with record_function("second_order.land"):
                 landed, failing = self._install(verdicts)
             hopeless += failing
-            silent += [block for block in landed if block.silent]
+            silent += [block for block in landed if block.state.silent]
         if due:
             self.wanted = False
         return heard, hopeless, silent
@@ -289,7 +289,8 @@ class Solves:
             if block.lost:
                 self.flights[block].verdict = Verdict.LOST
             elif block in unseen:
-                silent = block.asked and not block.heard  # a dead layer's pairs have no example
+                # The pairs of a dead layer have been heard: they have no example.
+                silent = block.state.asked and not block.state.heard
                 self.flights[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
             else:
                 self._seen.add(factors[block])  # which needs no second look at the device
@@ -331,7 +332,7 @@ class Solves:
     def _tell_of_error(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
         for block in blocks:
             self.flights[block].verdict = Verdict.FAILED
-            block.complaint = f" ({type(error).__name__}: {error})"
+            block.complain(f" ({type(error).__name__}: {error})")
 
     def _problem(
         self,
@@ -464,7 +465,7 @@ class Solves:
         if ticket is None and flight.verdict is Verdict.FLYING and self._waits(block):
             if self._training.world.backend == "fake":  # where those that solve it are not heard
                 return Verdict.SOUND
-            return Verdict.UNSEEN if block.heard else Verdict.FLYING
+            return Verdict.UNSEEN if block.state.heard else Verdict.FLYING
         if ticket is None:
             return flight.verdict
         if self._waits(block):
@@ -548,7 +549,7 @@ class Solves:
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
         """What becomes of a layer that was not solved; its name, if it has failed too often."""
         training = self._training
-        block.silent = verdict is Verdict.SILENT
+        block.find_silent(verdict is Verdict.SILENT)
         if verdict is Verdict.LOST:
             training.warn(
                 f"a factor of layer {block.name!r} is lost: the process that should keep it has "
@@ -561,16 +562,16 @@ class Solves:
         elif verdict is not Verdict.FAILED:
             block.drop_inverse()
         else:
-            block.failures += 1
+            block.fail()
             kept = (
                 "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
             )
             if training.first_time(f"failed:{block.name}"):
                 training.warn(
                     f"the factors of layer {block.name!r} could not be decomposed at step "
-                    f"{training.steps}{block.complaint}; {kept} until a refresh succeeds"
+                    f"{training.steps}{block.state.complaint}; {kept} until a refresh succeeds"
                 )
-            if block.failures >= self._options.max_consecutive_failures:
+            if block.state.failures >= self._options.max_consecutive_failures:
                 return [block.name]
         return []
 

@@ -30,7 +30,7 @@ def layer_rows(
             kind=type(block.modules[0]).__name__,
             parameters=block.size,
             status=_status(block),
-            detail=SILENT if block.silent else _factors(block.shape),
+            detail=SILENT if block.state.silent else _factors(block.shape),
             computed_by=computed_by.get(block.name, ""),
             factor_bytes=block.factor_bytes,
             inverse_bytes=block.inverse_bytes,
@@ -54,4 +54,4 @@ def _factors(shape: FactorShape) -> str:
 def _status(block: KroneckerBlock) -> str:
     if not block.trainable:
         return "frozen"
-    return "base" if block.silent else "preconditioned"
+    return "base" if block.state.silent else "preconditioned"

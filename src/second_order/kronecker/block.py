@@ -34,8 +34,30 @@ from second_order.kronecker.triangles import unpack_upper_triangular
 __all__ = [
     "GradientScale",
     "KroneckerBlock",
+    "LayerState",
     "StatisticsCollector",
 ]
+
+
+@dataclass
+class LayerState:
+    """What a layer has been through. Others read it; only its block writes it.
+
+    Attributes:
+        solved: Whether its gradient workers, whichever they are, hold an inverse.
+        silent: Whether the last refresh found that no statistic had ever arrived.
+        asked: Whether statistics have been due since there was a block.
+        heard: Whether a pair has ever come, be it one without an example.
+        failures: Refreshes in a row that gave no sound decomposition.
+        complaint: Why the last one did not, where an error tells.
+    """
+
+    solved: bool = False
+    silent: bool = False
+    asked: bool = False
+    heard: bool = False
+    failures: int = 0
+    complaint: str = ""
 
 
 class KroneckerBlock:
@@ -50,12 +72,7 @@ class KroneckerBlock:
         held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
         inverse: Held by the layer's gradient workers once it is solved.
-        solved: Whether its gradient workers, whichever they are, hold an inverse.
-        silent: Whether the last refresh found that no statistic had ever arrived.
-        asked: Whether statistics have been due since there was a block.
-        heard: Whether a pair has ever come, be it one without an example.
-        failures: Refreshes in a row that gave no sound decomposition.
-        complaint: Why the last one did not, where an error tells.
+        state: What it has been through; to be read.
     """
 
     def __init__(
@@ -74,12 +91,7 @@ class KroneckerBlock:
         self._triangular = triangular
         self.held = (True, True)
         self.inverse: Inverse | None = None
-        self.solved = False
-        self.silent = False
-        self.asked = False
-        self.heard = False
-        self.failures = 0
-        self.complaint = ""
+        self.state = LayerState()
         self._expected_version = 0  # of the weight's gradient, when the next pass comes
         self._reset()
 
@@ -284,13 +296,34 @@ class KroneckerBlock:
     def forget(self) -> None:
         """Start the running averages anew: the layer runs on its base gradient until then."""
         self.factors = None
-        self.asked = False
+        self.state.asked, self.state.failures = False, 0
         self.drop_inverse()
+
+    def expect(self) -> None:
+        """Statistics are due: the averages have a place, and a layer without any is noticed."""
+        self.ensure_factors()
+        self.state.asked = True
+
+    def hear(self) -> None:
+        """A pair has come."""
+        self.state.heard = True
+
+    def find_silent(self, silent: bool) -> None:
+        """A refresh has found out whether any statistic has ever arrived."""
+        self.state.silent = silent
+
+    def complain(self, why: str) -> None:
+        """An error, here, says why the coming refresh will fail."""
+        self.state.complaint = why
+
+    def fail(self) -> None:
+        """A refresh has failed: what is left of an earlier one is kept."""
+        self.state.failures += 1
 
     def install(self, inverse: Inverse | None) -> None:
         """The layer is solved; the inverse is None where this process does not precondition it."""
-        self.inverse, self.solved, self.silent = inverse, True, False
-        self.failures, self.complaint = 0, ""
+        self.inverse = inverse
+        self.state = replace(self.state, solved=True, silent=False, failures=0, complaint="")
 
     def precondition(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Apply the inverse to a gradient as a matrix, in a dtype; zeros for none.
@@ -306,7 +339,12 @@ class KroneckerBlock:
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""
         self.inverse = None
-        self.solved = False
+        self.state.solved = False
+
+    @property
+    def solved(self) -> bool:
+        """Whether its gradient workers, whichever they are, hold an inverse."""
+        return self.state.solved
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """The gradient as a matrix ``(groups, out, in)``; None if the weight has none.
@@ -431,7 +469,7 @@ class StatisticsCollector:
                     staged.add(
                         pair, self.gradient_scale(d), pass_id, again=again, mean=self.mean_reduction
                     )
-                block.heard = True
+                block.hear()
 
     def _statistics(
         self,
