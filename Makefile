@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress settings progress-distributed final-updates hidden asynchronous curvature bench against scaling structure faults test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo progress language-model defaults batch-scaling settings progress-distributed final-updates hidden asynchronous curvature bench against scaling structure faults test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -32,6 +32,18 @@ demo: venv ## train on digits with SGD, Adam and every optimizer, two processes:
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/progress.py \
 		--output benchmarks/results/progress.json $(ARGS)
+
+language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, tuned: most of an hour
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/language.py \
+		--json benchmarks/results/language.json $(ARGS)
+
+defaults: venv ## every candidate for a default on six tasks and three bases: most of an hour
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/defaults.py \
+		--json benchmarks/results/defaults.json $(ARGS)
+
+batch-scaling: venv ## steps to a loss with batches of 32 to all of the data: some minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/batch_scaling.py \
+		--json benchmarks/results/batch_scaling.json $(ARGS)
 
 settings: venv ## what the options do: intervals, clip and batch, dampings, labels: some minutes
 	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/settings.py \

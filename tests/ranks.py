@@ -36,6 +36,8 @@ OPTIONS: dict[str, Any] = {
     "lr": 0.05,
     "damping": 0.1,
     "relative_damping": False,
+    "factor_decay": 0.95,
+    "solver": "eigen",
     "kl_clip": 2.5e-3,  # active at some steps of `mlp`: always, it would hide a gradient's scale
     "factor_update_steps": 1,
     "inv_update_steps": 1,

@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "check_timeout",
     "check_whole",
     "follow_learning_rates",
+    "is_adaptive",
     "own_keywords",
     "scheduled",
     "split_base_keywords",
@@ -57,6 +59,29 @@ def check_base(base: Any, own_class: type) -> None:
         raise TypeError(f"base={base.__name__} is a second-order optimizer; use a first-order one")
     if issubclass(base, torch.optim.LBFGS):
         raise TypeError("base=LBFGS evaluates its closure many times a step; use SGD or Adam")
+
+
+@cache
+def is_adaptive(base: Any) -> bool:
+    """Whether an optimizer scales its steps itself, whatever the scale of the gradients.
+
+    Found by what it does: two first steps, with a gradient and with a hundred times that, are about
+    as long under Adam or Muon, and a hundred times as long under SGD. A class that cannot be made
+    with a learning rate alone is taken for one that does not.
+    """
+    try:
+        lengths = [_length_of_step(base, scale) for scale in (1.0, 100.0)]
+    except Exception:  # of somebody else's class
+        return False
+    return 0.0 < lengths[1] < 10.0 * lengths[0]
+
+
+def _length_of_step(base: Any, scale: float) -> float:
+    """Of the first one, with a gradient of this scale."""
+    p = torch.nn.Parameter(torch.zeros(2, 2, device="cpu", dtype=torch.float64))
+    p.grad = scale * torch.tensor([[1.0, 0.5], [-0.5, 2.0]], dtype=torch.float64)
+    base([p], lr=1e-3).step()
+    return float(p.detach().norm())
 
 
 def own_keywords(optimizer: type) -> list[str]:

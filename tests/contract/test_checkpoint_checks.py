@@ -120,6 +120,9 @@ SOUND = {
     ("step", "whole"),
     ("average_weight", "number"),
     ("average_weight", "whole"),
+    ("examples", "missing"),  # as in older ones: they are counted at the next update
+    ("examples", "number"),
+    ("examples", "whole"),
     ("mean_eigenvalues", "missing"),  # as in older ones: they are computed
     ("curvature", "missing"),  # a warning names the parameter
     ("curvature", "empty"),

@@ -111,7 +111,7 @@ FLAGS = (
     "warm_start",
 )
 TYPES: list[tuple[str, Any, str]] = [
-    ("damping", "auto", r"damping='auto' is not a number; "),
+    ("damping", "often", r"damping='often' is not a number; "),
     ("damping", True, "damping=True is not a number; "),
     ("damping", None, "damping=None is not a number; "),
     ("kl_clip", "off", "kl_clip='off' is not a number; use a positive number, or None"),

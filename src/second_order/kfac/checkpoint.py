@@ -17,8 +17,8 @@ from second_order.kronecker.triangles import packed_diagonal
 __all__ = ["READ_BY_ALL", "check_saved_factors", "load_factors", "saved_factors"]
 
 LETTERS = ("A", "G", "L")
-WEIGHT, MEANS = "average_weight", "mean_eigenvalues"
-READ_BY_ALL = (WEIGHT, MEANS)
+WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
+READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES)
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
 
@@ -71,12 +71,14 @@ def check_saved_factors(
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     for p, part in saved.items():
-        part.check_known((*HEADER, WEIGHT, MEANS, *LETTERS), ELSEWHERE)
+        part.check_known((*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS), ELSEWHERE)
         there = [letter for letter in LETTERS if letter in part]
-        if there or MEANS in part:
+        if there or MEANS in part or EXAMPLES in part:
             part.require([WEIGHT])
         if WEIGHT in part:
             part.number(WEIGHT, 0.0, COUNTABLE)
+        if EXAMPLES in part:
+            part.number(EXAMPLES, 0.0, COUNTABLE)
         for key in (*there, *([MEANS] if MEANS in part else [])):
             part.tensor(key)
         block = of.get(p)

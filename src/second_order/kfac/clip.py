@@ -1,29 +1,55 @@
-"""The norm constraint on a step, at the learning rates and the bound of that step."""
+"""The norm constraint on a step, at the learning rates and the bound of that step.
+
+A bound that follows the batch is each layer's own, made of the number of examples in its last
+statistics, on the device. What the ranks add up is then the change over the bound, and κ is 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.kfac.options import KFACOptions, check_clip
+from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.clip import kl_change
 from second_order.options import PEAK_LR, value_at
 
-__all__ = ["Clip"]
+__all__ = ["Clip", "bound_for"]
+
+USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # the digits of docs/tuning.md, and what serves them best
+
+
+def bound_for(examples: Tensor) -> Tensor:
+    """κ for a batch: 1e-4 (N / 64)^1.5, of N examples; that of 64 where their number is unknown.
+
+    The noise of a mean gradient falls with the batch, and with it the need to be careful. The power
+    is measured: benchmarks/progress/batch_scaling.py.
+
+    Args:
+        examples: N, a scalar.
+    """
+    known = torch.where(examples > 0, examples, USUAL_BATCH)
+    return USUAL_BOUND * (known / USUAL_BATCH) ** 1.5
 
 
 class Clip:
     """What ν = min(1, sqrt(κ / Σ lr² |P·∇|)) is made of at a step."""
 
-    def __init__(self, training: Training, options: KFACOptions) -> None:
-        self._training, self._options = training, options
+    def __init__(
+        self,
+        training: Training,
+        options: KFACOptions,
+        sources: Callable[[KroneckerBlock], int] = lambda block: 1,
+    ) -> None:
+        self._training, self._options, self._sources = training, options, sources
 
     def bound(self) -> float | None:
-        """κ at this step; None for no clip."""
+        """What the change may be at this step; None for no clip."""
+        if self._options.kl_clip == AUTO:
+            return 1.0
         kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
         if kl_clip is not None:
             check_clip(kl_clip)
@@ -37,7 +63,7 @@ class Clip:
     def change(
         self, results: Mapping[KroneckerBlock, Tensor], gradients: Mapping[KroneckerBlock, Tensor]
     ) -> Tensor:
-        """Σ lr² |P·∇| over layers; a scalar, 0 for none.
+        """Σ lr² |P·∇| over layers, each over its κ where that follows the batch; 0 for none.
 
         Args:
             results: P of each layer.
@@ -50,4 +76,9 @@ class Clip:
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups = {id(p): group for group in self._training.groups for p in group["params"]}
         rates = [groups[id(block.weight)][which] for block in results]
+        if self._options.kl_clip == AUTO:
+            rates = [
+                rate / bound_for(block.ensure_factors().examples * self._sources(block)).sqrt()
+                for rate, block in zip(rates, results, strict=True)
+            ]
         return kl_change(list(results.values()), [gradients[b] for b in results], rates)

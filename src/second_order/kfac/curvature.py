@@ -33,7 +33,7 @@ from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.layers import Layers
-from second_order.kfac.options import KFACOptions, check_decay
+from second_order.kfac.options import AUTO, STEP_DECAY, KFACOptions, check_decay
 from second_order.kfac.plan import LayerPlan, Plan, Planner, dims_of, distkfac_plan
 from second_order.kfac.solves import Background, Solves
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
@@ -58,8 +58,6 @@ class System:
             everybody has them all the same, or None without owners.
         conv_approximation: Of convolutions' statistics; None for that of other layers.
         background: How inverses are solved on threads; None for at once.
-        step_decay: Weight of the past, a step, however often factors are updated; None for the
-            option ``factor_decay``, an update.
     """
 
     plan: Planner
@@ -68,7 +66,6 @@ class System:
     owners: str | None = None
     conv_approximation: Approximation | None = None
     background: Background | None = None
-    step_decay: float | None = None
 
 
 class KFACCurvature(Curvature):
@@ -108,7 +105,7 @@ class KFACCurvature(Curvature):
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # likewise
         self.solves = Solves(training, options, self.layers, system.background)
-        clip = Clip(training, options)
+        clip = Clip(training, options, self._batches)
         self.gradients = (
             ResultGradients(training, clip)
             if system.owners is None
@@ -256,19 +253,24 @@ class KFACCurvature(Curvature):
         check_interval(f"{option} at step {steps}: {option}", every)
         return steps % int(every) == 0
 
+    def _batches(self, block: KroneckerBlock) -> int:
+        """How many batches a step has for each of which a layer's statistics are made."""
+        layer = self.plan[block]
+        return 1 if layer.source is None else self.averaging_processes()
+
     def _decay(self) -> float:
         """Weight of the past at an update from the training passes."""
         every, steps = 1, self.training.steps
         warmup = self._options.refresh_warmup_steps
-        if self._system.step_decay is not None and warmup <= steps != self.layers.newcomers_at:
+        if self._options.factor_decay == AUTO and warmup <= steps != self.layers.newcomers_at:
             every = int(value_at(self._options.factor_update_steps, steps))
             every = min(every, steps - warmup + 1)
         return self._decay_after(every)
 
     def _decay_after(self, steps: int) -> float:
         """Weight of the past at an update, so many steps after the last."""
-        if self._system.step_decay is not None:
-            return self._system.step_decay ** max(steps, 1)
+        if self._options.factor_decay == AUTO:
+            return STEP_DECAY ** max(steps, 1)
         decay: float = value_at(self._options.factor_decay, self.training.steps)
         check_decay(decay)
         return decay

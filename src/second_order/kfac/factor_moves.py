@@ -44,10 +44,12 @@ def move_factors(
         block.keep(layer.keeps(world.rank))
         for which in block.shape.letters:
             if (block, which) in received:
-                factors, (factor, weight, means) = block.ensure_factors(), received[block, which]
+                factors = block.ensure_factors()
+                factor, weight, means, examples = received[block, which]
                 factors.stored[which] = factor
                 factors.weight.copy_(weight)
                 factors.means.copy_(means)
+                factors.examples.copy_(examples)
 
 
 def gather_factors(
@@ -71,25 +73,28 @@ def gather_factors(
         if (keeper := layer.keeper(letter)) is not None
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}
-    for (block, letter), (factor, weight, means) in _deliver_factors(world, routes).items():
-        parts = found.setdefault(block, {"average_weight": weight, "mean_eigenvalues": means})
+    arrived = _deliver_factors(world, routes)
+    for (block, letter), (factor, weight, means, examples) in arrived.items():
+        heads = {"average_weight": weight, "mean_eigenvalues": means, "examples": examples}
+        parts = found.setdefault(block, heads)
         if factor is not None:
             parts[letter] = factor
     return found
 
 
 _Item: TypeAlias = tuple[KroneckerBlock, str]
+_Arrived: TypeAlias = tuple[Tensor | None, Tensor, Tensor, Tensor]
 
 
 def _deliver_factors(
     world: World, routes: Mapping[_Item, tuple[int, Sequence[int]]]
-) -> dict[_Item, tuple[Tensor | None, Tensor, Tensor]]:
-    """What has arrived here, by layer and factor: it, or None if it is lost, its weight and means.
+) -> dict[_Item, _Arrived]:
+    """What has arrived here, by layer and factor: it, or None if it is lost, and three heads.
 
-    Weights and means travel in float32 at least, and so not with the factors.
+    Weights, means and numbers of examples travel in float32 at least, and so not with the factors.
     """
     places = sorted({(b.factor_dtype, b.weight.device) for b, _ in routes}, key=str)
-    received: dict[_Item, tuple[Tensor | None, Tensor, Tensor]] = {}
+    received: dict[_Item, _Arrived] = {}
     for dtype, device in places:
         chosen = {
             (block, which): route
@@ -102,20 +107,21 @@ def _deliver_factors(
         my_heads: dict[_Item, Parts] = {}
         mine: dict[_Item, Parts] = {}
         for (block, which), (source, _) in chosen.items():
-            head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups)
+            head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups), ()
             shapes[block, which] = (block.stored_shape(which),)
             if source != world.rank:
                 continue
             factors, stored = block.ensure_factors(), block.stored(which)
             kept = torch.tensor(float(stored is not None), dtype=wide, device=device)
-            my_heads[block, which] = kept, factors.weight, factors.means
+            my_heads[block, which] = kept, factors.weight, factors.means, factors.examples
             if stored is not None:  # otherwise zeros are sent
                 mine[block, which] = (stored,)
         heads = deliver_parts(world, head_shapes, chosen, my_heads, wide, device)
         arrived = deliver_parts(world, shapes, chosen, mine, dtype, device)
         for key, (source, destinations) in chosen.items():
             if source != world.rank and world.rank in destinations:
-                kept, weight, means = heads[key]
+                kept, *others = heads[key]
                 factor = arrived[key][0].clone() if bool(kept) else None
-                received[key] = factor, weight.clone(), means.clone()
+                weight, means, examples = (head.clone() for head in others)
+                received[key] = factor, weight, means, examples
     return received

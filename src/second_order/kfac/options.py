@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -22,14 +22,30 @@ from second_order.options import (
     check_number,
     check_patterns,
     check_whole,
+    is_adaptive,
     scheduled,
 )
 
-__all__ = ["DOCS", "KFACOptions", "check_clip", "check_damping", "check_decay", "documented"]
+__all__ = [
+    "AUTO",
+    "DOCS",
+    "STEP_DECAY",
+    "AutoSchedule",
+    "KFACOptions",
+    "check_clip",
+    "check_damping",
+    "check_decay",
+    "documented",
+]
 
 T = TypeVar("T")
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
+AUTO: Literal["auto"] = "auto"
+AutoSchedule: TypeAlias = Schedule | Literal["auto"]
+STEP_DECAY = 0.95
+"""Weight of the past in the factors, a step: they remember some twenty."""
+DAMPING, ADAPTIVE_DAMPING = 2.0, 0.1  # relative; chosen by benchmarks/progress/defaults.py
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -44,23 +60,29 @@ The model, where the first argument is not one. Wrappers (DistributedDataParalle
     "base": "Class of the optimizer that takes the preconditioned gradients.",
     "damping": """\
 γ, added to the curvature before it is inverted; number or callable, at least 0.
-Larger is more cautious: the step turns from the natural to the plain gradient.""",
+Larger is more cautious: the step turns from the natural to the plain gradient. "auto":
+0.1 under a base that scales its steps itself, as Adam does, and 2 under others; without
+``relative_damping`` it has to be given.""",
     "relative_damping": """\
 γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G / (dim A dim
 G), which frees it of the scale of the loss. False: γ is ``damping`` itself, as in the
 papers. KAISA's published code has smaller factors, and so another γ for the same
 step: see "Where it differs from the paper" in its docs.""",
     "factor_decay": """\
-Weight of the past in the running averages of A and G, in [0, 1); number or callable.""",
+Weight of the past in the running averages of A and G at an update, in [0, 1); number
+or callable. "auto": 0.95 to the power of the steps since the last update, so that
+factors remember some twenty steps whatever the intervals.""",
     "kl_clip": """\
 κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
 (Pauloski et al. 2022, 5.1); number, callable or None for no bound. A number is the
 bound at the learning rate's peak and shrinks with lr² when a schedule lowers it; a
-callable is taken as it is. The best bound grows with the batch: 1e-4 at 64 examples
-and 1e-3 at 512 on the digits MLP.""",
+callable is taken as it is. "auto": none under a base that scales its steps itself, as
+Adam does, and 1e-4 (N / 64)^1.5 under others, for N examples in a step: the best bound
+grows with the batch.""",
     "solver": """\
-"eigen" applies (A ⊗ G + γ I)⁻¹ exactly; "inverse" damps A and G apart and takes their
-Cholesky inverses: cheaper, and about as good on the digits.""",
+"inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies
+(A ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of
+the tasks that the defaults were chosen on.""",
     "factor_update_steps": "Statistics are taken every so many steps; number or callable.",
     "inv_update_steps": "Inverses are refreshed every so many steps; number or callable.",
     "refresh_warmup_steps": """\
@@ -113,13 +135,13 @@ parameters, unless DistributedDataParallel does; True or False: always or never.
 class KFACOptions:
     """The options that systems with Kronecker factors share, checked, with their usual defaults."""
 
-    damping: Schedule = 2.0
+    damping: AutoSchedule = AUTO
     relative_damping: bool = True
-    factor_decay: Schedule = 0.95
-    kl_clip: Schedule | None = 1e-4
-    solver: SolverName = "eigen"
+    factor_decay: AutoSchedule = AUTO
+    kl_clip: AutoSchedule | None = AUTO
+    solver: SolverName = "inverse"
     factor_update_steps: Interval = 10
-    inv_update_steps: Interval = 100
+    inv_update_steps: Interval = 10
     refresh_warmup_steps: int = 20
     fisher: str = "empirical"
     likelihood: Likelihood = "categorical"
@@ -143,6 +165,18 @@ class KFACOptions:
             ValueError: For a value outside its bounds, with the bound and the remedy.
         """
         ours = {field.name: keywords[field.name] for field in fields(cls)}
+        adaptive = is_adaptive(keywords["base"])
+        if ours["damping"] == AUTO:
+            if ours["relative_damping"] is False:
+                raise ValueError(
+                    "damping='auto' is relative to the layer's mean curvature; with "
+                    "relative_damping=False give a number, 1e-3 perhaps"
+                )
+            ours["damping"] = ADAPTIVE_DAMPING if adaptive else DAMPING
+        if ours["kl_clip"] == AUTO and adaptive:
+            ours["kl_clip"] = None
+        if ours["factor_decay"] is None:
+            ours["factor_decay"] = AUTO
         for name in ("relative_damping", "symmetry_aware"):
             check_flag(name, ours[name])
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
@@ -160,9 +194,9 @@ class KFACOptions:
     def __post_init__(self) -> None:
         if not callable(self.damping):
             check_damping(self.damping)
-        if not callable(self.factor_decay):
+        if self.factor_decay != AUTO and not callable(self.factor_decay):
             check_decay(self.factor_decay)
-        if self.kl_clip is not None and not callable(self.kl_clip):
+        if self.kl_clip not in (None, AUTO) and not callable(self.kl_clip):
             check_clip(self.kl_clip)
         check_choice("solver", self.solver, SOLVERS)
         check_interval("factor_update_steps", self.factor_update_steps)
@@ -195,19 +229,19 @@ class KFACOptions:
         )
 
 
-def check_damping(value: float) -> None:
+def check_damping(value: Any) -> None:
     """Raise ValueError unless a damping is at least 0 and finite."""
     check_number("damping", value, low=0.0, open_high=True, remedy="1.0 is a cautious value")
 
 
-def check_decay(value: float) -> None:
+def check_decay(value: Any) -> None:
     """Raise ValueError unless a factor_decay lies in 0..1, 1 excluded."""
     check_number(
         "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="0.95 is the usual value"
     )
 
 
-def check_clip(value: float) -> None:
+def check_clip(value: Any) -> None:
     """Raise ValueError unless a kl_clip is positive."""
     remedy = "use a positive number, or None for no clip"
     check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)

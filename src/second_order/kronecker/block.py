@@ -234,7 +234,11 @@ class KroneckerBlock:
     def saved_factors(self) -> dict[str, Tensor]:
         """The running averages as a checkpoint has them, shared; what is kept elsewhere is not."""
         factors = self._blank_factors() if self.factors is None else self.factors
-        parts = {"average_weight": factors.weight, "mean_eigenvalues": factors.means}
+        parts = {
+            "average_weight": factors.weight,
+            "mean_eigenvalues": factors.means,
+            "examples": factors.examples,
+        }
         kept = factors.stored.items()
         return parts | {name: factor for name, factor in kept if factor is not None}
 
@@ -250,6 +254,7 @@ class KroneckerBlock:
         self.check_factors(saved)
         factors = self._blank_factors()
         factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
+        factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
         letters = self.shape.letters
         matrices = {k: self._as_matrix(k, saved[k]) for k in letters if k in saved}
         if "mean_eigenvalues" in saved:

@@ -191,6 +191,7 @@ class KroneckerFactors:
         weight: How much has gone in: the sum of the decays' powers.
         means: ``(2, groups)``: the mean eigenvalues of A and of G, averaged as they are; ``(3, 1)``
             with that of L.
+        examples: How many the last update took in; 0 before there was one.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
 
@@ -207,6 +208,7 @@ class KroneckerFactors:
         self.dtype = dtype
         self.triangular = triangular
         self.weight = torch.zeros((), dtype=wide, device=device)
+        self.examples = torch.zeros((), dtype=wide, device=device)
         letters = shape.letters
         self.means = torch.zeros(len(letters), shape.groups, dtype=wide, device=device)
         blanks = _blanks(shape, device, dtype, triangular)
@@ -240,6 +242,7 @@ class KroneckerFactors:
         """
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
+        self.examples.copy_(torch.where(present, examples, self.examples))
         self.weight.copy_(torch.where(present, self.weight * decay + 1.0, self.weight))
         step = torch.where(present, 1.0 / self.weight.clamp_min(1.0), 0.0)
         examples = examples.clamp_min(1.0)

@@ -29,7 +29,7 @@ from second_order.kfac.distkfac_options import (
     checked_staleness,
     half_the_cores,
 )
-from second_order.kfac.options import KFACOptions, documented
+from second_order.kfac.options import AutoSchedule, KFACOptions, documented
 from second_order.kfac.plan import distkfac_plan
 from second_order.kfac.solves import Background
 from second_order.kfac.stats_workers import StatsWorker
@@ -38,12 +38,10 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.options import Interval, Schedule, own_keywords
+from second_order.options import Interval, own_keywords
 from second_order.report import Summary
 
 __all__ = ["DistKFAC"]
-
-STEP_DECAY = 0.95  # of the factors in a step, unless factor_decay says otherwise
 
 
 @documented
@@ -95,12 +93,8 @@ class DistKFAC(SecondOrderOptimizer):
         max_exact_dim: Entries up to which such a block is a full matrix; above, its diagonal.
         {damping}
         {relative_damping}
-        factor_decay: Weight of the past in the running averages at an update, in [0, 1); number or
-            callable. None: 0.95 to the power of the steps since the last update, so that factors
-            remember as many steps whatever the interval: few updates, where these are rare.
-        kl_clip: κ, the bound on lr² Σ P·∇ of one step; number, callable or None. The paper's
-            schedule is :class:`DecayingClip`. The best bound grows with the batch, see
-            :class:`KAISA`.
+        {factor_decay}
+        {kl_clip}
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
             applies (A ⊗ G + γ I)⁻¹ exactly.
         factor_update_steps: Without stats workers, statistics are taken every so many steps; number
@@ -159,11 +153,11 @@ class DistKFAC(SecondOrderOptimizer):
         max_factor_dim: int = KFACOptions.max_factor_dim,
         exact_blocks: bool = True,
         max_exact_dim: int = 256,
-        damping: Schedule = KFACOptions.damping,
+        damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: Schedule | None = 0.9,
-        kl_clip: Schedule | None = KFACOptions.kl_clip,
-        solver: SolverName = "inverse",
+        factor_decay: AutoSchedule | None = KFACOptions.factor_decay,
+        kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
+        solver: SolverName = KFACOptions.solver,
         factor_update_steps: Interval = 20,
         inv_update_steps: Interval = 20,
         refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
@@ -182,8 +176,7 @@ class DistKFAC(SecondOrderOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        decay = 0.0 if factor_decay is None else factor_decay
-        options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
+        options = KFACOptions.of({**locals(), "eigen_refresh": "full"})
         check_distkfac_options(locals())
         staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
         rules = BlockRules(
@@ -201,10 +194,9 @@ class DistKFAC(SecondOrderOptimizer):
             partial(distkfac_plan, keeps_all=True),
             rules,
             f"{conv_factors} {inverse_device} {staleness} {deterministic} {stats_workers} "
-            f"{helper_timeout} {factor_decay is None}",
+            f"{helper_timeout}",
             conv_approximation="reduce" if conv_factors == "cheap" else None,
             background=background,
-            step_decay=STEP_DECAY if factor_decay is None else None,
         )
         super().__init__(
             params_or_model,

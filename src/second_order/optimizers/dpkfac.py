@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFACCurvature, System
 from second_order.kfac.exchange import OwnerGradients
-from second_order.kfac.options import KFACOptions, documented
+from second_order.kfac.options import AutoSchedule, KFACOptions, documented
 from second_order.kfac.plan import dpkfac_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.options import Interval, Schedule, check_choice, own_keywords
+from second_order.options import Interval, check_choice, own_keywords
 
 __all__ = ["DPKFAC"]
 
@@ -101,10 +101,10 @@ class DPKFAC(SecondOrderOptimizer):
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
         assignment: OwnerAssignment = "balanced",
         gradient_exchange: str = "owner",
-        damping: Schedule = KFACOptions.damping,
+        damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: Schedule = KFACOptions.factor_decay,
-        kl_clip: Schedule | None = KFACOptions.kl_clip,
+        factor_decay: AutoSchedule = KFACOptions.factor_decay,
+        kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: Interval = KFACOptions.factor_update_steps,
         inv_update_steps: Interval = KFACOptions.inv_update_steps,

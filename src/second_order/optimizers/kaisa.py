@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.assignment import AssignmentCost
 from second_order.kfac.curvature import KFACCurvature, System
-from second_order.kfac.options import KFACOptions, documented
+from second_order.kfac.options import AutoSchedule, KFACOptions, documented
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -28,7 +28,6 @@ from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.options import (
     Interval,
-    Schedule,
     check_choice,
     check_flag,
     check_number,
@@ -98,10 +97,10 @@ class KAISA(SecondOrderOptimizer):
         model: nn.Module | None = None,
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        damping: Schedule = KFACOptions.damping,
+        damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: Schedule = KFACOptions.factor_decay,
-        kl_clip: Schedule | None = KFACOptions.kl_clip,
+        factor_decay: AutoSchedule = KFACOptions.factor_decay,
+        kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: Interval = KFACOptions.factor_update_steps,
         inv_update_steps: Interval = KFACOptions.inv_update_steps,

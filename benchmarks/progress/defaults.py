@@ -1,0 +1,217 @@
+"""Which defaults train: every candidate on six tasks, chosen on some seeds, reported on others.
+
+First each base alone, over a grid of learning rates. Then KAISA over it, at the base's best rate,
+with each candidate: one option is varied at a time, and damping and solver together. A candidate is
+judged by the steps that it takes to a loss that suits the task, over the fewest that any candidate
+takes: a geometric mean over tasks, and the worst. Then, on seeds that had no part in the choice:
+the base, the defaults, the candidate that was best for the task, and the defaults at other rates,
+to see whether the base's best is a good one here, too. The language model is trained over AdamW
+alone, and on one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from second_order.kfac.options import ADAPTIVE_DAMPING, DAMPING
+from tasks import TASKS, Job, Run, run_all, steps_to
+
+CHOSEN_ON, REPORTED = (100, 101), range(5)
+TARGETS = {
+    "language": 1.7,
+    "autoencoder": 15.8,
+    "digits conv": 0.01,
+    "digits MLP": 0.01,
+    "residual network": 0.01,
+    "tabular": 0.15,
+}
+BASES: dict[str, tuple[float, ...]] = {
+    "SGD": (0.01, 0.03, 0.1, 0.3),
+    "Adam": (0.001, 0.003, 0.01, 0.03),
+    "AdamW": (0.001, 0.003, 0.01, 0.03),
+}
+DAMPINGS = {
+    "SGD": (0.3, 1.0, 2.0, 4.0),
+    "Adam": (0.03, 0.1, 0.3, 1.0),
+    "AdamW": (0.03, 0.1, 0.3, 1.0),
+}
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "interval": [{"inv_update_steps": 20}, {"inv_update_steps": 50}, {"inv_update_steps": 100}],
+    "memory": [{"factor_decay": decay} for decay in (0.36, 0.8, 0.95)],  # an update, of 10 steps
+    "warm-up": [{"refresh_warmup_steps": 0}, {"refresh_warmup_steps": 50}],
+}
+RATES = (0.5, 2.0)  # times the base's best
+PENALTY = 2.0  # times the steps of the whole training, for a target that is never met
+
+
+def bases_of(task: str) -> dict[str, tuple[float, ...]]:
+    """The bases of a task, and their rates."""
+    return {"AdamW": (0.003, 0.005, 0.01)} if task == "language" else BASES
+
+
+def seeds(task: str, chosen_on: bool) -> Sequence[int]:
+    """Those that settings are chosen on, or those that are reported."""
+    few = 1 if task == "language" else None
+    return (CHOSEN_ON if chosen_on else REPORTED)[:few]
+
+
+def candidates(base: str) -> list[dict[str, Any]]:
+    """The settings that are tried; the first one is what the defaults come to."""
+    usual = DAMPING if base == "SGD" else ADAPTIVE_DAMPING
+    grid = [
+        {"damping": damping, "solver": solver}
+        for solver in ("inverse", "eigen")
+        for damping in DAMPINGS[base]
+        if (damping, solver) != (usual, "inverse")
+    ]
+    return [{}, *grid, *(option for options in OTHERS.values() for option in options)]
+
+
+def steps(run: Run) -> float:
+    """To the task's target, with a penalty for never."""
+    found = steps_to(run, TARGETS[run.job.task])
+    return found if math.isfinite(found) else PENALTY * TASKS[run.job.task]().steps
+
+
+def by_setting(runs: Iterable[Run]) -> dict[tuple[str, str, float, str], float]:
+    """Median steps, by task, optimizer, rate and options."""
+    grouped: dict[tuple[str, str, float, str], list[float]] = {}
+    for run in runs:
+        key = run.job.task, run.job.optimizer, run.job.lr, json.dumps(run.job.options)
+        grouped.setdefault(key, []).append(steps(run))
+    return {key: statistics.median(found) for key, found in grouped.items()}
+
+
+def best_rates(
+    tasks: Iterable[str], processes: int
+) -> tuple[dict[tuple[str, str], float], list[Run]]:
+    """By task and base, the rate with the fewest steps, or the lowest last loss among equals."""
+    jobs = [
+        Job(task, base, lr, seed)
+        for task in tasks
+        for base, rates in bases_of(task).items()
+        for lr in rates
+        for seed in seeds(task, True)
+    ]
+    runs = run_all(jobs, processes)
+    best: dict[tuple[str, str], tuple[float, float, float]] = {}
+    for task, base in dict.fromkeys((job.task, job.optimizer) for job in jobs):
+        for lr in bases_of(task)[base]:
+            of = [r for r in runs if (r.job.task, r.job.optimizer, r.job.lr) == (task, base, lr)]
+            last = sum(r.losses[-1] if math.isfinite(r.losses[-1]) else math.inf for r in of)
+            found = statistics.median(map(steps, of)), last, lr
+            best[task, base] = min(best.get((task, base), found), found)
+    return {key: found[-1] for key, found in best.items()}, runs
+
+
+def regrets(found: dict[tuple[str, str, float, str], float], base: str) -> dict[str, list[float]]:
+    """By options, the steps on each task over the fewest of any candidate's."""
+    ours = {key: value for key, value in found.items() if key[1] == f"KAISA, {base}"}
+    fewest: dict[str, float] = {}
+    for (task, *_), value in ours.items():
+        fewest[task] = min(fewest.get(task, math.inf), value)
+    result: dict[str, list[float]] = {}
+    for (task, _, _, options), value in ours.items():
+        result.setdefault(options, []).append(value / fewest[task])
+    return result
+
+
+def main() -> None:
+    """Try, choose, report, and store."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--json", type=Path, help="write the runs there")
+    arguments = parser.parse_args()
+    console = Console(width=120)
+    rates, alone = best_rates(arguments.tasks, arguments.processes)
+    tried = run_all(
+        (
+            Job(task, f"KAISA, {base}", rates[task, base], seed, options)
+            for task in arguments.tasks
+            for base in bases_of(task)
+            for options in candidates(base)
+            for seed in seeds(task, True)
+        ),
+        arguments.processes,
+    )
+    found = by_setting(tried)
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    for base in BASES:
+        tasks = [task for task in arguments.tasks if base in bases_of(task)]
+        if not tasks:
+            continue
+        table = Table(title=f"KAISA over {base}: steps over those of the best candidate")
+        for column in ("options", "geometric mean", "worst", *tasks):
+            table.add_column(column, justify="left" if column == "options" else "right")
+        for options, shares in regrets(found, base).items():
+            mean = statistics.geometric_mean(shares)
+            cells = [f"{share:.2f}" for share in (mean, max(shares), *shares)]
+            table.add_row(options if options != "{}" else "the defaults", *cells)
+        console.print(table)
+        for task in tasks:
+            of = {o: v for (t, n, _, o), v in found.items() if (t, n) == (task, f"KAISA, {base}")}
+            best[task, base] = json.loads(min(of, key=lambda options: of[options]))
+    reported = run_all(
+        (
+            Job(task, optimizer, rate, seed, options)
+            for task in arguments.tasks
+            for base in bases_of(task)
+            for seed in seeds(task, False)
+            for optimizer, rate, options in (
+                (base, rates[task, base], {}),
+                (f"KAISA, {base}", rates[task, base], {}),
+                (f"KAISA, {base}", rates[task, base], best[task, base]),
+                *((f"KAISA, {base}", rates[task, base] * share, {}) for share in RATES),
+            )
+        ),
+        arguments.processes,
+    )
+    final = by_setting(reported)
+    table = Table(title="median steps on other seeds, at the base's best rate")
+    for column in (
+        "task, base, rate",
+        "alone",
+        "defaults",
+        "best candidate",
+        "rate / 2",
+        "rate × 2",
+    ):
+        table.add_column(column, justify="left" if column.startswith("task") else "right")
+    for task in arguments.tasks:
+        limit = TASKS[task]().steps
+        for base in bases_of(task):
+            lr, ours = rates[task, base], f"KAISA, {base}"
+            keys = (
+                (task, base, lr, "{}"),
+                (task, ours, lr, "{}"),
+                (task, ours, lr, json.dumps(best[task, base])),
+                *((task, ours, lr * share, "{}") for share in RATES),
+            )
+            shown = [f"{final[k]:.0f}" if final[k] <= limit else f"not in {limit}" for k in keys]
+            table.add_row(f"{task}, {base}, {lr}", *shown)
+    console.print(table)
+    if arguments.json:
+        record = {
+            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread a run",
+            "alone": [asdict(run) for run in alone],
+            "tried": [asdict(run) for run in tried],
+            "reported": [asdict(run) for run in reported],
+        }
+        arguments.json.write_text(json.dumps(record) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

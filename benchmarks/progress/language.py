@@ -1,0 +1,161 @@
+"""A language model trained by AdamW, Muon, SOAP, SGD and KAISA: loss, steps and seconds.
+
+    make language-model                                   the small model: about an hour
+    make language-model ARGS="--size full --seeds 2"      four layers, contexts of 128: hours
+
+Each optimizer is tuned on a grid of the same size on a seed that is not reported, by its loss on
+held-out text at the end. Reported are five other seeds, at the best of each grid; differences are
+paired by seed, with their standard error. "KAISA, defaults" is not tuned at all: nothing is set but
+what AdamW has, at the learning rate that is best for AdamW. Every run is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from second_order import SecondOrderWarning
+from tasks import Job, Run, run_all, steps_to
+
+TUNED_ON = 100
+OURS, DEFAULTS, REFERENCE = "KAISA", "KAISA, defaults", "AdamW"
+Setting = tuple[float, dict[str, Any]]
+GRIDS: dict[str, list[Setting]] = {
+    "AdamW": [(lr, {}) for lr in (0.002, 0.003, 0.005, 0.007, 0.01, 0.014)],
+    "Muon": [(lr, {}) for lr in (0.005, 0.007, 0.01, 0.014, 0.02, 0.03)],
+    "SOAP": [(lr, {}) for lr in (0.003, 0.005, 0.007, 0.01, 0.014, 0.02)],
+    "SGD": [(lr, {}) for lr in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)],
+    OURS: [
+        *[(lr, {}) for lr in (0.007, 0.01, 0.014)],
+        *[(0.01, {"damping": damping}) for damping in (0.05, 0.2, 0.3)],
+    ],
+}
+
+
+def job(task: str, name: str, setting: Setting, seed: int) -> Job:
+    """One training of the benchmark."""
+    lr, options = setting
+    optimizer = "KAISA, AdamW" if name in (OURS, DEFAULTS) else name
+    return Job(task, optimizer, lr, seed, options)
+
+
+def final(run: Run) -> float:
+    """The loss at the end; infinite for a run that broke off."""
+    return run.losses[-1] if math.isfinite(run.losses[-1]) else math.inf
+
+
+def tuned(task: str, processes: int) -> tuple[dict[str, Setting], list[dict[str, Any]]]:
+    """By optimizer, the best setting of its grid, and all runs of the grids."""
+    named = [(name, setting) for name, grid in GRIDS.items() for setting in grid]
+    runs = run_all((job(task, name, setting, TUNED_ON) for name, setting in named), processes)
+    best: dict[str, Setting] = {}
+    for name in GRIDS:
+        of = [(final(r), s) for (n, s), r in zip(named, runs, strict=True) if n == name]
+        best[name] = min(of, key=lambda pair: pair[0])[1]
+    stored = [{"name": name, **asdict(r)} for (name, _), r in zip(named, runs, strict=True)]
+    return best, stored
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """Mean of the differences, seed by seed, and its standard error."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.mean(differences), error
+
+
+def figures(runs: dict[str, list[Run]]) -> dict[str, dict[str, Any]]:
+    """What the table says of each optimizer."""
+    reference = runs[REFERENCE]
+    result: dict[str, dict[str, Any]] = {}
+    for name, of in runs.items():
+        losses = [final(run) for run in of]
+        shares, paces = [], []
+        for run, theirs in zip(of, reference, strict=True):
+            steps, every = steps_to(run, final(theirs)), len(theirs.losses)
+            total = every * 10
+            shares.append(steps / total)
+            found = run.seconds[int(steps / 10) - 1] if math.isfinite(steps) else math.inf
+            paces.append(found / theirs.seconds[-1])
+        result[name] = {
+            "loss": statistics.mean(losses),
+            "share of steps": statistics.median(shares),
+            "share of seconds": statistics.median(paces),
+            "seconds": statistics.median(run.seconds[-1] for run in of),
+            "beside defaults": paired(losses, [final(run) for run in runs[DEFAULTS]]),
+        }
+    return result
+
+
+def table(found: dict[str, dict[str, Any]], best: dict[str, Setting]) -> Table:
+    """Of :func:`figures`."""
+    result = Table(title="held-out loss, and what it takes to reach AdamW's last")
+    columns = "optimizer", "setting", "loss", "above defaults", "steps", "seconds", "seconds in all"
+    for column in columns:
+        result.add_column(column, justify="left" if column == "optimizer" else "right")
+    for name, row in found.items():
+        lr, options = best[name]
+        more = "".join(f", {key} {value}" for key, value in options.items())
+        difference, error = row["beside defaults"]
+        result.add_row(
+            name,
+            f"lr {lr}{more}",
+            f"{row['loss']:.3f}",
+            "" if name == DEFAULTS else f"{difference:+.3f} ± {error:.3f}",
+            f"{row['share of steps']:.2f} ×",
+            f"{row['share of seconds']:.2f} ×",
+            f"{row['seconds']:.0f}",
+        )
+    return result
+
+
+def main() -> None:
+    """Tune, train, print, and store."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=("small", "full"), default="small")
+    parser.add_argument("--seeds", type=int, default=5, help="reported ones: 0, 1 and so on")
+    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--settings", type=Path, help="take those of a stored run, and do not tune")
+    parser.add_argument("--json", type=Path, help="write the runs there")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", SecondOrderWarning)
+    task = "language" if arguments.size == "small" else "language, 4 layers"
+    best: dict[str, Setting]
+    grids: list[dict[str, Any]] = []
+    if arguments.settings:
+        stored = json.loads(arguments.settings.read_text("utf-8"))
+        best = {name: (lr, options) for name, (lr, options) in stored["settings"].items()}
+    else:
+        best, grids = tuned(task, arguments.processes)
+        best[DEFAULTS] = best[REFERENCE]
+    named = [(name, seed) for name in best for seed in range(arguments.seeds)]
+    done = run_all((job(task, n, best[n], seed) for n, seed in named), arguments.processes)
+    runs: dict[str, list[Run]] = {name: [] for name in best}
+    for (name, _), run in zip(named, done, strict=True):
+        runs[name].append(run)
+    found = figures(runs)
+    Console(width=120).print(table(found, best))
+    if arguments.json:
+        record = {
+            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread a run",
+            "settings": best,
+            "figures": found,
+            "runs": [{"name": n, **asdict(r)} for (n, _), r in zip(named, done, strict=True)],
+            "tuning": grids,
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

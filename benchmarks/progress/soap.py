@@ -1,0 +1,107 @@
+"""SOAP, from its paper (Vyas et al. 2024, arXiv:2409.11321, algorithm 3), to be compared with.
+
+L, R    <- β G Gᵀ + ..., β Gᵀ G + ...          the factors of Shampoo, running averages
+Q_L,Q_R <- their eigenvectors, by one QR step of orthogonal iteration every so many steps
+V       <- Adam's second moment of Q_Lᵀ G Q_R
+W       <- W - lr Q_L (Q_Lᵀ M Q_R / sqrt V) Q_Rᵀ, with M the running average of G
+
+A rival for the benchmarks, not an optimizer of the package: one process, matrices only; what is no
+matrix is trained by Adam. The first gradient makes the factors and is not stepped with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SOAP"]
+
+
+class SOAP(torch.optim.Optimizer):
+    """Adam in the eigenbasis of Shampoo's factors.
+
+    Args:
+        params: Parameters; those with two dimensions get factors.
+        lr: The learning rate.
+        betas: Of the two moments.
+        shampoo_beta: Of L and R.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled.
+        frequency: Steps between two bases.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        shampoo_beta: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        frequency: int = 10,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "shampoo_beta": shampoo_beta,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "frequency": frequency,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step; see the top of this file."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, p.grad, self.state[p], group)
+        return loss
+
+    def _step(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        is_matrix = p.dim() == 2
+        if not state:
+            state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+            if is_matrix:
+                weight = 1 - group["shampoo_beta"]
+                state["factors"] = [weight * g @ g.T, weight * g.T @ g]
+                state["bases"] = [torch.linalg.eigh(f)[1].flip(-1) for f in state["factors"]]
+                return
+        state["step"] += 1
+        state["m"].lerp_(g, 1 - beta1)
+        m = state["m"]
+        if is_matrix:
+            left, right = state["bases"]
+            g, m = left.T @ g @ right, left.T @ m @ right
+        state["v"].lerp_(g.square(), 1 - beta2)
+        correction1, correction2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        direction = m / correction1 / ((state["v"] / correction2).sqrt() + group["eps"])
+        if is_matrix:
+            direction = left @ direction @ right.T
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+        if is_matrix:
+            self._follow(p.grad, state, group)  # type: ignore[arg-type]
+
+    def _follow(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Take a gradient into the factors; from time to time, follow them with the bases."""
+        for factor, news in zip(state["factors"], (g @ g.T, g.T @ g), strict=True):
+            factor.lerp_(news, 1 - group["shampoo_beta"])
+        if state["step"] % group["frequency"]:
+            return
+        for side in range(2):
+            factor, basis = state["factors"][side], state["bases"][side]
+            # In the order of the eigenvalues' estimates, and the second moment in the same.
+            order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
+            state["v"] = state["v"].index_select(side, order)
+            state["bases"][side] = torch.linalg.qr(factor @ basis[:, order])[0]

@@ -1,0 +1,299 @@
+"""What the optimizers are compared on, and one training of it: six tasks on data that is at hand.
+
+A task says what is trained, how long, and by which loss a run is judged. The learning rate is
+constant, or rises and then falls by a cosine to a twentieth where the task says so. Seconds are
+processor time of training alone, in one thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from sklearn.datasets import load_diabetes
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
+from tqdm import tqdm
+
+import digits
+import language_model
+import second_order
+from soap import SOAP
+
+__all__ = ["TASKS", "Job", "Run", "Task", "run_all", "steps_to", "train"]
+
+FLOOR = 0.05  # of the peak, to which a schedule lets the learning rate fall
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training.
+
+    Attributes:
+        make: The model, from torch's random numbers.
+        batches: Without end, for a seed.
+        loss_of: Of the model and a batch.
+        judge: Of the model: the loss that is reported.
+        steps: How many.
+        every: Steps between two judgements.
+        warmup: Steps in which the learning rate rises, before it falls; None: it is constant.
+    """
+
+    make: Callable[[], nn.Module]
+    batches: Callable[[int], Iterator[Any]]
+    loss_of: Callable[[nn.Module, Any], Tensor]
+    judge: Callable[[nn.Module], float]
+    steps: int
+    every: int
+    warmup: int | None = None
+
+    def share_of_rate(self, step: int) -> float:
+        """The learning rate of a step, as a share of its peak."""
+        if self.warmup is None:
+            return 1.0
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        passed = (step - self.warmup) / (self.steps - self.warmup)
+        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * passed))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and how.
+
+    Attributes:
+        task: Its name in :data:`TASKS`.
+        optimizer: Its name; KAISA and its kin are followed by their base's, as in "KAISA, AdamW".
+        lr: The peak of its learning rate.
+        seed: Of the model and of the order of the batches.
+        options: The optimizer's keywords.
+    """
+
+    task: str
+    optimizer: str
+    lr: float
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A job done.
+
+    Attributes:
+        job: Which.
+        losses: At every judgement.
+        seconds: At every judgement, of processor time, those of judging left out.
+    """
+
+    job: Job
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+class Pair:
+    """Two optimizers that step together."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    def zero_grad(self) -> None:
+        for each in self.optimizers:
+            each.zero_grad()
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+def muon(model: nn.Module, lr: float, **options: Any) -> Pair:
+    """torch's Muon for the matrices of the blocks, AdamW for the rest."""
+    hidden = {p for p in model.get_submodule("blocks").parameters() if p.dim() == 2}
+    rest = [p for p in model.parameters() if p not in hidden]
+    decay = options.pop("weight_decay")
+    matrices = [p for p in model.parameters() if p in hidden]
+    return Pair(
+        Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, lr=lr, weight_decay=decay, **options),
+    )
+
+
+def build(job: Job, model: nn.Module) -> Any:
+    """The optimizer of a job, with the momentum and decay that its task is trained with."""
+    usual: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {}}
+    if job.task.startswith("language"):
+        decayed = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
+        usual |= {"AdamW": decayed, "Muon": decayed, "SOAP": {"weight_decay": 0.1}}
+    system, _, base = job.optimizer.rpartition(", ")
+    options = {**usual[base], **job.options}
+    bases: dict[str, Any] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}
+    if system:
+        return getattr(second_order, system)(model, lr=job.lr, base=bases[base], **options)
+    if base == "Muon":
+        return muon(model, job.lr, **options)
+    return (bases | {"SOAP": SOAP})[base](model.parameters(), lr=job.lr, **options)
+
+
+def train(job: Job) -> Run:
+    """Do a job, to its last step or to the first loss that is not finite."""
+    torch.set_num_threads(1)
+    task = TASKS[job.task]()
+    torch.manual_seed(job.seed)
+    model = task.make()
+    optimizer = build(job, model)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    run, seconds = Run(job), 0.0
+    for step, batch in zip(range(task.steps), task.batches(job.seed), strict=False):
+        start = time.process_time()
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * task.share_of_rate(step)
+        optimizer.zero_grad()
+        task.loss_of(model, batch).backward()
+        optimizer.step()
+        seconds += time.process_time() - start
+        if (step + 1) % task.every == 0:
+            model.eval()
+            with torch.no_grad():
+                run.losses.append(float(f"{task.judge(model):.5g}"))
+            model.train()
+            run.seconds.append(round(seconds, 3))
+            if not math.isfinite(run.losses[-1]):
+                break
+    return run
+
+
+def run_all(jobs: Iterable[Job], processes: int) -> list[Run]:
+    """Do jobs, so many at a time."""
+    jobs = list(jobs)
+    with ProcessPoolExecutor(processes) as pool:
+        return list(tqdm(pool.map(train, jobs), total=len(jobs), leave=False))
+
+
+def steps_to(run: Run, loss: float) -> float:
+    """Steps until a loss was first met; infinite if it never was."""
+    every = TASKS[run.job.task]().every
+    met = (i for i, found in enumerate(run.losses, 1) if found <= loss)
+    return next(met, math.inf) * every
+
+
+# ---------------------------------------------------------------------------------------- the tasks
+
+
+@cache
+def language(size: str) -> Task:
+    """Characters of the standard library's source; judged on files that are held out."""
+    of = language_model.SIZES[size]
+    windows = language_model.held_out(of)
+    return Task(
+        partial(language_model.Transformer, of),
+        partial(language_model.batches, of),
+        language_model.next_loss,
+        lambda model: language_model.next_loss(model, windows).item(),
+        of.steps,
+        10,
+        of.warmup,
+    )
+
+
+@cache
+def autoencoder() -> Task:
+    """The deep autoencoder on the digits; judged on what it is trained on."""
+    images = digits.autoencoder_images()
+    return Task(
+        digits.autoencoder,
+        lambda seed: digits.batches(len(images), 256, seed=seed),
+        lambda model, i: digits.autoencoder_loss(model(images[i]), images[i]),
+        lambda model: digits.autoencoder_loss(model(images), images).item(),
+        500,
+        5,
+    )
+
+
+@cache
+def classifier(make: Callable[[], nn.Module], steps: int, batch: int = 64, every: int = 5) -> Task:
+    """Digits; judged by the loss on the training images."""
+    data = digits.load_split()
+    x, y = data.train_images, data.train_labels
+    return Task(
+        make,
+        lambda seed: digits.batches(len(x), batch, seed=seed),
+        lambda model, i: cross_entropy(model(x[i]), y[i]),
+        lambda model: cross_entropy(model(x), y).item(),
+        steps,
+        every,
+    )
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, added to their input."""
+
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        same = width_in == width and stride == 1
+        self.skip = nn.Identity() if same else nn.Conv2d(width_in, width, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.relu(self.skip(x) + self.branch(x))
+        return result
+
+
+def residual_network() -> nn.Module:
+    """Three residual blocks, widths 8, 16 and 32."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        Residual(8, 8, 1),
+        Residual(8, 16, 2),
+        Residual(16, 32, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+
+@cache
+def tabular() -> Task:
+    """Regression on scikit-learn's diabetes data, standardised; judged on the training rows."""
+    features, target = load_diabetes(return_X_y=True, scaled=False)
+    x, y = (torch.from_numpy(part).float() for part in (features, target.reshape(-1, 1)))
+    x, y = ((part - part.mean(0)) / part.std(0) for part in (x, y))
+    return Task(
+        lambda: nn.Sequential(
+            nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        ),
+        lambda seed: digits.batches(len(x), 64, seed=seed),
+        lambda model, i: mse_loss(model(x[i]), y[i]),
+        lambda model: mse_loss(model(x), y).item(),
+        300,
+        5,
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "language": partial(language, "small"),
+    "language, 4 layers": partial(language, "full"),
+    "autoencoder": autoencoder,
+    "digits conv": partial(classifier, digits.conv_net, 300),
+    "digits MLP": partial(classifier, digits.mlp, 300),
+    "residual network": partial(classifier, residual_network, 200),
+    "tabular": tabular,
+    **{
+        f"digits MLP, {batch:,} at a time": partial(classifier, digits.mlp, 150, batch, 1)
+        for batch in (32, 128, 512, 1437)
+    },
+}
