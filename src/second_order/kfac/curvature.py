@@ -33,7 +33,7 @@ from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.layers import Layers
-from second_order.kfac.options import AUTO, STEP_DECAY, KFACOptions, check_decay
+from second_order.kfac.options import KFACOptions, PerStep, check_decay
 from second_order.kfac.plan import LayerPlan, Plan, Planner, dims_of, distkfac_plan
 from second_order.kfac.solves import Background, Solves
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
@@ -262,15 +262,16 @@ class KFACCurvature(Curvature):
         """Weight of the past at an update from the training passes."""
         every, steps = 1, self.training.steps
         warmup = self._options.refresh_warmup_steps
-        if self._options.factor_decay == AUTO and warmup <= steps != self.layers.newcomers_at:
+        counts_steps = isinstance(self._options.factor_decay, PerStep)
+        if counts_steps and warmup <= steps != self.layers.newcomers_at:
             every = int(value_at(self._options.factor_update_steps, steps))
             every = min(every, steps - warmup + 1)
         return self._decay_after(every)
 
     def _decay_after(self, steps: int) -> float:
         """Weight of the past at an update, so many steps after the last."""
-        if self._options.factor_decay == AUTO:
-            return STEP_DECAY ** max(steps, 1)
+        if isinstance(self._options.factor_decay, PerStep):
+            return self._options.factor_decay.after(steps)
         decay: float = value_at(self._options.factor_decay, self.training.steps)
         check_decay(decay)
         return decay

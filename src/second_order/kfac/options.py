@@ -27,11 +27,12 @@ from second_order.options import (
 )
 
 __all__ = [
+    "ADAPTIVE_STEP_DECAY",
     "AUTO",
     "DOCS",
-    "STEP_DECAY",
     "AutoSchedule",
     "KFACOptions",
+    "PerStep",
     "check_clip",
     "check_damping",
     "check_decay",
@@ -40,12 +41,29 @@ __all__ = [
 
 T = TypeVar("T")
 
+
+@dataclass(frozen=True)
+class PerStep:
+    """A weight of the past that counts steps, however rare updates are.
+
+    Attributes:
+        decay: In [0, 1); factors remember some 1 / (1 - decay) steps.
+    """
+
+    decay: float
+
+    def after(self, steps: int) -> float:
+        """The weight at an update, so many steps after the last one."""
+        return self.decay ** max(steps, 1)
+
+
+STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.95)
+
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 AUTO: Literal["auto"] = "auto"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
-STEP_DECAY = 0.95
-"""Weight of the past in the factors, a step: they remember some twenty."""
-DAMPING, ADAPTIVE_DAMPING = 2.0, 0.1  # relative; chosen by benchmarks/progress/defaults.py
+# Chosen by benchmarks/progress/defaults.py; dampings are relative.
+DAMPING, ADAPTIVE_DAMPING = 2.0, 0.1
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -70,8 +88,9 @@ papers. KAISA's published code has smaller factors, and so another γ for the sa
 step: see "Where it differs from the paper" in its docs.""",
     "factor_decay": """\
 Weight of the past in the running averages of A and G at an update, in [0, 1); number
-or callable. "auto": 0.95 to the power of the steps since the last update, so that
-factors remember some twenty steps whatever the intervals.""",
+or callable. "auto": as many steps are remembered whatever the intervals are: some
+twenty (0.95 to the power of the steps since the last update) under a base that scales
+its steps itself, as Adam does, and two hundred (0.995) under others.""",
     "kl_clip": """\
 κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
 (Pauloski et al. 2022, 5.1); number, callable or None for no bound. A number is the
@@ -137,7 +156,7 @@ class KFACOptions:
 
     damping: AutoSchedule = AUTO
     relative_damping: bool = True
-    factor_decay: AutoSchedule = AUTO
+    factor_decay: AutoSchedule | PerStep = AUTO
     kl_clip: AutoSchedule | None = AUTO
     solver: SolverName = "inverse"
     factor_update_steps: Interval = 10
@@ -175,8 +194,8 @@ class KFACOptions:
             ours["damping"] = ADAPTIVE_DAMPING if adaptive else DAMPING
         if ours["kl_clip"] == AUTO and adaptive:
             ours["kl_clip"] = None
-        if ours["factor_decay"] is None:
-            ours["factor_decay"] = AUTO
+        if ours["factor_decay"] == AUTO:
+            ours["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
         for name in ("relative_damping", "symmetry_aware"):
             check_flag(name, ours[name])
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
@@ -194,7 +213,7 @@ class KFACOptions:
     def __post_init__(self) -> None:
         if not callable(self.damping):
             check_damping(self.damping)
-        if self.factor_decay != AUTO and not callable(self.factor_decay):
+        if not isinstance(self.factor_decay, PerStep) and not callable(self.factor_decay):
             check_decay(self.factor_decay)
         if self.kl_clip not in (None, AUTO) and not callable(self.kl_clip):
             check_clip(self.kl_clip)

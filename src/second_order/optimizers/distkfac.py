@@ -29,7 +29,13 @@ from second_order.kfac.distkfac_options import (
     checked_staleness,
     half_the_cores,
 )
-from second_order.kfac.options import AutoSchedule, KFACOptions, documented
+from second_order.kfac.options import (
+    ADAPTIVE_STEP_DECAY,
+    AUTO,
+    AutoSchedule,
+    KFACOptions,
+    documented,
+)
 from second_order.kfac.plan import distkfac_plan
 from second_order.kfac.solves import Background
 from second_order.kfac.stats_workers import StatsWorker
@@ -94,6 +100,7 @@ class DistKFAC(SecondOrderOptimizer):
         {damping}
         {relative_damping}
         {factor_decay}
+            None: 0.95 to the power of those steps under any base.
         {kl_clip}
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
             applies (A ⊗ G + γ I)⁻¹ exactly.
@@ -155,7 +162,7 @@ class DistKFAC(SecondOrderOptimizer):
         max_exact_dim: int = 256,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule | None = KFACOptions.factor_decay,
+        factor_decay: AutoSchedule | None = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: Interval = 20,
@@ -176,7 +183,8 @@ class DistKFAC(SecondOrderOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        options = KFACOptions.of({**locals(), "eigen_refresh": "full"})
+        decay = ADAPTIVE_STEP_DECAY if factor_decay is None else factor_decay
+        options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
         check_distkfac_options(locals())
         staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
         rules = BlockRules(

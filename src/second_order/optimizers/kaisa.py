@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.assignment import AssignmentCost
 from second_order.kfac.curvature import KFACCurvature, System
-from second_order.kfac.options import AutoSchedule, KFACOptions, documented
+from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, documented
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -99,7 +99,7 @@ class KAISA(SecondOrderOptimizer):
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule = KFACOptions.factor_decay,
+        factor_decay: AutoSchedule = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: Interval = KFACOptions.factor_update_steps,
