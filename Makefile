@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo progress language-model defaults batch-scaling settings progress-distributed final-updates hidden asynchronous curvature bench against scaling structure faults test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling settings progress-distributed final-updates hidden asynchronous curvature bench against scaling structure faults test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -26,8 +26,11 @@ $(STAMP): setup.cfg constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
-demo: venv ## train on digits with SGD, Adam and every optimizer, two processes: a table and demo.png
+demo: venv ## a transformer and an autoencoder with Adam's kin and KAISA: tables and demo.png
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
+
+systems: venv ## train on digits with SGD, Adam and every optimizer, two processes: a table and systems.png
+	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/systems.py $(ARGS)
 
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/progress.py \
@@ -114,6 +117,6 @@ format: venv ## rewrite the code in the project's format
 	$(BIN)/ruff format
 
 clean: ## remove what the other targets made, .venv too
-	rm -rf $(VENV) site build dist .coverage .coverage.* htmlcov demo.png spectrum.png
+	rm -rf $(VENV) site build dist .coverage .coverage.* htmlcov demo.png systems.png spectrum.png
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

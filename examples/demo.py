@@ -1,517 +1,254 @@
-"""SGD and Adam beside every optimizer of the package, on real data, in a few minutes.
+"""What curvature buys: KAISA beside Adam, AdamW and Muon, on two tasks, in some two minutes.
 
     torchrun --standalone --nproc-per-node=2 examples/demo.py
 
-Each optimizer trains the same network from the same start on the same batches, once for each
-learning rate of a small grid. What is shown is its best rate: the one that needs the fewest steps
-to all the targets together. Prints a table, and draws the training loss and the test accuracy
-against steps and against seconds of training (evaluation is not counted).
+A small transformer learns the characters of the standard library's own source, and a deep
+autoencoder the digits. The optimizers of a task start from the same weights and get the same
+batches, of which each process takes its part. KAISA is told what its base is told, at the learning
+rate of the base, and nothing else. Prints a table for each task, and draws the loss against steps
+and against seconds of training (what judging takes is not counted).
 """
 
 import argparse
-import copy
 import json
 import math
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from digits import Digits, batches, conv_net, load_split, mlp
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+import digits
+import language_model
+from second_order import KAISA, SecondOrderWarning
 
-GLOBAL_BATCH = 64
-CURVATURE_BATCH = 256  # training images that eigenpairs are of
-STEPS_BETWEEN_EVALUATIONS = 5
-MODELS: dict[str, Callable[[], nn.Module]] = {"conv": conv_net, "mlp": mlp}
+STEPS_BETWEEN_JUDGEMENTS = 25
+SIZE = language_model.SIZES["small"]
+DECAY: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+def muon(model: nn.Module) -> list[Optimizer]:
+    """Muon for the matrices of the transformer's blocks, and AdamW for the rest."""
+    named = list(model.named_parameters())
+    matrices = {name: p for name, p in named if "blocks." in name and p.dim() == 2}
+    rest = [p for name, p in named if name not in matrices]
+    return [
+        Muon(matrices.values(), lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, lr=0.01, **DECAY),
+    ]
+
+
+def rise_and_fall(steps: int, step: int) -> float:
+    """A share of the learning rate: up in a tenth of the steps, down to 5 % by a cosine."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    passed = (step - warmup) / max(1, steps - warmup)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * passed))
+
+
+def image_batches() -> Iterator[Tensor]:
+    images = digits.autoencoder_images()
+    return (images[indices] for indices in digits.batches(len(images), 256, seed=0))
 
 
 @dataclass(frozen=True)
-class Entry:
-    """An optimizer of the demo: how to make it, and the learning rates it may choose from."""
+class Task:
+    """What is trained, how it is judged, and who competes: the first is what others are beside."""
 
     name: str
-    learning_rates: tuple[float, ...]
-    build: Callable[[nn.Module, float, Digits], tuple[nn.Module, Optimizer]]
-    """(model, lr, data) -> (what to call, optimizer); only curvature closures look at the data."""
+    make: Callable[[], nn.Module]
+    loss_of: Callable[[nn.Module, Tensor], Tensor]
+    batches: Callable[[], Iterator[Tensor]]  # those of all processes together
+    judged_on: Callable[[], Tensor]
+    judged_by: str
+    share_of_rate: Callable[[int, int], float]  # of how many steps, and of which
+    optimizers: dict[str, Callable[[nn.Module], list[Optimizer]]]
 
 
-def sgd(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
-    trained = DistributedDataParallel(model)
-    return trained, torch.optim.SGD(trained.parameters(), lr=lr, momentum=0.9)
-
-
-def kaisa_comm_opt(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
-    return model, KAISA(model, lr=lr, momentum=0.9, grad_worker_fraction=1.0)
-
-
-def kaisa_mem_opt(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
-    fraction = 1 / dist.get_world_size()
-    return model, KAISA(model, lr=lr, momentum=0.9, grad_worker_fraction=fraction)
-
-
-def dpkfac(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
-    return model, DPKFAC(model, lr=lr, momentum=0.9)
-
-
-def distkfac(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
-    return model, DistKFAC(model, lr=lr, momentum=0.9)
-
-
-def distkfac_stats(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
-    helpers = dist.get_world_size() // 2  # with one process it takes its own statistics
-    return model, DistKFAC(model, lr=lr, momentum=0.9, stats_workers=helpers)
-
-
-def dho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimizer]:
-    closure = curvature_closure(model, data)
-    optimizer = DHO2(
-        model,
-        lr=lr,
-        momentum=0.9,
-        curvature_interval=50,
-        warmup_steps=25,
-        curvature_closure=closure,
-    )
-    return model, optimizer
-
-
-def adam(model: nn.Module, lr: float, _: Digits) -> tuple[nn.Module, Optimizer]:
-    trained = DistributedDataParallel(model)
-    return trained, torch.optim.Adam(trained.parameters(), lr=lr)
-
-
-def dho2_adam(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimizer]:
-    closure = curvature_closure(model, data)
-    optimizer = DHO2(
-        model,
-        lr=lr,
-        base=torch.optim.Adam,
-        curvature_interval=50,
-        warmup_steps=25,
-        curvature_closure=closure,
-    )
-    return model, optimizer
-
-
-def mrdho2(model: nn.Module, lr: float, data: Digits) -> tuple[nn.Module, Optimizer]:
-    optimizer = MRDHO2(
-        model,
-        lr=lr,
-        momentum=0.9,
-        epoch_steps=50,
-        accelerators=dist.get_world_size() // 2,  # with one process it falls back to DHO2
-        curvature_closure=curvature_closure(model, data),
-    )
-    return model, optimizer
-
-
-def curvature_closure(model: nn.Module, data: Digits, group: Any = None) -> Callable[[], Tensor]:
-    """The loss of this process's share of a fixed batch, which a group shares (None: everybody)."""
-    share = slice(dist.get_rank(group), CURVATURE_BATCH, dist.get_world_size(group))
-    images, labels = data.train_images[share], data.train_labels[share]
-    return lambda: cross_entropy(model(images), labels)
-
-
-ENTRIES = [
-    Entry("SGD", (0.01, 0.03, 0.1, 0.3), sgd),
-    Entry("KAISA COMM-OPT", (0.03, 0.1, 0.3), kaisa_comm_opt),
-    Entry("KAISA MEM-OPT", (0.03, 0.1, 0.3), kaisa_mem_opt),
-    Entry("DPKFAC", (0.03, 0.1, 0.3), dpkfac),
-    Entry("DistKFAC", (0.03, 0.1, 0.3), distkfac),
-    Entry("DistKFAC, stats", (0.03, 0.1, 0.3), distkfac_stats),
-    Entry("DHO2", (0.03, 0.1, 0.3), dho2),
-    Entry("MRDHO2", (0.03, 0.1, 0.3), mrdho2),
-    Entry("Adam", (0.001, 0.003, 0.01), adam),
-    Entry("DHO2 (Adam)", (0.001, 0.003, 0.01), dho2_adam),
-]
+LANGUAGE_MODEL = Task(
+    "language model",
+    partial(language_model.Transformer, SIZE),
+    language_model.next_loss,
+    partial(language_model.batches, SIZE, seed=0),
+    partial(language_model.held_out, SIZE),
+    "held-out loss",
+    rise_and_fall,
+    {
+        "AdamW": lambda model: [AdamW(model.parameters(), lr=0.005, **DECAY)],
+        "Muon": muon,
+        "KAISA, AdamW": lambda model: [KAISA(model, lr=0.005, base=AdamW, **DECAY)],
+    },
+)
+AUTOENCODER = Task(
+    "deep autoencoder",
+    digits.autoencoder,
+    lambda model, images: digits.autoencoder_loss(model(images), images),
+    image_batches,
+    digits.autoencoder_images,
+    "training loss",
+    lambda steps, step: 1.0,
+    {
+        "Adam": lambda model: [Adam(model.parameters(), lr=0.01)],
+        "KAISA, Adam": lambda model: [KAISA(model, lr=0.01, base=Adam)],
+    },
+)
+TASKS = [LANGUAGE_MODEL, AUTOENCODER]
 
 
 @dataclass
 class Run:
-    """One training: what was measured every few steps, and what it cost."""
+    """One training: the loss every few steps, and the seconds that had passed."""
 
-    name: str
-    lr: float
-    steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
-    curvature_bytes: int | None = None  # of the process that holds the most; None: first order
+    task: str
+    optimizer: str
+    steps: list[int]
+    seconds: list[float]
+    losses: list[float]
 
-    @property
-    def milliseconds_per_step(self) -> float:
-        return 1e3 * self.seconds[-1] / self.steps[-1]
-
-    def add(self, step: int, seconds: float, loss: float, accuracy: float) -> None:
-        self.steps.append(step)
-        self.seconds.append(seconds)
-        self.losses.append(loss)
-        self.accuracies.append(accuracy)
+    def first_at(self, loss: float) -> int | None:
+        """Index of the first judgement that is as good as a loss."""
+        return next((i for i, found in enumerate(self.losses) if found <= loss), None)
 
 
-@dataclass(frozen=True)
-class Target:
-    """A goal, and whether a measurement (loss, accuracy) meets it."""
-
-    label: str
-    met: Callable[[float, float], bool]
-
-    def first(self, run: Run) -> int | None:
-        """Index of the first measurement of the run that meets the goal."""
-        for index, (loss, accuracy) in enumerate(zip(run.losses, run.accuracies, strict=True)):
-            if self.met(loss, accuracy):
-                return index
-        return None
-
-
-TARGETS = [
-    Target("97% acc.", lambda loss, accuracy: accuracy >= 0.97),
-    Target("98% acc.", lambda loss, accuracy: accuracy >= 0.98),
-    Target("loss 0.01", lambda loss, accuracy: loss <= 0.01),
-]
-
-
-def steps_to_all_targets(run: Run, max_steps: int) -> tuple[int, float]:
-    """What the learning rate is chosen by: steps summed over the targets, then the last loss.
-
-    A target that was missed counts as twice the steps of a whole run.
-    """
-    total = 0
-    for target in TARGETS:
-        index = target.first(run)
-        total += 2 * max_steps if index is None else run.steps[index]
-    last_loss = run.losses[-1]
-    return total, last_loss if math.isfinite(last_loss) else math.inf
+def part_of_this_process(batch: Tensor) -> Tensor:
+    return batch[dist.get_rank() :: dist.get_world_size()]
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Digits) -> tuple[float, float]:
-    """Training loss and test accuracy; each process looks at its share of the images."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = slice(rank, None, world_size)
-    loss = cross_entropy(model(data.train_images[share]), data.train_labels[share], reduction="sum")
-    hits = (model(data.test_images[share]).argmax(dim=1) == data.test_labels[share]).sum()
-    sums = torch.stack([loss.double(), hits.double()])
+def judge(task: Task, model: nn.Module) -> float:
+    """The loss on all examples, of which each process looks at its part."""
+    part = part_of_this_process(task.judged_on())
+    sums = torch.tensor([task.loss_of(model, part).item() * len(part), len(part)])
     dist.all_reduce(sums)
-    return (
-        sums[0].item() / len(data.train_images),
-        sums[1].item() / len(data.test_images),
-    )
+    return round((sums[0] / sums[1]).item(), 4)
 
 
-def largest_over_processes(value: int) -> int:
-    tensor = torch.tensor(value)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return int(tensor.item())
-
-
-def train(
-    entry: Entry,
-    lr: float,
-    make_model: Callable[[], nn.Module],
-    data: Digits,
-    steps: int,
-    seed: int,
-) -> Run:
-    """Train from the seeded start for ``steps`` steps, or until the loss is no number any more."""
-    torch.manual_seed(seed)
-    model = make_model()
-    trained, optimizer = entry.build(model, lr, data)
-    run = Run(entry.name, lr)
-    run.add(0, 0.0, *evaluate(model, data))
-    with tqdm(
-        total=steps,
-        desc=f"{entry.name:<16} lr {lr:<4g}",
-        unit="step",
-        mininterval=0.5,
-        disable=dist.get_rank() != 0,
-    ) as bar:
-        if isinstance(optimizer, MRDHO2 | DistKFAC) and has_helpers(optimizer):
-            kept = train_beside_helpers(run, model, optimizer, data, steps, seed, bar)
-        else:
-            kept = train_together(run, model, trained, optimizer, data, steps, seed, bar)
-    if kept is not None:
-        run.curvature_bytes = largest_over_processes(kept)
+def train(task: Task, name: str, steps: int, silent: bool) -> Run:
+    torch.manual_seed(0)
+    net = task.make()
+    model = DistributedDataParallel(net)  # averages the gradients of the processes
+    optimizers = task.optimizers[name](model)
+    share = partial(task.share_of_rate, steps)
+    schedulers = [LambdaLR(optimizer, share) for optimizer in optimizers]
+    batches, seconds = task.batches(), 0.0
+    run = Run(task.name, name, [0], [0.0], [judge(task, net)])
+    with tqdm(total=steps, desc=f"{task.name}, {name}", unit="step", disable=silent) as bar:
+        while run.steps[-1] < steps:
+            block = min(STEPS_BETWEEN_JUDGEMENTS, steps - run.steps[-1])
+            dist.barrier()
+            start = time.perf_counter()
+            for batch in islice(batches, block):
+                model.zero_grad()
+                task.loss_of(model, part_of_this_process(batch)).backward()
+                for each in optimizers:
+                    each.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+            seconds += time.perf_counter() - start
+            run.steps.append(run.steps[-1] + block)
+            run.seconds.append(round(seconds, 3))
+            run.losses.append(judge(task, net))
+            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}", refresh=False)
+            bar.update(block)
     return run
 
 
-def train_together(
-    run: Run,
-    model: nn.Module,
-    trained: nn.Module,
-    optimizer: Optimizer,
-    data: Digits,
-    steps: int,
-    seed: int,
-    bar: "tqdm[NoReturn]",
-) -> int | None:
-    """All processes train, and evaluate every few steps, which is not counted.
-
-    Returns the bytes of curvature that this process keeps.
-    """
-    parts = batches_of_this_process(data, seed, None)
-    seconds = 0.0
-    while run.steps[-1] < steps and math.isfinite(run.losses[-1]):
-        block = min(STEPS_BETWEEN_EVALUATIONS, steps - run.steps[-1])
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(block):
-            take_step(trained, optimizer, data, next(parts))
-        seconds += time.perf_counter() - start
-        run.add(run.steps[-1] + block, seconds, *evaluate(model, data))
-        bar.set_postfix_str(
-            f"loss {run.losses[-1]:.4f}, accuracy {run.accuracies[-1]:.1%}", refresh=False
-        )
-        bar.update(block)
-    summary = getattr(optimizer, "summary", None)  # torch's own optimizers have none
-    return None if summary is None else summary().total_bytes
-
-
-def train_beside_helpers(
-    run: Run,
-    model: nn.Module,
-    optimizer: MRDHO2 | DistKFAC,
-    data: Digits,
-    steps: int,
-    seed: int,
-    bar: "tqdm[NoReturn]",
-) -> int | None:
-    """Workers train, helpers serve; parameters are kept, and evaluated when all is over.
-
-    Evaluating in between would give helpers time that nobody counts. Returns the bytes of curvature
-    that this process keeps; MRDHO2 keeps none from one epoch to the next.
-    """
-    kept: list[tuple[int, float, dict[str, Tensor]]] = []
-    with optimizer:
-        if optimizer.role == "accelerator":
-            closure = curvature_closure(model, data, optimizer.worker_group)
-            optimizer.serve([closure], lambda closure: closure())
-        elif optimizer.role == "stats":
-            others = seed + 1 + dist.get_rank()  # batches of its own
-            optimizer.serve(
-                batches(len(data.train_images), GLOBAL_BATCH, seed=others),
-                lambda indices: cross_entropy(
-                    model(data.train_images[indices]), data.train_labels[indices]
-                ),
-            )
-        else:
-            parts = batches_of_this_process(data, seed, optimizer.worker_group)
-            start = time.perf_counter()
-            for step in range(1, steps + 1):
-                take_step(model, optimizer, data, next(parts))
-                if step % STEPS_BETWEEN_EVALUATIONS == 0 or step == steps:
-                    seconds = time.perf_counter() - start
-                    kept.append((step, seconds, copy.deepcopy(model.state_dict())))
-                    bar.update(step - bar.n)
-        size = optimizer.summary().total_bytes if isinstance(optimizer, DistKFAC) else None
-    shared = [kept]
-    dist.broadcast_object_list(shared, src=0)
-    for step, seconds, parameters in shared[0]:
-        if math.isfinite(run.losses[-1]):
-            model.load_state_dict(parameters)
-            run.add(step, seconds, *evaluate(model, data))
-    return size
-
-
-def has_helpers(optimizer: MRDHO2 | DistKFAC) -> bool:
-    """Whether not all processes are workers; with one process nobody can be spared."""
-    return dist.get_world_size(optimizer.worker_group) < dist.get_world_size()
-
-
-def batches_of_this_process(data: Digits, seed: int, group: Any) -> Iterator[Tensor]:
-    """Its part of each batch, which the processes of a group share; None: all of them."""
-    return batches(
-        len(data.train_images),
-        GLOBAL_BATCH,
-        seed=seed,
-        rank=dist.get_rank(group),
-        world_size=dist.get_world_size(group),
-    )
-
-
-def take_step(model: nn.Module, optimizer: Optimizer, data: Digits, indices: Tensor) -> None:
-    optimizer.zero_grad()
-    cross_entropy(model(data.train_images[indices]), data.train_labels[indices]).backward()
-    optimizer.step()
-
-
-def warm_up(make_model: Callable[[], nn.Module], data: Digits) -> None:
-    """Pay for the first call of every kernel before the clock runs."""
-    model = make_model()
-    for _ in range(3):
-        cross_entropy(model(data.train_images[:64]), data.train_labels[:64]).backward()
-
-
-def table(runs: list[Run], title: str) -> Table:
-    """One row an optimizer; the best of each column is bold. Fits a terminal of 80 columns."""
-    result = Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, padding=0)
-    result.add_column("\noptimizer", no_wrap=True)
-    goals = [f"steps (s)\nto {target.label}" for target in TARGETS]
-    for header in ["\nrate", *goals, "final\nacc.", "ms a\nstep", "curv.\nMB"]:
+def table(runs: list[Run]) -> Table:
+    """A row for each optimizer of a task; how soon it is as good as the first is at its end."""
+    first, goal = runs[0].optimizer, runs[0].losses[-1]
+    result = Table("\noptimizer", title=runs[0].task, title_justify="left", box=SIMPLE_HEAD)
+    reached = [f"{unit} to {first}'s\nfinal loss" for unit in ("steps", "seconds")]
+    for header in [*reached, "final\nloss", "ms\na step"]:
         result.add_column(header, justify="right", no_wrap=True)
-
-    fewest = [
-        min((run.steps[i] for run in runs if (i := target.first(run)) is not None), default=0)
-        for target in TARGETS
-    ]
-    best_accuracy = max(run.accuracies[-1] for run in runs)
     for run in runs:
-        cells = [run.name, f"{run.lr:g}"]
-        for target, steps in zip(TARGETS, fewest, strict=True):
-            index = target.first(run)
-            if index is None:
-                cells.append("never")
-            else:
-                count = bold(str(run.steps[index]), run.steps[index] == steps)
-                cells.append(f"{count} ({run.seconds[index]:.2f})")
-        cells.append(bold(f"{run.accuracies[-1]:.1%}", run.accuracies[-1] == best_accuracy))
-        cells.append(f"{run.milliseconds_per_step:.1f}")
-        cells.append("–" if run.curvature_bytes is None else f"{run.curvature_bytes / 1e6:.2f}")
-        result.add_row(*cells)
+        met = run.first_at(goal)
+        pace = ["never"] * 2 if met is None else [f"{run.steps[met]}", f"{run.seconds[met]:.1f}"]
+        each_step = 1e3 * run.seconds[-1] / run.steps[-1]
+        result.add_row(run.optimizer, *pace, f"{run.losses[-1]:.3f}", f"{each_step:.1f}")
     return result
 
 
-def bold(text: str, best: bool) -> str:
-    return f"[bold]{text}[/bold]" if best else text
+# Of Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+BLACK, BLUE, VERMILION = "#000000", "#56B4E9", "#D55E00"
+COLOURS = {"Adam": BLACK, "AdamW": BLACK, "Muon": BLUE}
 
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, a dark red
-# and an olive; dashes are for what has one colour, or lies on top of each other, as two placements
-# of the same computation do.
-COLOURS = [
-    *("#000000", "#D55E00", "#56B4E9", "#009E73", "#8A8A00", "#8A8A00"),
-    *("#CC79A7", "#882255", "#E69F00", "#0072B2"),
-]
-DASHES = ["-", "-", (0, (4, 2)), "-", "-", (0, (4, 2)), "-", "-", (0, (1.5, 1)), "-"]
-
-
-def figure(runs: list[Run], title: str) -> Figure:
-    """Training loss and test accuracy (rows) against steps and seconds (columns)."""
-    drawing = Figure(figsize=(11, 7.5), layout="constrained")
-    panels = drawing.subplots(2, 2, sharex="col", sharey="row")
-    lines: list[Line2D] = []
-    for index, run in enumerate(runs):
-        for row, values in enumerate((run.losses, run.accuracies)):
-            for column, across in enumerate((run.steps, run.seconds)):
-                (line,) = panels[row, column].plot(
-                    across,
-                    values,
-                    color=COLOURS[index % len(COLOURS)],
-                    linestyle=DASHES[index % len(DASHES)],
-                    linewidth=1.8,
-                    label=f"{run.name}, learning rate {run.lr:g}",
-                )
-        lines.append(line)
-    panels[0, 0].set_yscale("log")  # the panels of a row share their scale
-    panels[1, 0].set_ylim(min(0.85, *(run.accuracies[-1] - 0.02 for run in runs)), 1.0)
-    panels[1, 0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    for row, height, label in [(0, 0.01, "loss 0.01"), (1, 0.97, "97%"), (1, 0.98, "98%")]:
-        for panel in panels[row]:
-            panel.axhline(height, color="#8c8c8c", linewidth=0.8, zorder=1)
-        panels[row, 0].annotate(  # at the left end, where no curve is yet
-            label,
-            (0, height),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 2),
-            textcoords="offset points",
-            fontsize=8,
-            color="#666666",
-        )
-    panels[0, 0].set_ylabel("training loss")
-    panels[1, 0].set_ylabel("test accuracy")
-    panels[1, 0].set_xlabel("steps")
-    panels[1, 1].set_xlabel("seconds of training (logarithmic)")
-    panels[1, 1].set_xscale("log", nonpositive="mask")  # a step's price differs tenfold
-    panels[1, 1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panels[1, 0].set_xlim(left=0)
-    for panel in panels.flat:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="#e6e6e6", linewidth=0.6)
-        panel.set_axisbelow(True)
-    drawing.suptitle(title, x=0.01, ha="left", fontsize=12)
-    drawing.legend(handles=lines, loc="outside lower left", ncols=3, frameon=False)
+def figure(results: list[list[Run]]) -> Figure:
+    """The loss of each task (rows) against steps and against seconds (columns)."""
+    drawing = Figure(figsize=(8.6, 6.2), layout="constrained")
+    rows = drawing.subplots(len(results), 2, sharey="row")
+    for (left, right), task, runs in zip(rows, TASKS, results, strict=True):
+        draw(left, runs, "steps")
+        draw(right, runs, "seconds")
+        left.set_title(task.name, loc="left")
+        left.set_ylabel(task.judged_by)
+        left.set_ylim(top=1.02 * max(run.losses[1] for run in runs))
     return drawing
 
 
-@contextmanager
-def process_group() -> Iterator[None]:
-    """The group that torchrun prepared, or one of this process alone; gloo, as the data is tiny."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", "tcp://localhost:0", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def parse_arguments() -> argparse.Namespace:
-    names = [entry.name for entry in ENTRIES]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="conv")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("demo.png"), help="the figure")
-    parser.add_argument("--json", type=Path, help="write the runs, of every learning rate")
-    return parser.parse_args()
+def draw(axes: Axes, runs: list[Run], unit: str) -> None:
+    """A curve for each optimizer, with a dot where it is as good as the first is at its end."""
+    goal = runs[0].losses[-1]
+    for run in runs:
+        colour, across = COLOURS.get(run.optimizer, VERMILION), getattr(run, unit)
+        label, met = run.optimizer, run.first_at(goal)
+        if met is not None:
+            axes.plot(across[met], run.losses[met], "o", color=colour, zorder=3)
+            label += f": {round(across[met], 1):g}"
+        axes.plot(across, run.losses, color=colour, linewidth=2, label=label)
+    axes.axhline(goal, color="#8c8c8c", linewidth=0.8, linestyle=":", zorder=1)
+    axes.set_xlabel(f"{unit} of training")
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(title=f"{unit} to {runs[0].optimizer}'s final loss", frameon=False)
 
 
 def main() -> None:
-    args = parse_arguments()
-    make_model, data = MODELS[args.model], load_split()
-    with process_group():
-        warm_up(make_model, data)
-        best, everything = [], []
-        for entry in ENTRIES:
-            if entry.name not in args.only:
-                continue
-            runs = [
-                train(entry, lr, make_model, data, args.steps, args.seed)
-                for lr in entry.learning_rates
-            ]
-            best.append(min(runs, key=lambda run: steps_to_all_targets(run, args.steps)))
-            everything += [asdict(run) | {"chosen": run is best[-1]} for run in runs]
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank != 0:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--figure", type=Path, default=Path("demo.png"))
+    parser.add_argument("--json", type=Path, help="write the runs")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", "trained by AdamW alone", SecondOrderWarning)  # layer norms
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", "tcp://localhost:0", rank=0, world_size=1)
+    processes, silent = dist.get_world_size(), dist.get_rank() != 0
+    console, results = Console(quiet=silent), []
+    for task in TASKS:
+        for name in task.optimizers:  # the first call of a kernel takes longer than the others
+            train(task, name, 2, silent=True)
+        results.append([train(task, name, args.steps, silent) for name in task.optimizers])
+        console.print(table(results[-1]))
+    dist.destroy_process_group()
+    if silent:
         return
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
-    title = (
-        f"Digits, {args.model} network, batches of {GLOBAL_BATCH} over {processes}:"
-        " each optimizer at the best learning rate of its grid"
-    )
-    console = Console()
-    console.print(table(best, title))
-    console.print(
-        "Seconds are of training alone, without evaluation. Curvature (curv.): what the optimizer"
-        " keeps beside the base optimizer's state, on the process that holds the most. MRDHO2 keeps"
-        " nothing from one epoch to the next."
-    )
-    figure(best, title).savefig(args.output, dpi=150)
-    console.print(f"Figure: {args.output}")
+    figure(results).savefig(args.figure, dpi=160, facecolor="#ffffff")
+    console.print(f"Figure: {args.figure}")
     if args.json is not None:
         machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-        record = {"machine": machine, "model": args.model, "runs": everything}
+        runs = [asdict(run) for of_task in results for run in of_task]
+        record = {"machine": machine, "processes": processes, "runs": runs}
         args.json.write_text(json.dumps(record) + "\n")
 
 

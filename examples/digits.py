@@ -1,6 +1,6 @@
 """The digits that scikit-learn carries, and three small networks for them.
 
-1,797 images of 8×8 pixels, 17 grey levels, 10 classes: real data, no download. The demo, the
+1,797 images of 8×8 pixels, 17 grey levels, 10 classes: real data, no download. The demos, the
 training script and the benchmarks all use these functions, so that their figures can be compared.
 """
 

@@ -172,7 +172,7 @@ def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
 def script(rank: int, world_size: int, name: str, *arguments: object) -> str:
     """What a script prints on this rank, whose process group is there before and after it."""
     main = importlib.import_module(name).main
-    groups = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_: None)
+    groups = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
     argv = {"argv": [name, *map(str, arguments)]}
     with replaced(dist, groups), replaced(sys, argv), redirect_stdout(io.StringIO()) as output:
         main()
