@@ -21,9 +21,9 @@ from second_order.kronecker.model_blocks import (
     BlockRules,
     LeftToBase,
     find_blocks,
-    unmatched_patterns,
 )
 from second_order.kronecker.overflow import drop_overflow
+from second_order.patterns import unmatched_patterns
 from second_order.report import Summary
 
 __all__ = ["Layers"]
