@@ -100,9 +100,14 @@ class Attention(nn.Module):
         self.bags = nn.EmbeddingBag(5, 4)
         self.places = OwnEmbedding()
         self.patches = nn.Conv2d(2, 3, 2)
-        self.tied, self.first = nn.Embedding(7, 4), nn.Linear(4, 4)
-        self.last = nn.Linear(4, 7)
-        self.last.weight = self.tied.weight
+        self.tied, self.first = Words(7, 4), nn.Linear(4, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.tied.weight
+        self.last = nn.Linear(4, 2)
+
+
+class Words(nn.Embedding):
+    pass
 
 
 class OwnEmbedding(nn.Module):
@@ -169,6 +174,21 @@ def test_groups_are_divided_and_keep_what_they_say(data: st.DataObject) -> None:
             order = [name for name, _ in part if (name in HIDDEN) is hidden]
             assert [name for name in found[i] if (name in HIDDEN) is hidden] == order
     assert all(group.keys() == {"params", "lr", "mine"} for group in groups)
+
+
+def test_a_group_with_names_is_divided_with_them() -> None:
+    """As groups of another optimizer have them."""
+    model = CASE.model()
+    named = [(name, p) for name, p in model.named_parameters() if name != "places"]
+    other = SGD([{"params": named, "lr": 0.3}])
+    optimizer = two(KAISA, "Muon AdamW", other.param_groups, model=model)
+    hidden, others = optimizer.param_groups
+    assert hidden["param_names"] == ["up.weight", "down.weight"]
+    assert others["param_names"] == [name for name, _ in named if name not in HIDDEN]
+    optimizer.add_param_group({"params": [model.places], "param_names": ["mine"]})
+    assert optimizer.param_groups[2]["param_names"] == ["mine"]
+    again = two(KAISA, "Muon AdamW", optimizer.param_groups, model=model)
+    assert [group["rest"] for group in again.param_groups] == [False, True, True]
 
 
 def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
@@ -356,6 +376,12 @@ def test_one_base_has_a_recipe_too() -> None:
     assert {row.base for row in kronecker.rows} == {"SGD"}
     statuses = [row.status for row in kronecker.rows]
     assert statuses == ["preconditioned"] * 4 + ["plain gradient"] * 2
+    unused = ZOO["unused"]
+    idle = unused.model()
+    optimizer = make(KAISA, idle)
+    take(idle, optimizer, unused.batch())
+    told = {row.name: row.status for row in optimizer.recipe().rows}
+    assert told["unused.weight"] == "plain gradient" != told["first.weight"]
     optimizer = make(DHO2, model, base=optim.Rprop)
     assert {(row.weight_decay, row.status) for row in optimizer.recipe().rows} == {
         (None, "plain gradient")

@@ -81,6 +81,28 @@ def test_a_copy_goes_on_bit_for_bit(System: Any, pair: str, by: str) -> None:
     assert optimizer.recipe().rows[-1].lr != 0.5
 
 
+class Remembering(AdamW):
+    """Makes something of a state that it is given."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.looked_at = [set(part) for part in self.state.values()]
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "deepcopy"])
+def test_a_copy_goes_on_with_what_a_base_makes_of_its_state(by: str) -> None:
+    """Each base sees its own parameters' state, and is asked as if it were alone."""
+    model = CASE.model()
+    optimizer = make(KAISA, model, base=Muon, rest=Remembering)
+    take(model, optimizer, BATCHES[0])
+    if by == "checkpoint":
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    assert optimizer._base.parts[1].looked_at == [{"step", "exp_avg", "exp_avg_sq"}] * 8
+    take(model, optimizer, BATCHES[1])
+
+
 @each_kronecker
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("fresh", [False, True])
