@@ -166,7 +166,8 @@ class Recipe:
             mine = [row for row in self.rows if row.base == base]
             count = sum(row.parameters for row in mine)
             share = f"{count / total:.1%}" if total else "none"
-            closing.append(f"{base}: {len(mine)} tensors, {count:,} parameters ({share})")
+            tensors = f"{len(mine)} tensor{'s' if len(mine) > 1 else ''}"
+            closing.append(f"{base}: {count:,} parameters ({share}) in {tensors}")
         return "\n".join([self.title, *_aligned(table, {3, 4}), *closing])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from second_order.contract.groups import NAMES, members_of
 from second_order.options import check_flag
-from second_order.patterns import first_match
+from second_order.patterns import first_match, unmatched_patterns
 
 __all__ = ["REST", "Division"]
 
@@ -58,6 +58,11 @@ class Division:
             self.check_mark(group)
             return [group]
         params, hidden = group["params"], self._hidden(model)
+        if NAMES in group and len(group[NAMES]) != len(params):
+            raise ValueError(
+                f"a group has {len(params)} parameters and {len(group[NAMES])} {NAMES!r}; give "
+                f"each its name, or leave {NAMES!r} out"
+            )
         marks = [id(p[1] if isinstance(p, tuple) else p) not in hidden for p in params]
         parts = []
         for mark in (False, True):
@@ -139,6 +144,10 @@ class Division:
                     f"a group with {REST!r}: False has a parameter of shape {tuple(p.shape)}, and "
                     f"{self.base.__name__} takes matrices alone; leave {REST!r} out, or set it True"
                 )
+
+    def unmatched(self, model: nn.Module) -> list[str]:
+        """The patterns that match no module."""
+        return unmatched_patterns(model, self.layers)
 
     @property
     def _matrices(self) -> bool:

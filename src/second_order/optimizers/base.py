@@ -57,7 +57,6 @@ from second_order.options import (
     follow_learning_rates,
     split_base_keywords,
 )
-from second_order.patterns import unmatched_patterns
 from second_order.report import Recipe, Summary
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
@@ -311,14 +310,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             group.setdefault(key, value)
 
     def _tell_of_patterns(self) -> None:
-        """Name, once each, the patterns of ``rest_layers`` that match nothing."""
+        """Name the patterns of ``rest_layers`` that match nothing."""
         training = self._training
-        patterns = () if self._division is None else self._division.layers
-        for pattern in unmatched_patterns(training.model, patterns):
-            if training.first_time(f"rest pattern:{pattern}"):
-                training.warn(
-                    f"rest_layers: the pattern {pattern!r} matches no module of the model"
-                )
+        unmatched = [] if self._division is None else self._division.unmatched(training.model)
+        for pattern in unmatched:
+            training.warn(f"rest_layers: the pattern {pattern!r} matches no module of the model")
 
     @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
