@@ -1725,6 +1725,13 @@ MUTANTS = [
         "two_bases_state::a_copy_goes_on_bit_for_bit",
     ),
     _mutant(
+        "two bases: what is not there yet is not compared",
+        "optimizers/base.py",
+        "lines += self._division.description([d for _, d in kinds_of(self._base)])",
+        "pass",
+        "two_bases_state::ranks_that_disagree_on_the_rest_are_told",
+    ),
+    _mutant(
         "the recipe calls all preconditioned",
         "kfac/layers.py",
         "if block.trainable and not block.state.silent]\n        return [p for",

@@ -145,6 +145,20 @@ class Division:
                     f"{self.base.__name__} takes matrices alone; leave {REST!r} out, or set it True"
                 )
 
+    def description(self, defaults: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What ranks compare, be there parameters for both already or not.
+
+        Args:
+            defaults: Those of the two.
+        """
+        shown = (
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in each.items()}
+            for each in defaults
+        )
+        kinds = zip((self.base, self.rest), shown, strict=True)
+        said = [f"{kind.__name__} begins with {settings}" for kind, settings in kinds]
+        return [*said, f"rest_layers: {list(self.layers)}"]
+
     def unmatched(self, model: nn.Module) -> list[str]:
         """The patterns that match no module."""
         return unmatched_patterns(model, self.layers)

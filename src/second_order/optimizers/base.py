@@ -169,6 +169,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
         lines = [*described(training), *self._curvature.description()]
+        if self._division is not None:
+            lines += self._division.description([d for _, d in kinds_of(self._base)])
         world.require_equal(lines, "models or options")
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
