@@ -4,7 +4,7 @@
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options
-    report      errors      farewell       know nothing at all
+    report      errors      farewell    patterns    know nothing at all
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -29,12 +29,13 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "farewell": set(),
-    "kronecker": {"errors", "farewell"},
+    "patterns": set(),
+    "kronecker": {"errors", "farewell", "patterns"},
     "lanczos": {"errors", "distributed"},
     "distributed": {"errors", "farewell"},
     "options": {"errors"},
-    "contract": {"errors", "report", "distributed", "options"},
-    "kfac": {"errors", "report", "options", "contract", "kronecker", "distributed"},
+    "contract": {"errors", "report", "patterns", "distributed", "options"},
+    "kfac": {"errors", "report", "patterns", "options", "contract", "kronecker", "distributed"},
     "fosi": {"errors", "report", "options", "contract", "lanczos", "distributed"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),

@@ -16,7 +16,14 @@ from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
-from second_order.report import CurvatureReport, EpochReport, LayerRow, Summary
+from second_order.report import (
+    CurvatureReport,
+    EpochReport,
+    LayerRow,
+    Recipe,
+    RecipeRow,
+    Summary,
+)
 
 __version__ = "0.1.0"
 
@@ -33,6 +40,8 @@ __all__ = [
     "EpochReport",
     "LayerRow",
     "RankMismatchError",
+    "Recipe",
+    "RecipeRow",
     "SecondOrderError",
     "SecondOrderOptimizer",
     "SecondOrderWarning",

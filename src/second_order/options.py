@@ -27,6 +27,7 @@ __all__ = [
     "check_params",
     "check_patterns",
     "check_rank",
+    "check_rest",
     "check_seed",
     "check_timeout",
     "check_whole",
@@ -48,17 +49,52 @@ PEAK_LR = "peak_lr"
 """The entry of a group that :func:`follow_learning_rates` keeps."""
 
 
-def check_base(base: Any, own_class: type) -> None:
-    """Raise unless ``base`` is an optimizer class that can take a preconditioned gradient."""
+def check_base(base: Any, own_class: type, option: str = "base") -> None:
+    """Raise unless ``base`` is an optimizer class that can take a preconditioned gradient.
+
+    Args:
+        base: What is to be one.
+        own_class: Of the optimizers that are none.
+        option: By which it was given.
+    """
     if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
         raise TypeError(
-            f"base={base!r} is not an optimizer class; pass the class itself, "
-            f"as in base=torch.optim.SGD, and its arguments as keywords"
+            f"{option}={base!r} is not an optimizer class; pass the class itself, "
+            f"as in {option}=torch.optim.SGD, and its arguments as keywords"
         )
     if issubclass(base, own_class):
-        raise TypeError(f"base={base.__name__} is a second-order optimizer; use a first-order one")
+        raise TypeError(
+            f"{option}={base.__name__} is a second-order optimizer; use a first-order one"
+        )
     if issubclass(base, torch.optim.LBFGS):
-        raise TypeError("base=LBFGS evaluates its closure many times a step; use SGD or Adam")
+        raise TypeError(f"{option}=LBFGS evaluates its closure many times a step; use SGD or Adam")
+
+
+def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[str, ...]:
+    """Raise unless what is said of a second base makes sense; the patterns of ``rest_layers``.
+
+    Args:
+        rest: Its class, or None.
+        layers: ``rest_layers``.
+        keywords: ``rest_kwargs``.
+        own_class: Of the optimizers that are no base.
+    """
+    patterns = check_patterns(layers, "rest_layers")
+    if keywords is not None and not isinstance(keywords, Mapping):
+        raise TypeError(
+            f"rest_kwargs={keywords!r} is not a mapping of keywords; "
+            f"write rest_kwargs={{'lr': 1e-3}}"
+        )
+    if rest is not None:
+        check_base(rest, own_class, "rest")
+        return patterns
+    for option, value in (("rest_layers", list(patterns)), ("rest_kwargs", keywords)):
+        if value:
+            raise ValueError(
+                f"{option}={value!r} without rest: one base trains all parameters then; add "
+                f"rest=torch.optim.AdamW, or leave {option} out"
+            )
+    return patterns
 
 
 @cache
@@ -91,29 +127,69 @@ def own_keywords(optimizer: type) -> list[str]:
     return [parameter.name for parameter in named if parameter.kind in kinds]
 
 
-def split_base_keywords(base: type, ours: Iterable[str], keywords: Mapping[str, Any]) -> None:
-    """Raise unless every keyword is in the signature of ``base``.
+def split_base_keywords(
+    base: type,
+    ours: Iterable[str],
+    keywords: Mapping[str, Any],
+    rest: type | None = None,
+    rest_keywords: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords of ``base`` and of ``rest``: each gets those that its signature has.
+
+    Args:
+        base: The class of the base.
+        ours: Names of the other options, for messages.
+        keywords: What has been given for both.
+        rest: The class of a second base, if there is one.
+        rest_keywords: What it is to have in place of the others'.
 
     Raises:
-        TypeError: Naming the closest known keyword, of ours or of the base's.
+        TypeError: For a keyword that neither has, naming the closest known one, of ours or theirs;
+            or for one of ``rest_keywords`` that ``rest`` has not.
     """
-    if keywords.get("differentiable"):
+    special = rest_keywords or {}
+    if keywords.get("differentiable") or special.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the preconditioner is not differentiated "
             "through; leave it out"
         )
+    kinds = [base] if rest is None else [base, rest]
+    known = [_keywords_of(kind) for kind in kinds]
+    every = None if None in known else set().union(*filter(None, known))
+    for name in keywords:
+        if every is not None and name not in every:
+            owners = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(
+                f"unknown keyword {name!r}: neither an option here nor one of {owners}"
+                f"{_hint(name, every | set(ours))}"
+            )
+    for kind, theirs in zip(kinds, known, strict=True):
+        if "lr" in keywords and theirs is not None and "lr" not in theirs:
+            raise TypeError(f"{kind.__name__} has no keyword 'lr'; use an optimizer that has one")
+    for name in special:
+        if known[-1] is not None and name not in known[-1]:
+            raise TypeError(
+                f"rest_kwargs: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
+                f"{_hint(name, known[-1])}"
+            )
+    found = [
+        {name: v for name, v in keywords.items() if theirs is None or name in theirs}
+        for theirs in known
+    ]
+    return found[0], {**found[-1], **special}
+
+
+def _keywords_of(base: type) -> set[str] | None:
+    """The keywords that an optimizer takes; None for whatever there is."""
     parameters = inspect.signature(base).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = {name for name in parameters if name not in ("params", "self")}
-    for name in keywords:
-        if name in known:
-            continue
-        close = difflib.get_close_matches(name, sorted(known | set(ours)), n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TypeError(
-            f"unknown keyword {name!r}: neither an option here nor one of {base.__name__}{hint}"
-        )
+        return None
+    return {name for name in parameters if name not in ("params", "self")}
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_number(
@@ -220,14 +296,14 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
 
 
-def check_patterns(value: Any) -> tuple[str, ...]:
-    """``skip_layers`` as a tuple; TypeError unless it is a sequence of strings."""
+def check_patterns(value: Any, option: str = "skip_layers") -> tuple[str, ...]:
+    """Patterns of modules as a tuple; TypeError unless they are a sequence of strings."""
     usable = isinstance(value, Iterable) and not isinstance(value, str)
     patterns = tuple(value) if usable else ()
     if not usable or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
-            f"skip_layers={value!r} is not a sequence of patterns; "
-            f"write skip_layers=['head', 'decoder.*']"
+            f"{option}={value!r} is not a sequence of patterns; "
+            f"write {option}=['head', 'decoder.*']"
         )
     return patterns
 

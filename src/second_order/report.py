@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Summary"]
+__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Recipe", "RecipeRow", "Summary"]
 
 
 @dataclass(frozen=True)
@@ -98,18 +99,7 @@ class Summary:
                     f"{size:,.1f}" if size else "",
                 )
             )
-        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
-        right = {2, 6}
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
-        lines.insert(1, "-" * max(len(line) for line in lines))
-        lines += self._closing()
-        return "\n".join([self.title, *lines])
+        return "\n".join([self.title, *_aligned(table, {2, 6}), *self._closing()])
 
     def _closing(self) -> list[str]:
         share = f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order"
@@ -124,6 +114,74 @@ class Summary:
             *([self.age] if self.age else []),
             *refused,
         ]
+
+
+@dataclass(frozen=True)
+class RecipeRow:
+    """How a parameter is trained.
+
+    Attributes:
+        name: Of the parameter.
+        shape: Of the parameter.
+        base: The first-order optimizer that trains it.
+        lr: Its learning rate now.
+        weight_decay: Its weight decay; None if the base has none.
+        status: "preconditioned", "plain gradient", or "frozen".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    base: str
+    lr: float
+    weight_decay: float | None
+    status: str
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which base trains which parameter, and how; ``print`` it, or read its rows.
+
+    Attributes:
+        title: The optimizer and its bases.
+        rows: One a parameter, in the order of the groups.
+    """
+
+    title: str
+    rows: Sequence[RecipeRow]
+
+    def __str__(self) -> str:
+        table = [("parameter", "shape", "base", "lr", "weight decay", "gradient")]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            decay = "" if row.weight_decay is None else f"{row.weight_decay:g}"
+            table.append((row.name, shape, row.base, f"{row.lr:g}", decay, row.status))
+        total = sum(row.parameters for row in self.rows)
+        closing = []
+        for base in dict.fromkeys(row.base for row in self.rows):
+            mine = [row for row in self.rows if row.base == base]
+            count = sum(row.parameters for row in mine)
+            share = f"{count / total:.1%}" if total else "none"
+            tensors = f"{len(mine)} tensor{'s' if len(mine) > 1 else ''}"
+            closing.append(f"{base}: {count:,} parameters ({share}) in {tensors}")
+        return "\n".join([self.title, *_aligned(table, {3, 4}), *closing])
+
+
+def _aligned(table: Sequence[tuple[str, ...]], right: set[int]) -> list[str]:
+    """The lines of a table, its header underlined; the columns in ``right`` end alike."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 @dataclass(frozen=True)

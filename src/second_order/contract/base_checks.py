@@ -21,7 +21,7 @@ from second_order.contract.saved import (
 )
 from second_order.options import PEAK_LR
 
-__all__ = ["check_base_part", "check_base_settings", "check_settings"]
+__all__ = ["check_base_part", "check_base_settings", "check_settings", "check_written_by"]
 
 # What torch's optimizers keep of a parameter: always, or where a setting says so, or perhaps.
 KEPT: dict[str, dict[str, bool | str]] = {
@@ -88,41 +88,40 @@ def _is_torchs(kind: type[torch.optim.Optimizer]) -> bool:
     return kind.__name__ in KEPT and getattr(torch.optim, kind.__name__, None) is kind
 
 
+def check_written_by(base: torch.optim.Optimizer, written_by: str) -> None:
+    """Raise ValueError if a group's state names another class than that of its base."""
+    name = type(base).__name__
+    if written_by != name:
+        raise _other(written_by, name)
+
+
 def check_base_settings(
     base: torch.optim.Optimizer,
-    saved: Sequence[Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-    entries: Sequence[tuple[set[str], Mapping[str, Any]]],
-    written_by: str | None,
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    kept: Sequence[set[str]],
 ) -> None:
-    """Raise ValueError if a state is another optimizer's, naming that as far as it can be told.
+    """Raise ValueError if a group's state is another optimizer's, as far as it can be told.
 
     Args:
         base: What is to go on with it.
-        saved: The saved groups.
-        groups: The groups as they are.
-        entries: The names of what is kept of parameters, each with its saved group.
-        written_by: The name of the class, where the state tells it.
+        theirs: The saved group.
+        ours: The group as it is.
+        kept: The names of what is kept of its parameters.
     """
     mine = type(base)
     name = mine.__name__
-    if written_by is not None:
-        if written_by != name:
-            raise _other(written_by, name)
-        return
     every = frozenset().union(*_settings().values())
-    for theirs, ours in zip(saved, groups, strict=True):
-        known = set(theirs) & every
-        kept = [keys for keys, group in entries if group is theirs]
-        alike = [name for name, settings in _settings().items() if settings == frozenset(known)]
-        likely = [k for k in alike if _keeps(k, kept)]
-        foreign = known - set(base.defaults) - set(ours)
-        if foreign or (_is_torchs(mine) and likely and name not in likely):
-            raise _other(_named(likely, known, theirs, kept), name)
-        if name in ("Adam", "AdamW") and _is_torchs(mine) and "decoupled_weight_decay" in theirs:
-            decoupled = bool(theirs["decoupled_weight_decay"])
-            if decoupled != bool(ours.get("decoupled_weight_decay", decoupled)):
-                raise _other("AdamW" if decoupled else "Adam", name)
+    known = set(theirs) & every
+    alike = [name for name, settings in _settings().items() if settings == frozenset(known)]
+    likely = [k for k in alike if _keeps(k, kept)]
+    foreign = known - set(base.defaults) - set(ours)
+    if foreign or (_is_torchs(mine) and likely and name not in likely):
+        raise _other(_named(likely, known, theirs, kept), name)
+    if name in ("Adam", "AdamW") and _is_torchs(mine) and "decoupled_weight_decay" in theirs:
+        decoupled = bool(theirs["decoupled_weight_decay"])
+        if decoupled != bool(ours.get("decoupled_weight_decay", decoupled)):
+            raise _other("AdamW" if decoupled else "Adam", name)
 
 
 def _keeps(name: str, kept: Sequence[set[str]]) -> bool:

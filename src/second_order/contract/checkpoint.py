@@ -3,7 +3,7 @@
     state[p]["base"]        what the base keeps of p, as it would alone
     state[p]["curvature"]   what the wrapper keeps, "steps", and from version 1 on "version" and
                             "base_class"
-    param_groups            as torch's
+    param_groups            as torch's; with two bases each says in "rest" which of them trains it
 
 Version 0 has neither a version nor the base's name; it is read as version 1, and whose base's part
 it is, is told by its settings. The state of a base alone is of no version.
@@ -22,10 +22,13 @@ from second_order.contract.base_checks import (
     check_base_part,
     check_base_settings,
     check_settings,
+    check_written_by,
 )
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.groups import NAMES
+from second_order.contract.hidden import REST
 from second_order.contract.saved import SavedPart, is_whole, kind_of
+from second_order.contract.two_bases import TwoBases, base_of, name_of
 from second_order.options import PEAK_LR
 
 __all__ = [
@@ -66,12 +69,14 @@ class Checkpoint:
 
     Attributes:
         base: The base's parts, by the parameters' keys, as they are to be loaded.
+        groups: The groups, likewise.
         curvature: The other parts.
         steps: How many have been taken.
         absent: Names of parameters that train, and of which there is nothing.
     """
 
     base: dict[Any, dict[str, Any]]
+    groups: list[Mapping[str, Any]]
     curvature: dict[Tensor, SavedPart]
     steps: int
     absent: list[str]
@@ -87,13 +92,15 @@ def read_checkpoint(
 
     Args:
         state_dict: As ``state_dict()`` gives it.
-        base: What is to go on with it.
+        base: What is to go on with it; one, or two.
         groups: Of the optimizer that is to.
         names: Of parameters, by id.
 
     Raises:
         ValueError: Naming what is wrong, or the base that it was saved by.
     """
+    check_is_state(state_dict)
+    _check_marks(state_dict["param_groups"], base, groups)
     keys = _check_frame(state_dict, groups)
     state = state_dict["state"]
     params = [p for group in groups for p in group["params"]]
@@ -109,33 +116,88 @@ def read_checkpoint(
                 base_parts[key] = saved
             else:
                 curvature[p] = saved
-    steps, written_by = _check_headers(curvature)
-    saved_groups = state_dict["param_groups"]
-    kept = [
-        (set(base_parts[key]), group)
-        for group in saved_groups
-        for key in group["params"]
-        if base_parts.get(key)
-    ]
-    check_base_settings(base, saved_groups, groups, kept, written_by)
-    common = set.intersection(*(names for names, _ in kept)) if kept else set()
-    for i, (theirs, ours) in enumerate(zip(saved_groups, groups, strict=True)):
-        check_settings(f"param_groups[{i}]", theirs, {**base.defaults, PEAK_LR: 0.0, **ours})
+    steps = _check_headers(curvature)
+    pairs_of_groups = list(zip(state_dict["param_groups"], groups, strict=True))
+    _check_bases(base, pairs_of_groups, base_parts, curvature)
+    for i, (theirs, ours) in enumerate(pairs_of_groups):
+        mine = base_of(base, ours)
+        check_settings(f"param_groups[{i}]", theirs, {**mine.defaults, PEAK_LR: 0.0, **ours})
+        kept = [set(base_parts[key]) for key in theirs["params"] if base_parts.get(key)]
+        common = set.intersection(*kept) if kept else set()
         for key, p in zip(theirs["params"], ours["params"], strict=True):
             if key in base_parts:
-                check_base_part(base_parts[key], base, p, theirs, common)
+                check_base_part(base_parts[key], mine, p, theirs, common)
     absent = []
     if any(curvature.values()):
         pairs = zip(keys, params, strict=True)
         absent = [
             names.get(id(p), str(k)) for k, p in pairs if p.requires_grad and not curvature.get(p)
         ]
-    return Checkpoint({k: {BASE: dict(v)} for k, v in base_parts.items()}, curvature, steps, absent)
+    loaded = {k: {BASE: dict(v)} for k, v in base_parts.items()}
+    two = isinstance(base, TwoBases)
+    marked = [{**theirs, REST: ours[REST]} if two else theirs for theirs, ours in pairs_of_groups]
+    return Checkpoint(loaded, marked, curvature, steps, absent)
+
+
+def _check_bases(
+    base: torch.optim.Optimizer,
+    groups: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    parts: Mapping[Any, SavedPart],
+    curvature: Mapping[Tensor, SavedPart],
+) -> None:
+    """Raise ValueError if a saved group, beside its own, is of another base than its own here."""
+    told = any("base_class" in part for part in curvature.values())
+    for theirs, ours in groups:
+        mine = base_of(base, ours)
+        written_by: str | None = None
+        for part in (curvature[p] for p in ours["params"] if "base_class" in curvature.get(p, ())):
+            name = _class_name(part)
+            if written_by not in (None, name):
+                raise part.wrong("base_class", f"is {name}, and {written_by} elsewhere")
+            written_by = name
+        if written_by is not None:
+            check_written_by(mine, written_by)
+        elif not told:
+            kept = [set(parts[key]) for key in theirs["params"] if parts.get(key)]
+            check_base_settings(mine, theirs, ours, kept)
+
+
+def _check_marks(
+    saved: Sequence[Mapping[str, Any]],
+    base: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ValueError if saved groups are of two bases and there is one, or of others of the two.
+
+    Groups without marks may be those of two plain optimizers, put together.
+    """
+    marks = [group.get(REST) for group in saved]
+    if not isinstance(base, TwoBases):
+        if {True, False} & {m for m in marks if isinstance(m, bool)} and not any(
+            REST in group for group in groups
+        ):
+            raise ValueError(
+                f"the checkpoint is of an optimizer with two bases, and here is {name_of(base)} "
+                f"alone: make it with rest=, or take one base's part by "
+                f"export_base_state(checkpoint, rest=False). Nothing has been loaded"
+            )
+        return
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}, those "
+            f"of {name_of(base)} apart; make the same groups, for the same bases, before loading"
+        )
+    for i, (mark, ours) in enumerate(zip(marks, groups, strict=True)):
+        if mark is not None and mark != ours[REST]:
+            raise ValueError(
+                f"the checkpoint's param_groups[{i}][{REST!r}] is {kind_of(mark)}, and here it is "
+                f"{ours[REST]}: other weights went to each base; make the optimizer with the same "
+                f"rest_layers and groups. Nothing has been loaded"
+            )
 
 
 def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The keys of the parameters, in order; ValueError unless all is where it belongs."""
-    check_is_state(state_dict)
     saved, state = state_dict["param_groups"], state_dict["state"]
     if len(saved) != len(groups):
         raise ValueError(
@@ -225,10 +287,9 @@ def _parts(key: Any, entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {part: dict(entries) for part, entries in entry.items()}
 
 
-def _check_headers(curvature: Mapping[Tensor, SavedPart]) -> tuple[int, str | None]:
-    """The number of steps, and the base's name where it is told."""
+def _check_headers(curvature: Mapping[Tensor, SavedPart]) -> int:
+    """The number of steps."""
     steps: int | None = None
-    written_by: str | None = None
     for part in curvature.values():
         if not part:
             continue
@@ -249,11 +310,8 @@ def _check_headers(curvature: Mapping[Tensor, SavedPart]) -> tuple[int, str | No
             part.require(["base_class"])
         if "base_class" in part:
             part.require(["version"])
-            mine_by = _class_name(part)
-            if written_by not in (None, mine_by):
-                raise part.wrong("base_class", f"is {mine_by}, and {written_by} elsewhere")
-            written_by = mine_by
-    return steps or 0, written_by
+            _class_name(part)
+    return steps or 0
 
 
 def _class_name(part: SavedPart) -> str:
@@ -265,7 +323,7 @@ def _class_name(part: SavedPart) -> str:
     raise part.wrong("base_class", f"is {kind_of(value)}, not the name of one class")
 
 
-def export_base_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict[str, Any]:
     """What the base alone would have saved: for going on with a plain ``torch.optim`` optimizer.
 
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -274,15 +332,23 @@ def export_base_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state_dict: What ``state_dict()`` of an optimizer of this package gave, saved and loaded or
             not. Where processes keep parts of the state, collect them by ``consolidate()`` before.
+        rest: Of an optimizer with two bases, give the part of ``rest``, and not of ``base``.
 
     Returns:
         A state for the base's class, with the momentum and the hyperparameters. Its tensors are
         those of ``state_dict``, not copies.
 
     Raises:
-        ValueError: If it is no such state.
+        ValueError: If it is no such state, or there is no part of ``rest``.
     """
     check_is_state(state_dict)
     state = {key: _parts(key, entry).get(BASE) for key, entry in state_dict["state"].items()}
-    groups = [{k: v for k, v in g.items() if k != PEAK_LR} for g in state_dict["param_groups"]]
+    groups = state_dict["param_groups"]
+    if all(isinstance(group.get(REST), bool) for group in groups):
+        groups = [group for group in groups if group[REST] is rest]
+        members = {key for group in groups for key in group["params"]}
+        state = {key: part for key, part in state.items() if key in members}
+    elif rest:
+        raise ValueError("this is the state of an optimizer with one base; leave rest=True out")
+    groups = [{k: v for k, v in g.items() if k not in (PEAK_LR, REST)} for g in groups]
     return {"state": {key: part for key, part in state.items() if part}, "param_groups": groups}

@@ -130,6 +130,10 @@ class Curvature:
         """
         return {}
 
+    def preconditioned(self) -> list[Tensor]:
+        """The parameters whose gradients it replaces, or whose steps it corrects."""
+        return []
+
     def awake(self) -> None:
         """Go on after a copy, with another training's base and groups."""
 

@@ -151,12 +151,11 @@ def rename_assigned(
         start += len(params)
 
 
-def check_assigned(groups: Any, defaults: Mapping[str, Any]) -> None:
-    """Raise unless a list can take the place of ``param_groups``; fills in what its groups lack.
+def check_assigned(groups: Any) -> None:
+    """Raise unless a list can take the place of ``param_groups``.
 
     Args:
         groups: What has been assigned.
-        defaults: Entries that each group is to have.
 
     Raises:
         TypeError: If it is no list of groups of tensors.
@@ -177,6 +176,3 @@ def check_assigned(groups: Any, defaults: Mapping[str, Any]) -> None:
     params = members_of(groups)
     if len({id(p) for p in params}) < len(params):
         raise ValueError("param_groups has a parameter twice; each belongs to one group")
-    for group in groups:
-        for key, value in defaults.items():
-            group.setdefault(key, value)

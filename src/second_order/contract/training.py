@@ -38,6 +38,7 @@ class Training:
         steps: How many have been taken.
         trained: The parameters that trained at the last step.
         base: The wrapped optimizer.
+        base_name: What it is called, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
     """
 
@@ -52,6 +53,7 @@ class Training:
     steps: int = 0
     trained: set[Tensor] = field(default_factory=set)
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
+    base_name: str = ""
     publish: Callable[[], None] = _nowhere
 
     @property
@@ -59,11 +61,6 @@ class Training:
         """The parameter groups, one list with the base's."""
         groups: list[dict[str, Any]] = self.base.param_groups
         return groups
-
-    @property
-    def base_name(self) -> str:
-        """What the base is called, in messages."""
-        return type(self.base).__name__
 
     @property
     def device(self) -> torch.device:

@@ -266,6 +266,10 @@ class FOSICurvature(Curvature):
             rest_scale=1.0 if self.subspace is None else self.subspace.rest_scale,
         )
 
+    def preconditioned(self) -> list[Tensor]:
+        """Those that eigenvectors span; none before the first refresh."""
+        return [] if self.subspace is None else self.training.training_params()
+
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
         options, training = self.options, self.training

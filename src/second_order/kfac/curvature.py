@@ -391,6 +391,10 @@ class KFACCurvature(Curvature):
         self.plan.clear()  # which the exchange has, too
         self.known, self._shapes = {}, {}
 
+    def preconditioned(self) -> list[Tensor]:
+        """Those of the layers that train, and of which statistics come."""
+        return self.layers.preconditioned()
+
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}

@@ -21,9 +21,9 @@ from second_order.kronecker.model_blocks import (
     BlockRules,
     LeftToBase,
     find_blocks,
-    unmatched_patterns,
 )
 from second_order.kronecker.overflow import drop_overflow
+from second_order.patterns import unmatched_patterns
 from second_order.report import Summary
 
 __all__ = ["Layers"]
@@ -269,6 +269,11 @@ class Layers:
         )
 
     # --------------------------------------------------------------------------------- the rest
+
+    def preconditioned(self) -> list[Tensor]:
+        """The parameters of layers that train, and of which statistics come."""
+        heard = [block for block in self.blocks if block.trainable and not block.state.silent]
+        return [p for block in heard for p in block.params]
 
     def summary(self, said: Mapping[str, str]) -> Summary:
         """A table of every layer, and of what is left to the base.

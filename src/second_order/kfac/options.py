@@ -76,6 +76,15 @@ The model, where the first argument is not one. Wrappers (DistributedDataParalle
 ``torch.compile``) are looked through.""",
     "lr": "The base's learning rate, a float or a tensor; schedulers reach it as always.",
     "base": "Class of the optimizer that takes the preconditioned gradients.",
+    "rest": """\
+Class of a second base. ``base`` then trains hidden weights alone: weights of modules, of two
+dimensions or more (of two exactly with ``torch.optim.Muon``). ``rest`` trains embeddings, the
+output head (the last Linear), norms, biases and lone parameters. None: one base for all.""",
+    "rest_layers": """\
+Patterns of modules, as for ``skip_layers``, that ``rest`` trains besides, with all that is
+inside them.""",
+    "rest_kwargs": """\
+Arguments of ``rest`` where the two are to differ, as ``{"lr": 1e-3}``.""",
     "damping": """\
 γ, added to the curvature before it is inverted; number or callable, at least 0.
 Larger is more cautious: the step turns from the natural to the plain gradient. "auto":
@@ -145,7 +154,9 @@ So many refreshes in a row without a sound decomposition of a layer raise
 "auto" averages gradients over the processes, after giving all of them the first one's
 parameters, unless DistributedDataParallel does; True or False: always or never.""",
     "process_group": "The processes to work with; None for the default group, if there is one.",
-    "**base_kwargs": "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.",
+    "**base_kwargs": """\
+Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on; with ``rest``, of
+whichever of the two has them, or of both.""",
 }
 """What the keywords mean that all systems share, by name."""
 

@@ -517,6 +517,10 @@ class StatsWorker(Curvature):
         strangers = 0 if self._store is None else self._store.refused
         return strangers + (0 if self.mailbox is None else self.mailbox.refused)
 
+    def preconditioned(self) -> list[Tensor]:
+        """Those of the layers, whose statistics it takes."""
+        return self.layers.preconditioned()
+
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
         return self.layers.summary({})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import cast
 
 import torch
@@ -14,8 +13,9 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock, is_normalisation
 from second_order.kronecker.layers import factor_shape, is_convolution, unsupported_reason
+from second_order.patterns import first_match
 
-__all__ = ["BlockRules", "LeftToBase", "find_blocks", "unmatched_patterns"]
+__all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def find_blocks(
         own = dict(module.named_parameters(recurse=False))
         if not any(id(p) in owned for p in own.values()):
             continue
-        pattern, weight = _skipping(patterns, everything, name), own.get("weight")
+        pattern, weight = first_match(patterns, everything, name), own.get("weight")
         barred = _barred(module, weight)
         unexpected |= {barred} if barred else set()
         barred = f"skip_layers: {pattern!r}" if pattern else barred
@@ -248,12 +248,6 @@ def _too_large(module: nn.Module, locations: int, rules: BlockRules) -> str | No
     return f"a factor of {max(sizes)} rows exceeds max_factor_dim={rules.max_factor_dim}"
 
 
-def unmatched_patterns(model: nn.Module, skip: Iterable[str]) -> list[str]:
-    """The patterns that match no module at all."""
-    modules = list(model.named_modules())
-    return [p for p in skip if not any(_matches(p, name, module) for name, module in modules)]
-
-
 def _barred(module: nn.Module, weight: Tensor | None) -> str | None:
     """Why a module is left to the base, whatever its type; None if nothing is in the way."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -261,17 +255,3 @@ def _barred(module: nn.Module, weight: Tensor | None) -> str | None:
     if weight is not None and weight.numel() == 0:
         return f"its weight is empty: {tuple(weight.shape)}"
     return None
-
-
-def _skipping(
-    patterns: Iterable[str], everything: Mapping[str, nn.Module], name: str
-) -> str | None:
-    """The first pattern that matches a module or one that it is inside of."""
-    parts = name.split(".") if name else []
-    chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    lineage = [(each, everything[each]) for each in chain]
-    return next((p for p in patterns if any(_matches(p, *member) for member in lineage)), None)
-
-
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)

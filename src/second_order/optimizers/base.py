@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -40,9 +40,12 @@ from second_order.contract.groups import (
     rename_assigned,
     shallow,
 )
+from second_order.contract.hidden import Division
 from second_order.contract.notices import warns_at_its_end
 from second_order.contract.outline import Outline, described, outline_of_load
+from second_order.contract.recipe import recipe_of
 from second_order.contract.training import Training
+from second_order.contract.two_bases import TwoBases, base_of, kinds_of, made_again, name_of
 from second_order.distributed.collectives import World
 from second_order.options import (
     PEAK_LR,
@@ -50,10 +53,11 @@ from second_order.options import (
     check_choice,
     check_learning_rate,
     check_rank,
+    check_rest,
     follow_learning_rates,
     split_base_keywords,
 )
-from second_order.report import Summary
+from second_order.report import Recipe, Summary
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -77,6 +81,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             in DistributedDataParallel; True or False: always or never.
         grad_scaler: The GradScaler that scales the loss, if one does.
         process_group: The processes to work with; None for the default group.
+        rest: Class of a second first-order optimizer, for all that is no hidden weight; None for
+            one base.
+        rest_layers: Patterns of modules that ``rest`` trains besides.
+        rest_kwargs: Its keyword arguments where they differ from those of the base.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
@@ -97,11 +105,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         gradient_averaging: str | bool,
         grad_scaler: Any,
         process_group: Any,
+        rest: type[torch.optim.Optimizer] | None = None,
+        rest_layers: Sequence[str] = (),
+        rest_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
-        split_base_keywords(base, own_keywords, base_kwargs)
-        check_learning_rate(base_kwargs.get("lr", 0.0))
+        layers = check_rest(rest, rest_layers, rest_kwargs, SecondOrderOptimizer)
+        keywords = split_base_keywords(base, own_keywords, base_kwargs, rest, rest_kwargs)
+        for each in keywords:
+            check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
@@ -128,17 +141,25 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if given.strange and needs_model:
             training.warn(
                 f"{len(given.strange)} of {len(given.params)} parameters are not the model's, and "
-                f"are trained by {base.__name__} alone, without curvature: of shapes "
+                f"are trained by {(rest or base).__name__} alone, without curvature: of shapes "
                 f"{', '.join(given.strange[:10])}"
             )
-        # Groups of a model are named, as named_parameters() are; a base may not know of names.
-        self._base = base(
-            given.params if given.named else [shallow(g) for g in given.groups], **base_kwargs
-        )
-        super().__init__([shallow(g) for g in given.groups], {**self._base.defaults, PEAK_LR: 0.0})
+        groups = given.groups
+        self._division = division = None if rest is None else Division(base, rest, layers)
+        if division is None:
+            # Groups of a model are named, as named_parameters() are; a base may not know of names.
+            self._base = base(
+                given.params if given.named else [shallow(g) for g in groups], **base_kwargs
+            )
+        else:
+            groups = division.divided_all(groups, given.model)
+            self._base = TwoBases(groups, base, keywords[0], division.rest, keywords[1])
+            groups = self._base.param_groups
+        super().__init__([shallow(g) for g in groups], {**self._base.defaults, PEAK_LR: 0.0})
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
+        self._tell_of_patterns()
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
@@ -148,6 +169,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
         lines = [*described(training), *self._curvature.description()]
+        if self._division is not None:
+            lines += self._division.description([d for _, d in kinds_of(self._base)])
         world.require_equal(lines, "models or options")
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
@@ -234,8 +257,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         parts = self._curvature.state()
         steps = self._training.steps
         for group in self.param_groups:
+            written_by = base_of(self._base, group)
             for p in group["params"]:
-                self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, self._base)}
+                self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, written_by)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them what else the last backward left."""
@@ -257,13 +281,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if not self.__dict__.get("_constructed"):
             self.__dict__["param_groups"] = groups
             return
-        check_assigned(groups, self.defaults)
-        params = members_of(groups)
-        check_ownership(
-            type(self).__name__, type(self._base).__name__, params, self._training.model
-        )
-        rename_assigned(groups, self._training.model, self.param_groups)
-        before = self.param_groups
+        check_assigned(groups)
+        params, model, before = members_of(groups), self._training.model, self.param_groups
+        check_ownership(type(self).__name__, self._training.base_name, params, model)
+        if self._division is not None:
+            self._division.mark_assigned(groups, before, model)
+        for group in groups:
+            self._complete(group)
+        rename_assigned(groups, model, before)
         members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
         others = next(members) != next(members)
         if others:
@@ -280,6 +305,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = self._base.param_groups = groups
 
+    def _complete(self, group: dict[str, Any]) -> None:
+        """Give a group the entries that it lacks: of two bases, those of its own."""
+        own = {} if self._division is None else base_of(self._base, group).defaults
+        for key, value in {**self.defaults, **own}.items():
+            group.setdefault(key, value)
+
+    def _tell_of_patterns(self) -> None:
+        """Name the patterns of ``rest_layers`` that match nothing."""
+        training = self._training
+        unmatched = [] if self._division is None else self._division.unmatched(training.model)
+        for pattern in unmatched:
+            training.warn(f"rest_layers: the pattern {pattern!r} matches no module of the model")
+
     @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its layers are planned from the next step on. Every process calls it.
@@ -287,16 +325,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every process, if another does something else.
         """
-        if self.__dict__.get("_constructed"):
-            param_group = materialised(param_group)
-            coming = [*self.param_groups, outline_of(param_group, self.defaults)]
-            self._agree("add a parameter group", coming)
-            param_group = named_like(self.param_groups, param_group, self._training.model)
-        super().add_param_group(param_group)
-        if self.__dict__.get("_constructed"):
-            newcomers = self.param_groups[-1]["params"]
-            self._training.trained |= {p for p in newcomers if p.requires_grad}
-            self._curvature.replan()
+        if not self.__dict__.get("_constructed"):
+            super().add_param_group(param_group)
+            return
+        division, model, before = self._division, self._training.model, [*self.param_groups]
+        group = materialised(param_group)
+        self._agree("add a parameter group", [*before, outline_of(group, self.defaults)])
+        try:
+            for part in [group] if division is None else division.divided(group, model):
+                named = named_like(self.param_groups, part, model)
+                if division is not None:
+                    self._complete(named)
+                super().add_param_group(named)
+        except Exception:
+            self.param_groups[:] = before
+            raise
+        newcomers = members_of(self.param_groups[len(before) :])
+        self._training.trained |= {p for p in newcomers if p.requires_grad}
+        self._curvature.replan()
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
@@ -354,14 +400,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         check_is_state(state_dict)
         names = self._training.names()
-        found = Checkpoint({}, {}, 0, [])
+        found = Checkpoint({}, [], {}, 0, [])
 
         def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             nonlocal found
             found = read_checkpoint(state, self._base, self.param_groups, names)
             self._curvature.check(found.curvature)
             # Loading casts floating state to the parameter's dtype, so curvature goes around it.
-            return {**state, "state": found.base}
+            return {**state, "state": found.base, "param_groups": found.groups}
 
         last = self.register_load_state_dict_pre_hook(read)  # after what users' hooks make of it
         try:
@@ -380,8 +426,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"anew"
             )
         for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+            self._complete(group)
         self._bind_base()
         if len(self._base.state):  # some bases look at their first entry without asking
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
@@ -392,27 +437,23 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Let the base work on the very groups and state of this optimizer."""
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
-        self._training.base = self._base
+        self._training.base, self._training.base_name = self._base, name_of(self._base)
         # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
         self._training.publish = partial(_share_state_of, weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.pop("step", None)  # a scheduler's patch, bound to this instance
-        state["_base"] = (type(self._base), self._base.defaults)
+        state["_base"] = kinds_of(self._base)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_base" not in state:  # called by load_state_dict with state and groups alone
             super().__setstate__(state)
             return
-        base_class, base_defaults = state.pop("_base")
+        kinds = state.pop("_base")
         super().__setstate__(state)
-        self._base = base_class.__new__(base_class)
-        torch.optim.Optimizer.__setstate__(
-            self._base,
-            {"defaults": base_defaults, "state": {}, "param_groups": self.param_groups},
-        )
+        self._base = made_again(kinds, self.param_groups)
         self._bind_base()
         if len(self._base.state):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
@@ -426,6 +467,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Bytes are those of this process. Reading it waits for the device.
         """
         return self._curvature.summary()
+
+    def recipe(self) -> Recipe:
+        """A table of which base trains each parameter, how, and whether it is preconditioned.
+
+        Reading it waits for the device where learning rates are tensors there.
+        """
+        preconditioned = {id(p) for p in self._curvature.preconditioned()}
+        return recipe_of(self._training, preconditioned)
 
     def close(self) -> None:
         """End what goes on beside training; from now on the base steps alone."""

@@ -11,7 +11,7 @@ every step:                       inverses that are solved are sent to all gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -76,6 +76,9 @@ class DistKFAC(SecondOrderOptimizer):
         {model}
         {lr}
         {base}
+        {rest}
+        {rest_layers}
+        {rest_kwargs}
         stats_workers: How many ranks compute statistics instead of training. If all of them are
             gone, the others take statistics from their own passes again.
         helper_timeout: Seconds without a sign of life after which a stats worker is given up.
@@ -148,6 +151,9 @@ class DistKFAC(SecondOrderOptimizer):
         model: nn.Module | None = None,
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        rest: type[torch.optim.Optimizer] | None = None,
+        rest_layers: Sequence[str] = (),
+        rest_kwargs: Mapping[str, Any] | None = None,
         stats_workers: int = 0,
         helper_timeout: float = 60.0,
         inverse_threads: int | None = None,
@@ -222,6 +228,9 @@ class DistKFAC(SecondOrderOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            rest=rest,
+            rest_layers=rest_layers,
+            rest_kwargs=rest_kwargs,
         )
 
     @property

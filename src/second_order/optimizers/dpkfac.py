@@ -11,7 +11,7 @@ every step:                 the owner preconditions its layers' mean gradients; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -52,6 +52,9 @@ class DPKFAC(SecondOrderOptimizer):
         {model}
         {lr}
         {base}
+        {rest}
+        {rest_layers}
+        {rest_kwargs}
         assignment: Who owns which layer: "balanced" gives the next largest layer to the process
             with the least memory taken, "round_robin" layer i to process i mod P, as the paper.
         gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
@@ -99,6 +102,9 @@ class DPKFAC(SecondOrderOptimizer):
         model: nn.Module | None = None,
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        rest: type[torch.optim.Optimizer] | None = None,
+        rest_layers: Sequence[str] = (),
+        rest_kwargs: Mapping[str, Any] | None = None,
         assignment: OwnerAssignment = "balanced",
         gradient_exchange: str = "owner",
         damping: AutoSchedule = KFACOptions.damping,
@@ -145,6 +151,9 @@ class DPKFAC(SecondOrderOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            rest=rest,
+            rest_layers=rest_layers,
+            rest_kwargs=rest_kwargs,
         )
 
     def register_owner_hook(self, ddp: DistributedDataParallel) -> None:

@@ -10,7 +10,7 @@ every step:                 the layer's gradient workers precondition its gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -51,6 +51,9 @@ class KAISA(SecondOrderOptimizer):
         {model}
         {lr}
         {base}
+        {rest}
+        {rest_layers}
+        {rest_kwargs}
         {damping}
         {relative_damping}
         {factor_decay}
@@ -97,6 +100,9 @@ class KAISA(SecondOrderOptimizer):
         model: nn.Module | None = None,
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        rest: type[torch.optim.Optimizer] | None = None,
+        rest_layers: Sequence[str] = (),
+        rest_kwargs: Mapping[str, Any] | None = None,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
         factor_decay: AutoSchedule = AUTO,
@@ -158,4 +164,7 @@ class KAISA(SecondOrderOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            rest=rest,
+            rest_layers=rest_layers,
+            rest_kwargs=rest_kwargs,
         )

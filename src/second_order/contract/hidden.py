@@ -1,0 +1,195 @@
+"""Which weights are hidden, and groups divided into those of ``base`` and those of ``rest``.
+
+hidden    weights of at least two dimensions; of two exactly, where the base takes no others
+rest      embeddings, and whatever is tied to one; the output head, which is the last Linear in
+          the model's order; gains, biases, other vectors; parameters that are no module's
+          weight, as position embeddings; and modules that are named
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from second_order.contract.groups import NAMES, members_of
+from second_order.options import check_flag
+from second_order.patterns import first_match, unmatched_patterns
+
+__all__ = ["REST", "Division"]
+
+REST = "rest"
+"""The entry of a group that says whether ``rest`` trains it; absent where there is one base."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """What goes to which of two bases.
+
+    Attributes:
+        base: The class that trains hidden weights.
+        rest: The class that trains the others.
+        layers: Patterns of modules that go to ``rest`` besides, with all that is inside them.
+    """
+
+    base: type[torch.optim.Optimizer]
+    rest: type[torch.optim.Optimizer]
+    layers: tuple[str, ...] = ()
+
+    def divided(self, group: Any, model: nn.Module) -> list[Any]:
+        """A group in one or two, each with its mark, and with all other entries of the group.
+
+        A group that has a mark stays whole. What is no group stays as it is, for torch to refuse.
+
+        Args:
+            group: Materialised.
+            model: Whose modules tell what is hidden.
+
+        Raises:
+            TypeError: If its mark is none.
+            ValueError: If it is marked for a base that does not take its parameters.
+        """
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            return [group]
+        if REST in group:
+            self.check_mark(group)
+            return [group]
+        params, hidden = group["params"], self._hidden(model)
+        if NAMES in group and len(group[NAMES]) != len(params):
+            raise ValueError(
+                f"a group has {len(params)} parameters and {len(group[NAMES])} {NAMES!r}; give "
+                f"each its name, or leave {NAMES!r} out"
+            )
+        marks = [id(p[1] if isinstance(p, tuple) else p) not in hidden for p in params]
+        parts = []
+        for mark in (False, True):
+            part = {**group, "params": _chosen(params, marks, mark), REST: mark}
+            if NAMES in group:
+                part[NAMES] = _chosen(group[NAMES], marks, mark)
+            if part["params"] or not (params or mark):
+                parts.append(part)
+        return parts
+
+    def divided_all(self, groups: Sequence[Any], model: nn.Module) -> list[dict[str, Any]]:
+        """What the user gives, groups or parameters, as groups with marks.
+
+        Raises:
+            TypeError: If it is neither.
+            ValueError: If all parameters are for ``rest``, or nothing was given.
+        """
+        whole = groups if groups and isinstance(groups[0], dict) else [{"params": list(groups)}]
+        parts = [part for group in whole for part in self.divided(group, model)]
+        for part in parts:
+            if not isinstance(part, dict) or REST not in part:
+                raise TypeError(f"{part!r} is no parameter group; give dictionaries with 'params'")
+        if not members_of(part for part in parts if not part[REST]):
+            base, rest, count = self.base.__name__, self.rest.__name__, len(members_of(parts))
+            raise ValueError(
+                f"base={base} with rest={rest}: none of the {count} parameters is a hidden weight, "
+                f"so {base} would train nothing; use base={rest} without rest, or name fewer "
+                f"modules in rest_layers={list(self.layers)}"
+            )
+        return parts
+
+    def mark_assigned(
+        self,
+        groups: Sequence[dict[str, Any]],
+        before: Sequence[Mapping[str, Any]],
+        model: nn.Module,
+    ) -> None:
+        """Mark the groups of a list that is to take the place of another, where they are not.
+
+        Args:
+            groups: Those to come.
+            before: Those there are.
+            model: Whose modules tell what is hidden.
+
+        Raises:
+            TypeError: If a mark is none.
+            ValueError: If a parameter would go to the other base, or a group to both.
+        """
+        known = {id(p): group[REST] for group in before for p in group["params"]}
+        hidden = self._hidden(model)
+        found = []
+        for i, group in enumerate(groups):
+            where = f"param_groups[{i}]"
+            marks = {known.get(id(p), id(p) not in hidden) for p in group["params"]}
+            if REST not in group and len(marks) > 1:
+                raise ValueError(
+                    f"{where} has parameters of {self.base.__name__} and of {self.rest.__name__}; "
+                    f"make two groups of it, one with {REST!r}: False, one with {REST!r}: True"
+                )
+            mark = group.get(REST, True in marks)
+            self.check_mark({**group, REST: mark})
+            if any(known.get(id(p), mark) is not mark for p in group["params"]):
+                owner = self.rest if mark else self.base
+                raise ValueError(
+                    f"{where}[{REST!r}]={mark} would hand parameters over to {owner.__name__}, "
+                    f"which cannot go on with the state of the other base; leave {REST!r} as it was"
+                )
+            found.append(mark)
+        for group, mark in zip(groups, found, strict=True):
+            group[REST] = mark
+
+    def check_mark(self, group: Mapping[str, Any]) -> None:
+        """Raise unless a group's mark is one, and its base takes the parameters."""
+        if check_flag(f"group[{REST!r}]", group[REST]) or not self._matrices:
+            return
+        for p in members_of([group]):
+            if p.ndim != 2:
+                raise ValueError(
+                    f"a group with {REST!r}: False has a parameter of shape {tuple(p.shape)}, and "
+                    f"{self.base.__name__} takes matrices alone; leave {REST!r} out, or set it True"
+                )
+
+    def description(self, defaults: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What ranks compare, be there parameters for both already or not.
+
+        Args:
+            defaults: Those of the two.
+        """
+        shown = (
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in each.items()}
+            for each in defaults
+        )
+        kinds = zip((self.base, self.rest), shown, strict=True)
+        said = [f"{kind.__name__} begins with {settings}" for kind, settings in kinds]
+        return [*said, f"rest_layers: {list(self.layers)}"]
+
+    def unmatched(self, model: nn.Module) -> list[str]:
+        """The patterns that match no module."""
+        return unmatched_patterns(model, self.layers)
+
+    @property
+    def _matrices(self) -> bool:
+        """Whether the base refuses all but matrices."""
+        muon = getattr(torch.optim, "Muon", None)
+        return muon is not None and issubclass(self.base, muon)
+
+    def _hidden(self, model: nn.Module) -> set[int]:
+        """The hidden weights of a model, by id."""
+        everything = dict(model.named_modules(remove_duplicate=False))
+        head = [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
+        weights: set[int] = set()
+        apart: set[int] = set()
+        for name, module in everything.items():
+            own = dict(module.named_parameters(recurse=False))
+            if module in head or _embeds(module) or first_match(self.layers, everything, name):
+                apart.update(map(id, own.values()))
+            weights.update(id(p) for key, p in own.items() if "weight" in key and self._fits(p))
+        return weights - apart
+
+    def _fits(self, p: Tensor) -> bool:
+        return p.ndim == 2 if self._matrices else p.ndim >= 2
+
+
+def _embeds(module: nn.Module) -> bool:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return isinstance(module, kinds) or "Embedding" in type(module).__name__
+
+
+def _chosen(values: Sequence[Any], marks: Sequence[bool], mark: bool) -> list[Any]:
+    return [value for value, m in zip(values, marks, strict=True) if m is mark]

@@ -1,0 +1,38 @@
+"""The lines of ``recipe()``: a parameter each, with its base and what that does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from second_order.contract.groups import NAMES
+from second_order.contract.training import Training
+from second_order.contract.two_bases import base_of, name_of
+from second_order.report import Recipe, RecipeRow
+
+__all__ = ["recipe_of"]
+
+
+def recipe_of(training: Training, preconditioned: Collection[int]) -> Recipe:
+    """How each parameter in the groups is trained.
+
+    Args:
+        training: Whose groups they are.
+        preconditioned: Those of which the curvature takes care, by id.
+    """
+    names, rows = training.names(), []
+    for group in training.groups:
+        base, decay = name_of(base_of(training.base, group)), group.get("weight_decay")
+        called = group.get(NAMES) or [""] * len(group["params"])
+        for p, name in zip(group["params"], called, strict=True):
+            status = "preconditioned" if id(p) in preconditioned else "plain gradient"
+            rows.append(
+                RecipeRow(
+                    name=name or names.get(id(p), "(not in the model)"),
+                    shape=tuple(p.shape),
+                    base=base,
+                    lr=float(group["lr"]),
+                    weight_decay=None if decay is None else float(decay),
+                    status=status if p.requires_grad else "frozen",
+                )
+            )
+    return Recipe(f"{training.name} over {training.base_name}, step {training.steps}", rows)

@@ -1,0 +1,168 @@
+"""Two first-order optimizers that step as one: one for hidden weights, one for the rest.
+
+Both work on the very groups and state of the whole: a group's mark says whose it is, and each sees
+its own groups and their state alone. So the whole is what one base is, to schedulers and to
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from second_order.contract.base_step import unhooked_step
+from second_order.contract.groups import NAMES
+from second_order.contract.hidden import REST
+
+__all__ = ["Kinds", "TwoBases", "base_of", "kinds_of", "made_again", "name_of"]
+
+Kinds: TypeAlias = tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...]
+"""The classes of a base, or of two, each with its defaults."""
+
+
+class TwoBases(torch.optim.Optimizer):
+    """Two optimizers as one.
+
+    Its ``defaults`` are the settings that both have, with the first one's values: a scheduler that
+    cycles momentum finds it there if it can cycle that of both.
+
+    Args:
+        groups: With marks; at least one parameter in all.
+        base: Trains the groups whose mark is False.
+        base_keywords: Its arguments.
+        rest: Trains the others.
+        rest_keywords: Its arguments.
+
+    Attributes:
+        parts: The two optimizers.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        base: type[torch.optim.Optimizer],
+        base_keywords: Mapping[str, Any],
+        rest: type[torch.optim.Optimizer],
+        rest_keywords: Mapping[str, Any],
+    ) -> None:
+        named = [_unzipped(group) for group in groups]
+        parts: list[torch.optim.Optimizer] = []
+        filled: dict[int, dict[str, Any]] = {}
+        for mark, kind, keywords in ((False, base, base_keywords), (True, rest, rest_keywords)):
+            mine = [i for i, group in enumerate(named) if group[REST] is mark]
+            # A base may not know of names, and takes no empty list of groups.
+            plain = [{k: v for k, v in named[i].items() if k != NAMES} for i in mine]
+            part = kind(plain or [{"params": []}], **keywords)
+            filled.update(zip(mine, part.param_groups, strict=False))
+            parts.append(part)
+        self.parts = (parts[0], parts[1])
+        whole = [{**filled[i], **_names_in(group)} for i, group in enumerate(named)]
+        super().__init__(whole, _common(*self.parts))
+        for part in self.parts:
+            self.state.update(part.state)
+
+    def step(self, closure: Any = None) -> Any:
+        """Let both step, each on its own groups; the closure is nobody's."""
+        for part in self._following():
+            if part.param_groups:
+                unhooked_step(part)
+
+    def of(self, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """The one that trains a group."""
+        return self.parts[bool(group[REST])]
+
+    def _following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """Both, with their groups as they are now and the state of those."""
+        for mark, part in enumerate(self.parts):
+            part.param_groups = [g for g in self.param_groups if g[REST] is bool(mark)]
+            params = {p for group in part.param_groups for p in group["params"]}
+            part.state = _PartOfState(self.state, params)  # type: ignore[assignment]
+        return self.parts
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for part in self._following():
+            if len(part.state):
+                own = {"state": part.state, "param_groups": part.param_groups}
+                part.__setstate__(own)
+
+
+class _PartOfState(MutableMapping[Tensor, Any]):
+    """The state of some parameters: all that one of the two sees."""
+
+    def __init__(self, state: MutableMapping[Tensor, Any], params: set[Tensor]) -> None:
+        self._whole, self._params = state, params
+
+    def __getitem__(self, p: Tensor) -> Any:
+        return self._whole[p]
+
+    def __setitem__(self, p: Tensor, value: Any) -> None:
+        self._whole[p] = value
+
+    def __delitem__(self, p: Tensor) -> None:
+        del self._whole[p]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for p in self._whole if p in self._params)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, p: object) -> bool:
+        return p in self._params and p in self._whole
+
+
+def name_of(base: torch.optim.Optimizer) -> str:
+    """What a base, or two, is called in messages."""
+    return " and ".join(kind.__name__ for kind, _ in kinds_of(base))
+
+
+def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The base that trains a group: one of two, or the only one."""
+    return base.of(group) if isinstance(base, TwoBases) else base
+
+
+def kinds_of(base: torch.optim.Optimizer) -> Kinds:
+    """What is left of a base, or of two, in a copy or a file: it is made again from that."""
+    parts = base.parts if isinstance(base, TwoBases) else (base,)
+    return tuple((type(part), part.defaults) for part in parts)
+
+
+def made_again(kinds: Kinds, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A base, or two, on groups that are there, without a state yet."""
+    parts = [_bare(kind, defaults, groups) for kind, defaults in kinds]
+    if len(parts) == 1:
+        return parts[0]
+    two = TwoBases.__new__(TwoBases)
+    two.parts = (parts[0], parts[1])
+    two.__setstate__({"defaults": _common(*two.parts), "state": {}, "param_groups": groups})
+    return two
+
+
+def _bare(
+    kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    base = kind.__new__(kind)
+    torch.optim.Optimizer.__setstate__(
+        base, {"defaults": defaults, "state": {}, "param_groups": groups}
+    )
+    return base
+
+
+def _common(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in first.defaults.items() if k in second.defaults}
+
+
+def _unzipped(group: dict[str, Any]) -> dict[str, Any]:
+    """A group whose parameters are tensors, with their names apart if they have some."""
+    params = group["params"]
+    if not params or not all(isinstance(p, tuple) for p in params):
+        return group
+    return {**group, "params": [p for _, p in params], NAMES: [name for name, _ in params]}
+
+
+def _names_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {NAMES: group[NAMES]} if NAMES in group else {}

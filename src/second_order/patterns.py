@@ -1,0 +1,36 @@
+"""Modules of a model by patterns of their names or of their classes' names, shell style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["first_match", "unmatched_patterns"]
+
+
+def first_match(
+    patterns: Iterable[str], everything: Mapping[str, nn.Module], name: str
+) -> str | None:
+    """The first pattern that matches a module or one that it is inside of.
+
+    Args:
+        patterns: Such as "head", "blocks.*.mlp" or "Conv*".
+        everything: The modules of a model by all of their names, shared ones by each.
+        name: Of the module.
+    """
+    parts = name.split(".") if name else []
+    chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    lineage = [(each, everything[each]) for each in chain]
+    return next((p for p in patterns if any(_matches(p, *member) for member in lineage)), None)
+
+
+def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """The patterns that match no module at all."""
+    modules = list(model.named_modules())
+    return [p for p in patterns if not any(_matches(p, name, module) for name, module in modules)]
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)

@@ -1,0 +1,400 @@
+"""Two bases in one object: hidden weights with one, the rest with the other."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import DHO2, KAISA, asking, each_kronecker, make, same, take
+from divided import (
+    BATCHES,
+    CASE,
+    HIDDEN,
+    SGD,
+    AdamW,
+    ByHand,
+    Muon,
+    Speaker,
+    backward,
+    each_pair,
+    optim,
+    two,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ZOO
+from reference import cross_entropy
+from torch import nn
+
+from second_order import (
+    SecondOrderWarning,
+)
+
+if TYPE_CHECKING:
+    pass
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+# What they do.
+
+
+@each_kronecker
+@each_pair
+def test_without_curvature_two_optimizers_made_by_hand_do_the_same(System: Any, pair: str) -> None:
+    """Bit for bit."""
+    model, twin = CASE.model(), CASE.model()
+    optimizer, plain = two(System, pair, model, skip_layers=["*"]), ByHand(pair, twin)
+    for batch in BATCHES[:5]:
+        take(model, optimizer, batch)
+        backward(twin, batch)
+        plain.step()
+        assert same(model, twin)
+
+
+@each_kronecker
+@each_pair
+def test_they_step_by_the_gradients_that_one_base_would_get(System: Any, pair: str) -> None:
+    """Another of the same system, that never moves the weights, gives the gradients by hand."""
+    model, still, twin = CASE.model(), CASE.model(), CASE.model()
+    optimizer, plain = two(System, pair, model), ByHand(pair, twin)
+    preconditioner = make(System, still, lr=0.0)
+    changed = 0
+    for batch in BATCHES[:5]:
+        still.load_state_dict(twin.state_dict())
+        take(still, preconditioner, batch)
+        backward(twin, batch)
+        for p, q in zip(twin.parameters(), still.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            changed += not torch.equal(p.grad, q.grad)
+            p.grad.copy_(q.grad)
+        plain.step()
+        take(model, optimizer, batch)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    assert changed == 5 * 7  # all but the places and the norm's
+
+
+@each_kronecker
+def test_one_base_for_all_is_something_else(System: Any) -> None:
+    """The control of the two above."""
+    model, twin = CASE.model(), CASE.model()
+    optimizer, plain = two(System, "SGD AdamW", model), make(System, twin, lr=0.02, momentum=0.9)
+    take(model, optimizer, BATCHES[0])
+    take(twin, plain, BATCHES[0])
+    assert not same(model, twin)
+
+
+# What goes where.
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.memory = nn.LSTM(4, 3)
+        self.bags = nn.EmbeddingBag(5, 4)
+        self.places = OwnEmbedding()
+        self.patches = nn.Conv2d(2, 3, 2)
+        self.tied, self.first = Words(7, 4), nn.Linear(4, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.tied.weight
+        self.last = nn.Linear(4, 2)
+
+
+class Words(nn.Embedding):
+    pass
+
+
+class OwnEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4))
+
+
+ATTENTION = {
+    *("attention.in_proj_weight", "attention.out_proj.weight"),
+    *("memory.weight_ih_l0", "memory.weight_hh_l0", "first.weight"),
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "base", "layers", "hidden"),
+    [
+        (Speaker, Muon, (), HIDDEN),
+        (Speaker, SGD, (), HIDDEN),
+        (Speaker, Muon, ["down"], {"up.weight"}),
+        (Attention, Muon, (), ATTENTION),
+        (Attention, SGD, (), {*ATTENTION, "patches.weight"}),
+        (Attention, SGD, ["Conv*", "attention"], {n for n in ATTENTION if n[:2] != "at"}),
+        (ZOO["tied"].build, Muon, (), {"hidden.weight"}),
+        (ZOO["mlp"].build, Muon, (), {"0.weight", "2.weight"}),
+    ],
+)
+def test_hidden_weights_go_to_the_base(build: Any, base: Any, layers: Any, hidden: Any) -> None:
+    model = build()
+    optimizer = KAISA(model, lr=0.1, base=base, rest=AdamW, rest_layers=layers)
+    found = {row.name: row.base for row in optimizer.recipe().rows}
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert {name for name, base in found.items() if base != "AdamW"} == set(hidden)
+
+
+@given(data=st.data())
+def test_groups_are_divided_and_keep_what_they_say(data: st.DataObject) -> None:
+    """Whatever groups there are: each parameter once, by its name, in order, with its entries."""
+    model = Speaker()
+    named = data.draw(st.permutations(list(model.named_parameters())))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(named) - 1), max_size=4)))
+    parts = [named[i:j] for i, j in zip([0, *cuts], [*cuts, len(named)], strict=True)]
+    with_names = data.draw(st.booleans())
+    groups = [
+        {"params": part if with_names else [p for _, p in part], "lr": 0.1 + i, "mine": i}
+        for i, part in enumerate(parts)
+    ]
+    optimizer = KAISA(groups, model=model, lr=0.5, base=Muon, rest=AdamW)
+    names = {id(p): name for name, p in named}
+    found: dict[int, list[str]] = {}
+    for group in optimizer.param_groups:
+        members = [names[id(p)] for p in group["params"]]
+        assert members
+        assert {name in HIDDEN for name in members} == {not group["rest"]}
+        assert group["lr"] == 0.1 + group["mine"]
+        assert ("betas" in group) is group["rest"]
+        assert ("ns_steps" in group) is not group["rest"]
+        assert group.get("param_names", members) == members
+        assert ("param_names" in group) is with_names
+        found.setdefault(group["mine"], []).extend(members)
+    for i, part in enumerate(parts):
+        assert Counter(found[i]) == Counter(name for name, _ in part)
+        for hidden in (True, False):
+            order = [name for name, _ in part if (name in HIDDEN) is hidden]
+            assert [name for name in found[i] if (name in HIDDEN) is hidden] == order
+    assert all(group.keys() == {"params", "lr", "mine"} for group in groups)
+
+
+def test_a_group_with_names_is_divided_with_them() -> None:
+    """As groups of another optimizer have them."""
+    model = CASE.model()
+    named = [(name, p) for name, p in model.named_parameters() if name != "places"]
+    other = SGD([{"params": named, "lr": 0.3}])
+    optimizer = two(KAISA, "Muon AdamW", other.param_groups, model=model)
+    hidden, others = optimizer.param_groups
+    assert hidden["param_names"] == ["up.weight", "down.weight"]
+    assert others["param_names"] == [name for name, _ in named if name not in HIDDEN]
+    optimizer.add_param_group({"params": [model.places], "param_names": ["mine"]})
+    assert optimizer.param_groups[2]["param_names"] == ["mine"]
+    again = two(KAISA, "Muon AdamW", optimizer.param_groups, model=model)
+    assert [group["rest"] for group in again.param_groups] == [False, True, True]
+
+
+def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
+    model = CASE.model()
+    optimizer = two(KAISA, "Muon AdamW", [model.up.weight, model.up.bias], model=model)
+    take(model, optimizer, BATCHES[0])
+    optimizer.add_param_group({"params": model.down.parameters(), "lr": 0.3})
+    optimizer.add_param_group({"params": model.head.weight, "rest": False})
+    marks = [(group["rest"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+    ours = [(False, 0.02, 1), (True, 0.02, 1), (False, 0.3, 1), (True, 0.3, 1), (False, 0.02, 1)]
+    assert marks == ours
+    before = model.head.weight.detach().clone()
+    for batch in BATCHES[1:3]:
+        take(model, optimizer, batch)
+    assert not torch.equal(model.head.weight, before)
+    assert "momentum_buffer" in optimizer.state[model.head.weight]["base"]
+    assert "exp_avg" in optimizer.state[model.down.bias]["base"]
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        (
+            lambda m: {"params": m.head.parameters(), "rest": "no"},
+            TypeError,
+            r"group\['rest'\]='no'",
+        ),
+        (lambda m: {"params": m.head.bias, "rest": False}, ValueError, r"\(3,\), and Muon takes"),
+        (lambda m: {"params": [m.down.weight, m.up.bias]}, ValueError, "more than one"),
+        (lambda m: {"params": [m.down.weight, 3]}, TypeError, "Tensors"),
+        (lambda m: [m.head.weight], TypeError, None),
+        (
+            lambda m: {"params": m.head.parameters(), "param_names": ["w"]},
+            ValueError,
+            "a group has 2 parameters and 1 'param_names'; give each its name",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_added_leaves_all_as_it_was(
+    group: Any, error: Any, message: str | None
+) -> None:
+    model = CASE.model()
+    optimizer = two(KAISA, "Muon AdamW", model.up.parameters(), model=model)
+    before = [dict(each) for each in optimizer.param_groups]
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group(group(model))
+    assert [dict(each) for each in optimizer.param_groups] == before
+    take(model, optimizer, BATCHES[0])
+
+
+def test_groups_assigned_anew_are_marked_and_nobody_changes_sides() -> None:
+    model = CASE.model()
+    optimizer = two(KAISA, "Muon AdamW", model)
+    take(model, optimizer, BATCHES[0])
+    weights, others = optimizer.param_groups
+    optimizer.param_groups = [
+        {"params": weights["params"][:1], "lr": 0.5},
+        {"params": weights["params"][1:]},
+        {k: v for k, v in others.items() if k != "rest"},
+    ]
+    assert [group["rest"] for group in optimizer.param_groups] == [False, False, True]
+    assert optimizer.param_groups[0]["ns_steps"] == 5
+    assert "betas" not in optimizer.param_groups[0]
+    take(model, optimizer, BATCHES[1])
+    assigned = optimizer.param_groups
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has parameters of Muon and of AdamW"):
+        optimizer.param_groups = [{"params": list(model.parameters())}]
+    with pytest.raises(ValueError, match="hand parameters over to AdamW, which cannot go on"):
+        optimizer.param_groups = [{**group, "rest": True} for group in assigned]
+    assert optimizer.param_groups is assigned
+
+
+def test_there_may_be_nothing_for_the_rest_yet(recwarn: Any) -> None:
+    model = CASE.model()
+    hidden = [p for name, p in model.named_parameters() if name in HIDDEN]
+    optimizer = two(KAISA, "Muon AdamW", hidden, model=model)
+    take(model, optimizer, BATCHES[0])
+    assert not [w for w in recwarn if "rest" in str(w.message)]
+    optimizer.add_param_group({"params": model.head.parameters()})
+    take(model, optimizer, BATCHES[1])
+    assert [group["rest"] for group in optimizer.param_groups] == [False, True]
+
+
+def test_parameters_of_no_module_go_to_the_rest() -> None:
+    model, stray = CASE.model(), nn.Parameter(torch.ones(3, 3))
+    with pytest.warns(SecondOrderWarning, match="trained by AdamW alone"):
+        optimizer = two(KAISA, "Muon AdamW", [*model.parameters(), stray], model=model)
+    assert any(stray is p for p in optimizer.param_groups[1]["params"])
+
+
+# What is said of wrong values.
+
+
+class Free(SGD):
+    """Takes whatever there is."""
+
+    def __init__(self, params: Any, **keywords: Any) -> None:
+        self.flavour = keywords.pop("flavour", None)
+        super().__init__(params, **keywords)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"rest": "AdamW"}, TypeError, "rest='AdamW' is not an optimizer class; pass the class itself"),
+    ({"rest": KAISA}, TypeError, "rest=KAISA is a second-order optimizer; use a first-order one"),
+    ({"rest": optim.LBFGS}, TypeError, "rest=LBFGS evaluates its closure many times"),
+    ({"rest": None, "rest_layers": ["up"]}, ValueError, r"rest_layers=\['up'\] without rest.*add"),
+    ({"rest": None, "rest_kwargs": {"lr": 1}}, ValueError, r"rest_kwargs=\{'lr': 1\} without rest"),
+    ({"rest_layers": "up"}, TypeError, "rest_layers='up' is not a sequence.*write rest_layers="),
+    ({"rest_kwargs": 3}, TypeError, "rest_kwargs=3 is not a mapping.*write rest_kwargs="),
+    (
+        {"rest_kwargs": {"beta": 1}},
+        TypeError,
+        "rest_kwargs: unknown keyword 'beta'.*AdamW.*'betas'",
+    ),
+    ({"rest_kwargs": {"momentum": 1}}, TypeError, "unknown keyword 'momentum'.*none of AdamW"),
+    ({"rest_kwargs": {"lr": float("nan")}}, ValueError, "lr=nan is not finite"),
+    ({"rest_kwargs": {"differentiable": True}}, ValueError, "differentiable"),
+    ({"adjust_lr": "x"}, TypeError, "unknown keyword 'adjust_lr'.*Muon or AdamW.*'adjust_lr_fn'"),
+    ({"beta": 1}, TypeError, "'beta': neither an option here nor one of Muon or AdamW.*'betas'"),
+    ({"rest_layer": []}, TypeError, "unknown keyword 'rest_layer'.*did you mean 'rest_layers'"),
+    ({"rest_layers": ["*"]}, ValueError, r"none of the 10 parameters is.*use base=AdamW without"),
+    ({"betas": (2.0, 0.9)}, ValueError, "beta"),
+]
+
+
+@each_kronecker
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED, ids=str)
+def test_what_makes_no_sense_is_refused_before_anything_changes(
+    System: Any, options: Any, error: Any, message: str
+) -> None:
+    model, twin = CASE.model(), CASE.model()
+    with pytest.raises(error, match=message):
+        System(model, **{"lr": 0.1, "base": Muon, "rest": AdamW, **options})
+    assert same(model, twin)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_keywords_go_to_whoever_knows_them() -> None:
+    model = CASE.model()
+    hidden, others = KAISA(
+        model, lr=0.1, base=Muon, rest=AdamW, eps=1e-3, ns_steps=3, amsgrad=True, rest_kwargs=None
+    ).param_groups
+    assert (hidden["lr"], hidden["eps"], hidden["ns_steps"]) == (0.1, 1e-3, 3)
+    assert (others["lr"], others["eps"], others["amsgrad"]) == (0.1, 1e-3, True)
+    assert (hidden["weight_decay"], others["weight_decay"]) == (0.1, 0.01)  # each one's own
+    assert "amsgrad" not in hidden
+    assert "ns_steps" not in others
+    free = KAISA(
+        model, lr=0.1, base=Free, rest=AdamW, flavour="x", rest_kwargs={"betas": (0.5, 0.5)}
+    )
+    assert "betas" not in free.param_groups[0]
+
+
+def test_a_pattern_that_matches_nothing_is_told() -> None:
+    with pytest.warns(
+        SecondOrderWarning, match="rest_layers: the pattern 'haed' matches no module"
+    ):
+        KAISA(CASE.model(), lr=0.1, base=Muon, rest=AdamW, rest_layers=["haed"])
+
+
+def test_other_optimizers_have_one_base() -> None:
+    with pytest.raises(TypeError, match="unknown keyword 'rest'"):
+        DHO2(CASE.model(), lr=0.1, rest=AdamW)
+
+
+# What is told.
+
+
+@each_kronecker
+def test_the_recipe_tells_who_trains_what_and_how(System: Any) -> None:
+    model = CASE.model()
+    model.norm.weight.requires_grad_(False)
+    optimizer = two(System, "Muon AdamW apart", list(model.parameters()), model=model)
+    recipe = optimizer.recipe()
+    rows = {row.name: (row.base, row.lr, row.weight_decay, row.status) for row in recipe.rows}
+    assert rows["up.weight"] == ("Muon", 0.02, 0.1, "preconditioned")
+    assert rows["up.bias"] == ("AdamW", 3e-3, 0.0, "preconditioned")
+    assert rows["norm.weight"] == ("AdamW", 3e-3, 0.0, "frozen")
+    assert rows["places"] == ("AdamW", 3e-3, 0.0, "plain gradient")
+    text = str(recipe)
+    assert text.startswith(f"{System.__name__} over Muon and AdamW, step 0\n")
+    assert re.search(r"\nup\.weight +7x4 +Muon +0\.02 +0\.1 +preconditioned\n", text)
+    assert text.endswith(
+        "\nMuon: 63 parameters (44.1%) in 2 tensors\nAdamW: 80 parameters (55.9%) in 8 tensors"
+    )
+    assert "KAISA over Muon and AdamW, lr" in str(optimizer.summary()) or System is not KAISA
+
+
+def test_one_base_has_a_recipe_too() -> None:
+    model = ZOO["mlp"].model()
+    kronecker = make(KAISA, model, skip_layers=["4"]).recipe()
+    assert {row.base for row in kronecker.rows} == {"SGD"}
+    statuses = [row.status for row in kronecker.rows]
+    assert statuses == ["preconditioned"] * 4 + ["plain gradient"] * 2
+    unused = ZOO["unused"]
+    idle = unused.model()
+    optimizer = make(KAISA, idle)
+    take(idle, optimizer, unused.batch())
+    told = {row.name: row.status for row in optimizer.recipe().rows}
+    assert told["unused.weight"] == "plain gradient" != told["first.weight"]
+    optimizer = make(DHO2, model, base=optim.Rprop)
+    assert {(row.weight_decay, row.status) for row in optimizer.recipe().rows} == {
+        (None, "plain gradient")
+    }
+    for batch in ZOO["mlp"].batches(2):
+        optimizer.zero_grad()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step(**asking(model, optimizer, batch))
+    assert {row.status for row in optimizer.recipe().rows} == {"preconditioned"}

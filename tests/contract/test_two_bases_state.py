@@ -1,0 +1,365 @@
+"""Two bases in one object: copies, checkpoints, schedules, scaled losses, processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import KAISA, each_kronecker, make, same, take
+from divided import (
+    BATCHES,
+    CASE,
+    HIDDEN,
+    PAIRS,
+    SGD,
+    AdamW,
+    ByHand,
+    Muon,
+    backward,
+    each_pair,
+    optim,
+    two,
+)
+from ranks import agreed, assert_same_trajectory, kaisa, train
+from reference import cross_entropy
+from states import saved_and_loaded
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from second_order import (
+    DPKFAC,
+    RankMismatchError,
+    export_base_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+# State.
+
+
+@each_kronecker
+@each_pair
+@pytest.mark.parametrize("by", ["checkpoint", "deepcopy", "pickle"])
+def test_a_copy_goes_on_bit_for_bit(System: Any, pair: str, by: str) -> None:
+    model = CASE.model()
+    optimizer = two(System, pair, model)
+    for batch in BATCHES[:3]:
+        take(model, optimizer, batch)
+    if by == "checkpoint":
+        twin = CASE.model(seed=1)
+        twin.load_state_dict(model.state_dict())
+        resumed = two(System, pair, twin, rest_layers=["nothing"])
+        resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    else:
+        twin, resumed = (
+            copy.deepcopy((model, optimizer))
+            if by == "deepcopy"
+            else pickle.loads(pickle.dumps((model, optimizer)))
+        )
+    for batch in BATCHES[3:6]:
+        take(model, optimizer, batch)
+        take(twin, resumed, batch)
+        assert same(model, twin)
+    resumed.param_groups[1]["lr"] = 0.5
+    assert resumed.recipe().rows[-1].lr == 0.5
+    assert optimizer.recipe().rows[-1].lr != 0.5
+
+
+class Remembering(AdamW):
+    """Makes something of a state that it is given."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.looked_at = [set(part) for part in self.state.values()]
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "deepcopy"])
+def test_a_copy_goes_on_with_what_a_base_makes_of_its_state(by: str) -> None:
+    """Each base sees its own parameters' state, and is asked as if it were alone."""
+    model = CASE.model()
+    optimizer = make(KAISA, model, base=Muon, rest=Remembering)
+    take(model, optimizer, BATCHES[0])
+    if by == "checkpoint":
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    assert optimizer._base.parts[1].looked_at == [{"step", "exp_avg", "exp_avg_sq"}] * 8
+    take(model, optimizer, BATCHES[1])
+
+
+@each_kronecker
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_distributed_checkpoint_round_trip(System: Any, flat: bool, fresh: bool) -> None:
+    """By names; a fresh optimizer is stepped by it with zero gradients, and must not move."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, twin = CASE.model(), CASE.model()
+    optimizer, resumed = (two(System, "Muon AdamW apart", m) for m in (model, twin))
+    for batch in BATCHES[: 0 if fresh else 3]:
+        take(model, optimizer, batch)
+    saved = saved_and_loaded(get_optimizer_state_dict(model, optimizer, options=options))
+    twin.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(twin, resumed, saved, options=options)
+    assert [(g["rest"], g["lr"]) for g in resumed.param_groups] == [(False, 0.02), (True, 3e-3)]
+    for batch in BATCHES[3:6]:
+        take(model, optimizer, batch)
+        take(twin, resumed, batch)
+        assert same(model, twin)
+
+
+def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> None:
+    model = CASE.model()
+    optimizer = two(KAISA, "Muon AdamW", model)
+    take(model, optimizer, BATCHES[0])
+    saved = optimizer.state_dict()
+    hand = [{"params": p} for p in optimizer.param_groups[0]["params"]]
+    others: list[tuple[Callable[[], Any], str]] = [
+        (
+            lambda: make(KAISA, model),
+            "checkpoint is of an optimizer with two bases, and here is SGD",
+        ),
+        (
+            lambda: make(KAISA, hand, model=model, base=Muon),
+            "with two bases, and here is Muon alone",
+        ),
+        (lambda: two(KAISA, "SGD AdamW", model), "saved by Muon, and the base here is SGD"),
+        (
+            lambda: two(KAISA, "Muon AdamW", model, rest_layers=["up"]),
+            "has 2 parameters, the optimizer's group 1",
+        ),
+        (
+            lambda: two(KAISA, "Muon AdamW", [{"params": model.up.weight}], model=model),
+            "has 2 parameter groups, the optimizer 1, those of Muon and AdamW apart",
+        ),
+    ]
+    for build, message in others:
+        other = build()
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(saved)
+        assert str(other.state_dict()) == str(before)
+    swapped = copy.deepcopy(saved)
+    swapped["param_groups"][0]["rest"] = True
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\]\['rest'\] is True, and here it is Fal"
+    ):
+        optimizer.load_state_dict(swapped)
+    one = make(KAISA, model, base=AdamW)
+    with pytest.raises(ValueError, match="has 1 parameter groups, the optimizer 2, those of Muon"):
+        optimizer.load_state_dict(one.state_dict())
+
+
+def test_plain_optimizers_take_their_parts_and_give_them_back() -> None:
+    model, twin = CASE.model(), CASE.model()
+    optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
+    for batch in BATCHES[:3]:
+        take(model, optimizer, batch)
+    saved, plain = saved_and_loaded(optimizer.state_dict()), ByHand("Muon AdamW", twin)
+    twin.load_state_dict(model.state_dict())
+    plain.base.load_state_dict(export_base_state(saved))
+    plain.rest.load_state_dict(export_base_state(saved, rest=True))
+    take(model, optimizer, BATCHES[3])
+    backward(twin, BATCHES[3])
+    plain.step()
+    assert same(model, twin)
+    first, second = plain.base.state_dict(), plain.rest.state_dict()
+    count = len(plain.hidden)
+    second["param_groups"][0]["params"] = list(range(count, count + len(plain.others)))
+    merged = {
+        "state": {**first["state"], **{count + k: v for k, v in second["state"].items()}},
+        "param_groups": [*first["param_groups"], *second["param_groups"]],
+    }
+    back = two(KAISA, "Muon AdamW", twin, skip_layers=["*"])
+    back.load_state_dict(merged)
+    take(model, optimizer, BATCHES[4])
+    take(twin, back, BATCHES[4])
+    assert same(model, twin)
+    with pytest.raises(ValueError, match="with one base; leave rest=True out"):
+        export_base_state(make(KAISA, model).state_dict(), rest=True)
+
+
+# What surrounds them.
+
+
+SCHEDULES: dict[str, Callable[[Any], list[Any]]] = {
+    "one for both": lambda groups: [partial(LambdaLR, lr_lambda=lambda t: 1 / (1 + t))] * groups,
+    "each its own": lambda groups: [
+        partial(LambdaLR, lr_lambda=[lambda t: 1 / (1 + t), lambda t: 0.5**t])
+        if groups == 1
+        else partial(LambdaLR, lr_lambda=rule)
+        for rule in [lambda t: 1 / (1 + t), lambda t: 0.5**t][:groups]
+    ],
+    "OneCycle": lambda groups: [
+        partial(OneCycleLR, max_lr=[0.1, 0.3], total_steps=6, cycle_momentum=False)
+        if groups == 1
+        else partial(OneCycleLR, max_lr=rate, total_steps=6, cycle_momentum=False)
+        for rate in (0.1, 0.3)[:groups]
+    ],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_act_on_both(schedule: str) -> None:
+    model, twin = CASE.model(), CASE.model()
+    optimizer = two(KAISA, "Muon AdamW", model, skip_layers=["*"])
+    plain = ByHand("Muon AdamW", twin)
+    (ours,) = (make_one(optimizer) for make_one in SCHEDULES[schedule](1))
+    pairs = zip(SCHEDULES[schedule](2), (plain.base, plain.rest), strict=True)
+    theirs = [make_one(base) for make_one, base in pairs]
+    rates = set()
+    for batch in BATCHES[:5]:
+        take(model, optimizer, batch)
+        backward(twin, batch)
+        plain.step()
+        assert same(model, twin)
+        for scheduler in (ours, *theirs):
+            scheduler.step()
+        rates.add(tuple(group["lr"] for group in optimizer.param_groups))
+    assert len(rates) == 5
+
+
+def test_momentum_is_cycled_where_both_can_be() -> None:
+    """Cycling that of one alone would go unnoticed."""
+    model = CASE.model()
+    cycle = partial(OneCycleLR, max_lr=0.1, total_steps=6)
+    with pytest.raises(ValueError, match="must support momentum or beta1"):
+        cycle(two(KAISA, "Muon AdamW", model))
+    optimizer = KAISA(model, lr=0.1, base=optim.Adam, rest=AdamW)
+    cycle(optimizer)
+    assert [group["betas"][0] for group in optimizer.param_groups] == [0.95, 0.95]
+
+
+def test_a_tensor_learning_rate_and_fused_kernels_reach_both() -> None:
+    model, twin = CASE.model(torch.float32), CASE.model(torch.float32)
+    batches = CASE.batches(3, dtype=torch.float32)
+    options: dict[str, Any] = {"rest": AdamW, "skip_layers": ["*"]}
+    fused = make(KAISA, model, base=SGD, lr=torch.tensor(0.1), fused=True, **options)
+    plain = make(KAISA, twin, base=SGD, lr=0.1, **options)
+    for batch in batches:
+        take(model, fused, batch)
+        take(twin, plain, batch)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    fused.param_groups[0]["lr"].fill_(0.0)
+    assert [float(group["lr"]) for group in fused.param_groups] == [0.0, 0.0]
+
+
+@each_kronecker
+def test_a_loss_that_is_scaled_trains_as_one_that_is_not(System: Any) -> None:
+    """And an overflow moves neither."""
+    model, twin = CASE.model(), CASE.model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = two(System, "SGD AdamW", model, grad_scaler=scaler)
+    plain = two(System, "SGD AdamW", twin)
+    for i, (x, y) in enumerate(BATCHES[:4]):
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        if i == 2:
+            model.head.weight.grad[0, 0] = float("inf")
+            before = copy.deepcopy(model)
+            scaler.step(optimizer)
+            assert same(model, before)
+            scaler.update()
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+        take(twin, plain, (x, y))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@each_kronecker
+def test_hooks_on_steps_fire_once(System: Any) -> None:
+    model = CASE.model()
+    optimizer, steps = two(System, "Muon AdamW", model), Counter[str]()
+    handles = [
+        register_optimizer_step_post_hook(lambda opt, *_: steps.update([type(opt).__name__])),
+        optimizer.register_step_pre_hook(lambda *_: steps.update(["own"])),
+    ]
+    take(model, optimizer, BATCHES[0])
+    for handle in handles:
+        handle.remove()
+    assert steps == {System.__name__: 1, "own": 1}
+
+
+# Processes.
+
+
+@pytest.mark.parametrize("pair", ["SGD AdamW", "Muon AdamW"])
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_two_processes_train_as_one(world: World, pair: str, fraction: float) -> None:
+    """Muon rounds to bfloat16 inside, so that rounding before it may be 1 % after it."""
+    base, rest, keywords, _, special = PAIRS[pair]
+    options = {"base": base, "rest": rest, "rest_kwargs": special, **keywords}
+    batches = CASE.batches(4)
+    spread = {**options, "grad_worker_fraction": fraction}
+    found = agreed(world.run(train, 2, CASE, batches, spread))
+    alone = train(0, 1, CASE, batches, options)
+    assert_same_trajectory(found, alone, rtol=1e-8 if base is SGD else 1e-2)
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "one base": {"rest": None},
+    "another rest": {"rest": optim.Adam},
+    "other layers": {"rest_layers": ["up"]},
+    "other layers, the same weights": {"rest_layers": ["head"]},
+    "other keywords": {"rest_kwargs": {"lr": 0.5}},
+    "other keywords, no weights yet": {"rest_kwargs": {"lr": 0.5}},
+}
+
+
+def build(rank: int, world_size: int, variant: str) -> None:
+    """The last rank has something else."""
+    options: dict[str, Any] = {"base": Muon, "rest": AdamW}
+    if rank == world_size - 1:
+        options |= DIFFERENT[variant]
+    if options["rest"] is None:
+        options["skip_layers"] = ()
+        options["base"] = AdamW
+    model = CASE.model()
+    hidden = [p for name, p in model.named_parameters() if name in HIDDEN]
+    kaisa(hidden if "no weights" in variant else model.parameters(), model=model, **options)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("variant", DIFFERENT)
+def test_ranks_that_disagree_on_the_rest_are_told(world: World, variant: str) -> None:
+    for error in world.run(build, 2, variant, expect_errors=True, timeout=20):
+        assert isinstance(error, RankMismatchError), error
+        assert re.search(r"AdamW|rest_layers: \[\].*rest_layers: \['head'\]", str(error))
+
+
+def regroup(rank: int, world_size: int) -> list[str]:
+    """A group added with other marks, and with the same."""
+    model = CASE.model()
+    keywords = {"base": Muon, "rest": AdamW}
+    optimizer = DPKFAC(model.up.parameters(), model=model, lr=0.1, **keywords)
+    with pytest.raises(RankMismatchError) as error:
+        optimizer.add_param_group({"params": [model.down.weight], "rest": bool(rank)})
+    optimizer.add_param_group({"params": [model.down.weight], "rest": False})
+    take(model, optimizer, BATCHES[0])
+    return [str(error.value), *(str(group["rest"]) for group in optimizer.param_groups)]
+
+
+def test_ranks_that_add_a_group_with_other_marks_are_told(world: World) -> None:
+    for said, *marks in world.run(regroup, 2):
+        assert "rest" in said
+        assert marks == ["False", "True", "False"]
