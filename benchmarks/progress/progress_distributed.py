@@ -14,7 +14,6 @@ by five steps may differ by one.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import platform
@@ -41,6 +40,7 @@ from progress import (
     table,
 )
 from second_order import DPKFAC, KAISA
+from second_order.kfac.options import DAMPING
 
 OPTIMIZERS: dict[str, type[DPKFAC] | type[KAISA]] = {"KAISA": KAISA, "DPKFAC": DPKFAC}
 
@@ -56,8 +56,7 @@ def setting(name: str, lr: float, damping: float) -> Setting:
 
 def defaults(runs: list[Run]) -> list[Run]:
     """The runs with the default damping, under a name of their own."""
-    damping = inspect.signature(KAISA).parameters["damping"].default
-    label = setting("KAISA", 0.1, damping).label
+    label = setting("KAISA", 0.1, DAMPING).label
     chosen = [run for run in runs if run.setting == label]
     return [replace(run, optimizer=f"{run.optimizer}, defaults") for run in chosen]
 
