@@ -13,7 +13,7 @@ from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SOLVERS, SolverName
 from second_order.options import (
-    Interval,
+    AutoInterval,
     Schedule,
     check_choice,
     check_count,
@@ -25,11 +25,24 @@ from second_order.options import (
     scheduled,
 )
 
-__all__ = ["DOCS", "KFACOptions", "check_clip", "check_damping", "check_decay", "documented"]
+__all__ = [
+    "AUTO",
+    "BUDGETED",
+    "DOCS",
+    "KFACOptions",
+    "check_clip",
+    "check_damping",
+    "check_decay",
+    "documented",
+]
 
 T = TypeVar("T")
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
+AUTO = "auto"
+BUDGETED = ("factor_update_steps", "inv_update_steps")
+"""The intervals that can be "auto"."""
+
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -61,8 +74,17 @@ and 1e-3 at 512 on the digits MLP.""",
     "solver": """\
 "eigen" applies (A ⊗ G + γ I)⁻¹ exactly; "inverse" damps A and G apart and takes their
 Cholesky inverses: cheaper, and about as good on the digits.""",
-    "factor_update_steps": "Statistics are taken every so many steps; number or callable.",
-    "inv_update_steps": "Inverses are refreshed every so many steps; number or callable.",
+    "factor_update_steps": """\
+Statistics are taken every so many steps; number or callable, or "auto": as often as
+``overhead`` allows.""",
+    "inv_update_steps": """\
+Inverses are refreshed every so many steps; number or callable, or "auto": as often as
+``overhead`` allows.""",
+    "overhead": """\
+With an interval that is "auto": the share of a step of the base alone that statistics and
+refreshes may cost together, on average, above 0 and up to 10. What they cost is measured
+in the first steps, those of the warm-up, 5 at least and 20 at most, and the intervals are
+kept from then on, in checkpoints, too. Not used without "auto".""",
     "refresh_warmup_steps": """\
 During the first steps, so many, both are refreshed at every step: a first inverse
 from a single batch is no guide for the next hundred steps.""",
@@ -118,8 +140,9 @@ class KFACOptions:
     factor_decay: Schedule = 0.95
     kl_clip: Schedule | None = 1e-4
     solver: SolverName = "eigen"
-    factor_update_steps: Interval = 10
-    inv_update_steps: Interval = 100
+    factor_update_steps: AutoInterval = 10
+    inv_update_steps: AutoInterval = 100
+    overhead: float = 0.15
     refresh_warmup_steps: int = 20
     fisher: str = "empirical"
     likelihood: Likelihood = "categorical"
@@ -165,8 +188,11 @@ class KFACOptions:
         if self.kl_clip is not None and not callable(self.kl_clip):
             check_clip(self.kl_clip)
         check_choice("solver", self.solver, SOLVERS)
-        check_interval("factor_update_steps", self.factor_update_steps)
-        check_interval("inv_update_steps", self.inv_update_steps)
+        for name in BUDGETED:
+            if getattr(self, name) != AUTO:
+                check_interval(name, getattr(self, name))
+        remedy = "0.15 is the default: 15 % of a step of the base"
+        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
         remedy = "0 to keep to the intervals from the first step"
         check_whole("refresh_warmup_steps", self.refresh_warmup_steps, 0, remedy)
         check_choice("fisher", self.fisher, ("empirical", "sampled"))

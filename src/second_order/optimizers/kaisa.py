@@ -27,7 +27,7 @@ from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.options import (
-    Interval,
+    AutoInterval,
     Schedule,
     check_choice,
     check_flag,
@@ -59,6 +59,7 @@ class KAISA(SecondOrderOptimizer):
         {solver}
         {factor_update_steps}
         {inv_update_steps}
+        {overhead}
         {refresh_warmup_steps}
         {fisher}
         {likelihood}
@@ -103,8 +104,9 @@ class KAISA(SecondOrderOptimizer):
         factor_decay: Schedule = KFACOptions.factor_decay,
         kl_clip: Schedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
-        factor_update_steps: Interval = KFACOptions.factor_update_steps,
-        inv_update_steps: Interval = KFACOptions.inv_update_steps,
+        factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
+        inv_update_steps: AutoInterval = KFACOptions.inv_update_steps,
+        overhead: float = KFACOptions.overhead,
         refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,
