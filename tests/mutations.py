@@ -1597,7 +1597,7 @@ MUTANTS = [
         "kfac/budget.py",
         "max(budget - S, budget * 2 / 3)",
         "max(budget - S, budget)",
-        "budget::the_bound_holds_unless_intervals_are_the_longest",
+        "budget::no_more_is_left_of_the_budget_than_whole_numbers_leave",
     ),
     _mutant(
         "a budget of averages without the first steps",

@@ -10,6 +10,7 @@ import copy
 import io
 import math
 import pickle
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ each_system = pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
 
 # The rule.
 
-seconds = st.floats(1e-6, 1e3)
-shares = st.floats(1e-3, 10)
+seconds = st.floats(0.1, 100)
+shares = st.floats(0.01, 10)
 
 
 def cost(S: float, R: float, f: int, i: int) -> float:
@@ -105,7 +106,7 @@ def test_units_of_time_do_not_matter(
 def test_no_more_is_left_of_the_budget_than_whole_numbers_leave(S: float, R: float) -> None:
     f, i = intervals(S, R, T=10.0, overhead=0.1)
     assert 10 <= f <= i < LONGEST
-    assert cost(S, R, f, i) >= 0.9
+    assert 0.9 <= cost(S, R, f, i) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_the_warm_up_is_what_is_measured_up_to_twenty_steps(System: Any) -> None
 def test_first_steps_and_outliers_do_not_count() -> None:
     run = Run(refresh_warmup_steps=20)
     for step in range(20):
-        run.scale = 100.0 if step < 5 or step % 5 == 2 else 1.0
+        run.scale = 100.0 if step < 5 or step % 2 == 0 else 1.0  # 12 of 20, 7 of the last 15
         run.go(1)
     assert run.budget.measured == pytest.approx((5, 40, 100))
     assert run.budget.chosen == CHOSEN
@@ -381,17 +382,17 @@ def test_a_devices_clock_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_account_is_closed_by_an_exception() -> None:
-    time = Time()
-    watch = Stopwatch(HostClock(time))
+    clock = Time()
+    watch = Stopwatch(HostClock(clock))
 
     def fail() -> None:
         with watch.on(Account.REFRESH):
-            time.spend(1)
+            clock.spend(1)
             raise ValueError("x")
 
     with pytest.raises(ValueError, match="x"):
         fail()
-    time.spend(2)
+    clock.spend(2)
     watch.lap()
     (lap,) = watch.read()
     assert (lap[Account.REFRESH], lap[Account.BASE]) == (1, 2)
@@ -559,23 +560,34 @@ def test_ranks_with_different_clocks_choose_the_same(world: World, name: str) ->
     agreed([a, b])
 
 
-def beside_a_stats_worker(rank: int, world_size: int) -> Any:
+def held(sign: Path, loss: Tensor) -> Tensor:
+    end = time.monotonic() + 60
+    while not sign.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return loss
+
+
+def beside_a_stats_worker(rank: int, world_size: int, sign: Path) -> Any:
+    """It says nothing while costs are measured: statistics are taken here."""
     options = {"stats_workers": 1, "factor_update_steps": 5, "helper_timeout": 60.0}
     if rank == 1:
         model = MLP.model()
         auto = {"inv_update_steps": "auto", "overhead": 0.1}
         with make(DistKFAC, model, **options, **auto) as optimizer:
-            optimizer.serve([MLP.batch(12)], lambda batch: MLP.loss(model(batch[0]), batch[1]))
+            batches = [MLP.batch(12)]
+            optimizer.serve(batches, lambda batch: held(sign, MLP.loss(model(batch[0]), batch[1])))
         return None
     run = Run(DistKFAC, **options)
     with run.optimizer:
         run.go(5)
+        sign.touch()
+        assert run.updates == [0, 1, 2, 3, 4]
     return run.budget.measured, run.budget.chosen
 
 
-def test_what_stats_workers_send_is_not_of_the_budget(world: World) -> None:
+def test_what_stats_workers_send_is_not_of_the_budget(world: World, tmp_path: Path) -> None:
     """When it comes is no matter of intervals: refreshes have the whole budget."""
-    measured, chosen = world.run(beside_a_stats_worker, 2)[0]
+    measured, chosen = world.run(beside_a_stats_worker, 2, tmp_path / "sign")[0]
     assert measured == pytest.approx((0, 40, 100))
     assert chosen == {"inv_update_steps": 4}
 
