@@ -8,13 +8,14 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "PEAK_LR",
+    "AutoInterval",
     "Interval",
     "Schedule",
     "check_base",
@@ -41,6 +42,7 @@ __all__ = [
 
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
+AutoInterval: TypeAlias = Interval | Literal["auto"]
 
 LONGEST_WAIT = 1e6  # seconds, 11 days: clocks of threads and of process groups take no endless wait
 LARGEST_SEED = 2**62  # torch's generators take 64 bits, and steps are added

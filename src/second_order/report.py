@@ -47,6 +47,7 @@ class Summary:
         failed: Layers whose last refresh gave no sound decomposition.
         notes: Closing lines of optimizers without Kronecker factors.
         age: How old inverses are, where they are solved beside training.
+        intervals: Those that are chosen by what they cost.
         refused: Messages that this process refused, as they were malformed, and connections that
             did not know the key.
     """
@@ -57,6 +58,7 @@ class Summary:
     failed: int = 0
     notes: Sequence[str] | None = None
     age: str = ""
+    intervals: str = ""
     refused: int = 0
 
     @property
@@ -111,7 +113,7 @@ class Summary:
             f"{share} state of this process: factors {self.factor_bytes / 2**20:.2f} MiB, "
             f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
-            *([self.age] if self.age else []),
+            *filter(None, [self.intervals, self.age]),
             *refused,
         ]
 

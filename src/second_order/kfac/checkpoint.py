@@ -10,6 +10,7 @@ from torch import Tensor
 from second_order.contract.checkpoint import ELSEWHERE, HEADER
 from second_order.contract.saved import COUNTABLE, SavedPart
 from second_order.contract.training import Training
+from second_order.kfac.budget import SAVED, check_saved_intervals
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
@@ -18,22 +19,23 @@ __all__ = ["READ_BY_ALL", "check_saved_factors", "load_factors", "saved_factors"
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
-READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES)
+READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, *sorted(SAVED))
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
 
 def saved_factors(
-    layers: Layers, taken: Callable[[KroneckerBlock], bool]
+    layers: Layers, taken: Callable[[KroneckerBlock], bool], common: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
     """The factors that this process keeps, by the layers' weights; shared, not copied.
 
     Args:
         layers: Of the model.
         taken: Whether this process has anything of a layer.
+        common: What is saved with each.
     """
     active = set(layers.active)
     return {
-        block.weight: block.saved_factors() if taken(block) else {}
+        block.weight: {**(block.saved_factors() if taken(block) else {}), **common}
         for block in layers.blocks
         if block in active or block.factors is not None
     }
@@ -70,8 +72,9 @@ def check_saved_factors(
         blocks: The layers.
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
+    check_saved_intervals(saved)
     for p, part in saved.items():
-        part.check_known((*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS), ELSEWHERE)
+        part.check_known((*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS, *SAVED), ELSEWHERE)
         there = [letter for letter in LETTERS if letter in part]
         if there or MEANS in part or EXAMPLES in part:
             part.require([WEIGHT])

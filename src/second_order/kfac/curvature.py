@@ -23,6 +23,7 @@ from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
+from second_order.kfac.budget import Account, Budget
 from second_order.kfac.checkpoint import (
     READ_BY_ALL,
     check_saved_factors,
@@ -83,6 +84,7 @@ class KFACCurvature(Curvature):
         solves: Their inverses.
         gradients: How preconditioned gradients get everywhere.
         helpers: The stats workers.
+        budget: Of the intervals that are "auto".
     """
 
     scaler_matters = "the gradients it has captured carry the scale"
@@ -100,11 +102,13 @@ class KFACCurvature(Curvature):
         # Of a distributed checkpoint an owner may read its own layers alone.
         self.read_by_all = READ_BY_ALL if system.owners is None else ()
         self.helpers = helpers
-        self.layers = Layers(training, options, system.rules, system.conv_approximation)
+        self.budget = Budget(training, options, elsewhere=helpers is not None)
+        timed = partial(self.budget.on, Account.STATISTICS)
+        self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # likewise
-        self.solves = Solves(training, options, self.layers, system.background)
+        self.solves = Solves(training, options, self.layers, system.background, self.budget)
         clip = Clip(training, options, self._batches)
         self.gradients = (
             ResultGradients(training, clip)
@@ -136,6 +140,7 @@ class KFACCurvature(Curvature):
         """Give the processes their roles, plan, and watch the model."""
         if self.helpers is not None:
             self.helpers.begin(self.training)
+        self.budget.begin()
         self._look()
 
     def _look(self) -> None:
@@ -169,17 +174,23 @@ class KFACCurvature(Curvature):
 
     def precondition(self, average: Callable[[], None]) -> None:
         """``p.grad`` <- ν P; see the top of this file."""
-        with record_function("second_order.statistics"):
+        on = self.budget.on
+
+        def averaged() -> None:
+            with on(Account.BASE):
+                average()
+
+        with record_function("second_order.statistics"), on(Account.STATISTICS):
             self.take_statistics()
-        with record_function("second_order.solve"):
+        with record_function("second_order.solve"), on(Account.REFRESH):
             due = self._due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
-            heard = self.solves.refresh(due, average, news)
+            heard = self.solves.refresh(due, averaged, news)
             if self.helpers is not None:
                 self.helpers.hear(heard, self.training)
         with record_function("second_order.average_gradients"):
             average()
-        with record_function("second_order.precondition"):
+        with record_function("second_order.precondition"), on(Account.APART):
             self._precondition()
 
     def take_statistics(self) -> None:
@@ -224,9 +235,10 @@ class KFACCurvature(Curvature):
         self.gradients.finish(self.plan, self._exchange, mine, gradients)
 
     def correct(self) -> None:
-        """Offer the stepped parameters to stats workers."""
+        """Offer the stepped parameters to stats workers; the step is over."""
         if self.helpers is not None:
             self.helpers.offer(self.training, self.solves.post)
+        self.budget.lap(working=bool(self.plan))
 
     def averaging_processes(self) -> int:
         """Those that train."""
@@ -247,11 +259,23 @@ class KFACCurvature(Curvature):
     def _due(self, option: str) -> bool:
         """Whether an interval's turn has come; ``option`` is its name."""
         steps = self.training.steps
-        if steps < self._options.refresh_warmup_steps or steps == self.layers.newcomers_at:
+        if steps < self._dense_until or steps == self.layers.newcomers_at:
             return True
+        return steps % self._every(option) == 0
+
+    @property
+    def _dense_until(self) -> int:
+        """The step before which both come at every step."""
+        return max(self._options.refresh_warmup_steps, self.budget.until)
+
+    def _every(self, option: str) -> int:
+        """An interval, by its name, as it is at this step."""
+        if option in self.budget.chosen:
+            return self.budget.chosen[option]
+        steps = self.training.steps
         every = value_at(getattr(self._options, option), steps)
         check_interval(f"{option} at step {steps}: {option}", every)
-        return steps % int(every) == 0
+        return int(every)
 
     def _batches(self, block: KroneckerBlock) -> int:
         """How many batches a step has for each of which a layer's statistics are made."""
@@ -261,11 +285,10 @@ class KFACCurvature(Curvature):
     def _decay(self) -> float:
         """Weight of the past at an update from the training passes."""
         every, steps = 1, self.training.steps
-        warmup = self._options.refresh_warmup_steps
+        dense = self._dense_until
         counts_steps = isinstance(self._options.factor_decay, PerStep)
-        if counts_steps and warmup <= steps != self.layers.newcomers_at:
-            every = int(value_at(self._options.factor_update_steps, steps))
-            every = min(every, steps - warmup + 1)
+        if counts_steps and dense <= steps != self.layers.newcomers_at:
+            every = min(self._every("factor_update_steps"), steps - dense + 1)
         return self._decay_after(every)
 
     def _decay_after(self, steps: int) -> float:
@@ -330,13 +353,13 @@ class KFACCurvature(Curvature):
         wanted = ("inverses wanted at once", self.solves.wanted)
         newcomers = ("anew at", self.layers.newcomers_at)
         scheduled = self._options.scheduled(self.training.steps)
-        return [("closed", self._closed), wanted, newcomers, *scheduled]
+        return [("closed", self._closed), wanted, newcomers, *scheduled, *self.budget.facts()]
 
     # ------------------------------------------------------------------------ state and summary
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process keeps."""
-        return saved_factors(self.layers, self._takes)
+        return saved_factors(self.layers, self._takes, self.budget.saved())
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
@@ -352,6 +375,7 @@ class KFACCurvature(Curvature):
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh finds and tells
         self.solves.restart()
+        self.budget.load(saved)
         self._updated_at = self.training.steps
         self.watch()
 
@@ -374,6 +398,7 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             self.helpers.awake(self.training)
         self._exchange = None
+        self.budget.begin()
         self.layers.connect()
         self.layers.watch(self._takes)
         self.watch()
@@ -398,7 +423,7 @@ class KFACCurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        return self.layers.summary(said)
+        return replace(self.layers.summary(said), intervals=self.budget.said)
 
 
 def with_stats_workers(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from second_order.kfac.options import AUTO
 from second_order.options import (
     check_choice,
     check_count,
@@ -69,6 +70,12 @@ def half_the_cores() -> int:
 def check_distkfac_options(keywords: Mapping[str, Any]) -> None:
     """Raise unless those of an optimizer's keywords make sense that no other system has."""
     check_whole("stats_workers", keywords["stats_workers"], 0, "0 for none")
+    if keywords["stats_workers"] and keywords["factor_update_steps"] == AUTO:
+        raise ValueError(
+            f"factor_update_steps='auto' measures statistics of the training passes, and with "
+            f"stats_workers={keywords['stats_workers']} other processes take them all the time; "
+            f"give a number, 20 perhaps, for when they are gone"
+        )
     check_timeout("helper_timeout", keywords["helper_timeout"])
     check_choice("inverse_device", keywords["inverse_device"], ("cpu", "cuda"))
     check_choice("conv_factors", keywords["conv_factors"], ("kfc", "cheap"))

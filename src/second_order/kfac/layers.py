@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Layers:
         options: Of the statistics.
         rules: What becomes a block.
         conv_approximation: Of convolutions; None for the same as of other layers.
+        timed: Measures the work of the hooks.
 
     Attributes:
         blocks: All of them, frozen ones too.
@@ -57,9 +59,10 @@ class Layers:
         options: KFACOptions,
         rules: BlockRules,
         conv_approximation: Approximation | None = None,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._training, self._options, self._rules = training, options, rules
-        self._conv_approximation = conv_approximation
+        self._conv_approximation, self._timed = conv_approximation, timed
         self.blocks: list[KroneckerBlock] = []
         self.active: list[KroneckerBlock] = []
         self.left: list[LeftToBase] = []
@@ -143,7 +146,7 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
-        self.capture = Capture(self.collector, self._sampler, self.collector.wants)
+        self.capture = Capture(self.collector, self._sampler, self.collector.wants, self._timed)
 
     def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
         """Hook the layers whose statistics this process takes."""

@@ -13,7 +13,7 @@ from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SOLVERS, SolverName
 from second_order.options import (
-    Interval,
+    AutoInterval,
     Schedule,
     check_choice,
     check_count,
@@ -29,6 +29,7 @@ from second_order.options import (
 __all__ = [
     "ADAPTIVE_STEP_DECAY",
     "AUTO",
+    "BUDGETED",
     "DOCS",
     "AutoSchedule",
     "KFACOptions",
@@ -64,6 +65,9 @@ AUTO: Literal["auto"] = "auto"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
 DAMPING, ADAPTIVE_DAMPING = 2.0, 0.1
+BUDGETED = ("factor_update_steps", "inv_update_steps")
+"""The intervals that can be "auto"."""
+
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -111,8 +115,17 @@ grows with the batch.""",
 "inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies
 (A ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of
 the tasks that the defaults were chosen on.""",
-    "factor_update_steps": "Statistics are taken every so many steps; number or callable.",
-    "inv_update_steps": "Inverses are refreshed every so many steps; number or callable.",
+    "factor_update_steps": """\
+Statistics are taken every so many steps; number or callable, or "auto": as often as
+``overhead`` allows.""",
+    "inv_update_steps": """\
+Inverses are refreshed every so many steps; number or callable, or "auto": as often as
+``overhead`` allows.""",
+    "overhead": """\
+With an interval that is "auto": the share of a step of the base alone that statistics and
+refreshes may cost together, on average, above 0 and up to 10. What they cost is measured
+in the first steps, those of the warm-up, 5 at least and 20 at most, and the intervals are
+kept from then on, in checkpoints, too. Not used without "auto".""",
     "refresh_warmup_steps": """\
 During the first steps, so many, both are refreshed at every step: a first inverse
 from a single batch is no guide for the next hundred steps.""",
@@ -170,8 +183,9 @@ class KFACOptions:
     factor_decay: AutoSchedule | PerStep = AUTO
     kl_clip: AutoSchedule | None = AUTO
     solver: SolverName = "inverse"
-    factor_update_steps: Interval = 10
-    inv_update_steps: Interval = 10
+    factor_update_steps: AutoInterval = 10
+    inv_update_steps: AutoInterval = 10
+    overhead: float = 0.15
     refresh_warmup_steps: int = 20
     fisher: str = "empirical"
     likelihood: Likelihood = "categorical"
@@ -229,8 +243,11 @@ class KFACOptions:
         if self.kl_clip not in (None, AUTO) and not callable(self.kl_clip):
             check_clip(self.kl_clip)
         check_choice("solver", self.solver, SOLVERS)
-        check_interval("factor_update_steps", self.factor_update_steps)
-        check_interval("inv_update_steps", self.inv_update_steps)
+        for name in BUDGETED:
+            if getattr(self, name) != AUTO:
+                check_interval(name, getattr(self, name))
+        remedy = "0.15 is the default: 15 % of a step of the base"
+        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
         remedy = "0 to keep to the intervals from the first step"
         check_whole("refresh_warmup_steps", self.refresh_warmup_steps, 0, remedy)
         check_choice("fisher", self.fisher, ("empirical", "sampled"))

@@ -26,6 +26,7 @@ from torch.profiler import record_function
 from second_order.contract.training import Training
 from second_order.distributed.parcels import Shapes
 from second_order.errors import DecompositionError
+from second_order.kfac.budget import Account, Budget
 from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
@@ -112,6 +113,7 @@ class Solves:
         options: Of the solves.
         layers: Its layers.
         background: How, on threads; None for at once.
+        budget: Of intervals: while it is measured, every solve is waited for.
 
     Attributes:
         wanted: Whether a refresh is due out of turn.
@@ -128,10 +130,13 @@ class Solves:
         training: Training,
         options: KFACOptions,
         layers: Layers,
-        background: Background | None = None,
+        background: Background | None,
+        budget: Budget,
     ) -> None:
         self._training, self._options, self._layers = training, options, layers
-        self._background = background
+        self._background, self._budget = background, budget
+        waits = background is None or background.max_staleness == 0
+        self._waiting = Account.REFRESH if waits else Account.APART
         self._solver = SOLVERS[options.solver]
         self._plan: Mapping[KroneckerBlock, LayerPlan] = {}
         self.wanted = False
@@ -214,11 +219,12 @@ class Solves:
         for part in self._parts(due):
             with record_function("second_order.launch"):
                 self._submit(part, damping)
-            with record_function("second_order.agree"):
+            with record_function("second_order.agree"), self._budget.on(self._waiting):
                 agreed = self._start_agreement(news)
             with record_function("second_order.average_gradients"):
                 average()
-            verdicts, heard = agreed()
+            with self._budget.on(self._waiting):
+                verdicts, heard = agreed()
             with record_function("second_order.land"):
                 landed, failing = self._install(verdicts)
             hopeless += failing
@@ -430,7 +436,7 @@ class Solves:
             return True
         steps, most = self._training.steps, self._background.max_staleness
         late = most is not None and steps - self.flights[block].step >= most
-        return late or steps < self._options.refresh_warmup_steps
+        return late or self._budget.measuring or steps < self._options.refresh_warmup_steps
 
     def _start_agreement(
         self, news: Sequence[float]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -137,6 +138,11 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
     alive = capture()
     if alive is None or Capture.sampling or not call.saved:
         return
+    with alive.timed():
+        _take_gradient(alive, call, gradient)
+
+
+def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
     if _reaches_parameters(call.module):
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
@@ -193,11 +199,12 @@ def _delivery_hook(
     alive = capture()
     if alive is None or Capture.sampling:
         return
-    reached = {module: _reaches_parameters(module) for module, *_ in pairs}
-    delivered = [pair for pair in pairs if reached[pair[0]]]
-    pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
-    for module, x, source, d in delivered:
-        alive._emit(module, x, d, pass_id, source, False)
+    with alive.timed():
+        reached = {module: _reaches_parameters(module) for module, *_ in pairs}
+        delivered = [pair for pair in pairs if reached[pair[0]]]
+        pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
+        for module, x, source, d in delivered:
+            alive._emit(module, x, d, pass_id, source, False)
 
 
 def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
@@ -235,11 +242,13 @@ class Capture:
             the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the
             gradients of the user's own backward.
         wanted: Whether a module's pairs are wanted now; None: if its weight trains.
+        timed: Gives what surrounds the work of a hook that has something to do.
 
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
             gradients in it are nobody else's.
         enabled: Pairs are captured only while this is True.
+        timed: As above.
         root_calls: How often the root returned an output that labels were drawn from.
         missed: Why a pair of a layer did not count, the last time.
     """
@@ -251,8 +260,10 @@ class Capture:
         consumer: PairConsumer,
         sampler: Sampler | None = None,
         wanted: Callable[[nn.Module], bool] | None = None,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.enabled = True
+        self.timed = timed
         self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -308,6 +319,10 @@ class Capture:
             and self._wanted(module)
         ):
             return
+        with self.timed():
+            self._remember(module, x, output)
+
+    def _remember(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         source, x = self._source_of(x), _as_used(x)
         if self._sampler is None:
             outer, again = self._repeated_in()
@@ -352,10 +367,19 @@ class Capture:
             return
         self._inside_root = False
         pending, self._pending = self._pending, []
-        if not pending or self._sampler is None:
-            return
+        if pending and self._sampler is not None:
+            with self.timed():
+                self._draw(self._sampler, pending, output)
+
+    def _draw(
+        self,
+        sampler: Sampler,
+        pending: Sequence[tuple[nn.Module, Tensor, int, GradientEdge]],
+        output: Any,
+    ) -> None:
+        """Take the gradients of the loss on labels drawn from the root's output."""
         with torch.autocast(_device_type(pending[0][1]), enabled=False):
-            loss = self._sampler(output, self.root_calls)
+            loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
         Capture.sampling = True

@@ -44,7 +44,7 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.options import Interval, own_keywords
+from second_order.options import AutoInterval, own_keywords
 from second_order.report import Summary
 
 __all__ = ["DistKFAC"]
@@ -108,8 +108,12 @@ class DistKFAC(SecondOrderOptimizer):
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
             applies (A ⊗ G + γ I)⁻¹ exactly.
         factor_update_steps: Without stats workers, statistics are taken every so many steps; number
-            or callable.
-        inv_update_steps: Solves are launched every so many steps; number or callable.
+            or callable, or "auto": as often as ``overhead`` allows.
+        inv_update_steps: Solves are launched every so many steps; number or callable, or "auto": as
+            often as ``overhead`` allows.
+        overhead: With an interval that is "auto": as in :class:`KAISA`. Of solves that are not
+            waited for, only what the training thread spends on them counts, launching them and
+            putting them to use; where threads have no cores of their own, give a number.
         refresh_warmup_steps: During the first steps, so many, statistics and solves come at every
             step, and are waited for.
         {fisher}
@@ -171,8 +175,9 @@ class DistKFAC(SecondOrderOptimizer):
         factor_decay: AutoSchedule | None = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
-        factor_update_steps: Interval = 20,
-        inv_update_steps: Interval = 20,
+        factor_update_steps: AutoInterval = 20,
+        inv_update_steps: AutoInterval = 20,
+        overhead: float = KFACOptions.overhead,
         refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,

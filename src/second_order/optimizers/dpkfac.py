@@ -29,7 +29,7 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.options import Interval, check_choice, own_keywords
+from second_order.options import AutoInterval, check_choice, own_keywords
 
 __all__ = ["DPKFAC"]
 
@@ -69,6 +69,7 @@ class DPKFAC(SecondOrderOptimizer):
         {solver}
         {factor_update_steps}
         {inv_update_steps}
+        {overhead}
         {refresh_warmup_steps}
         {fisher}
         {likelihood}
@@ -112,8 +113,9 @@ class DPKFAC(SecondOrderOptimizer):
         factor_decay: AutoSchedule = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
-        factor_update_steps: Interval = KFACOptions.factor_update_steps,
-        inv_update_steps: Interval = KFACOptions.inv_update_steps,
+        factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
+        inv_update_steps: AutoInterval = KFACOptions.inv_update_steps,
+        overhead: float = KFACOptions.overhead,
         refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,

@@ -27,7 +27,7 @@ from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.options import (
-    Interval,
+    AutoInterval,
     check_choice,
     check_flag,
     check_number,
@@ -61,6 +61,7 @@ class KAISA(SecondOrderOptimizer):
         {solver}
         {factor_update_steps}
         {inv_update_steps}
+        {overhead}
         {refresh_warmup_steps}
         {fisher}
         {likelihood}
@@ -108,8 +109,9 @@ class KAISA(SecondOrderOptimizer):
         factor_decay: AutoSchedule = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
-        factor_update_steps: Interval = KFACOptions.factor_update_steps,
-        inv_update_steps: Interval = KFACOptions.inv_update_steps,
+        factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
+        inv_update_steps: AutoInterval = KFACOptions.inv_update_steps,
+        overhead: float = KFACOptions.overhead,
         refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,

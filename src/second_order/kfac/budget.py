@@ -1,0 +1,372 @@
+"""Intervals by budget: statistics and solves as often as they cost no more than asked.
+
+In the first steps, in which both come at every step, the training thread's time is told apart:
+
+S      statistics: the hooks' work in the passes, sums, their exchange, the running averages
+R      a refresh: solves, verdicts, the exchange of decompositions
+T      the base alone: batches, passes, the mean of gradients, the base's step
+apart  preconditioning, clip and what they send: they come at every step, so that no interval
+       makes them rarer; and waiting for solves that later ones do not wait for
+
+Then intervals f <= i with S/f + R/i <= overhead T are chosen, once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
+from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
+from second_order.options import check_interval, value_at
+
+__all__ = [
+    "SAVED",
+    "Account",
+    "Budget",
+    "Clock",
+    "DeviceClock",
+    "HostClock",
+    "Stopwatch",
+    "check_saved_intervals",
+    "intervals",
+]
+
+LONGEST = 1000  # steps; older curvature is no guide, however dear the next
+FEWEST, MOST = 5, 20  # steps that are measured
+
+OVERHEAD = "overhead"
+SAVED = frozenset([OVERHEAD, *BUDGETED])
+"""The entries of a checkpoint, in the part of every layer."""
+
+
+# ----------------------------------------------------------------------------------- the intervals
+
+
+def intervals(
+    S: float, R: float, T: float, overhead: float, f: int | None = None, i: int | None = None
+) -> tuple[int, int]:
+    """Steps between statistics and between refreshes, ``f <= i``, with S/f + R/i <= overhead T.
+
+    Where both are chosen, and a refresh costs less than two statistics, both come at every so many
+    steps. Otherwise statistics may take a third of the budget, and refreshes two thirds and what
+    statistics at every step leave. Where one is given, the other gets what it leaves. The bound
+    does not hold where it would take more than 1,000 steps, or statistics rarer than refreshes.
+
+    Args:
+        S: Seconds of an update of statistics.
+        R: Seconds of a refresh.
+        T: Seconds of a step of the base alone.
+        overhead: Of which so much may be spent, a share.
+        f: Steps between statistics, where they are given.
+        i: Steps between refreshes, where they are given.
+    """
+    budget = overhead * T
+    if f is not None and i is not None:
+        return f, i
+    if f is not None:
+        return f, max(f, _steps(R, budget - S / f))
+    if i is not None:
+        return min(i, _steps(S, budget - R / i)), i
+    if R <= 2 * S:
+        both = _steps(S + R, budget)
+        return both, both
+    f = _steps(3 * S, budget)
+    return f, max(f, _steps(R, max(budget - S, budget * 2 / 3)))
+
+
+def _steps(cost: float, budget: float) -> int:
+    """The least number of steps in each of which a cost is within budget, 1 to 1,000."""
+    if cost >= LONGEST * budget:
+        return 1 if cost == 0 else LONGEST
+    return max(math.ceil(cost / budget), 1)
+
+
+# ------------------------------------------------------------------------------------ the stopwatch
+
+
+class Account(Enum):
+    """What a moment of the training thread is spent on; see the top of this file."""
+
+    STATISTICS = "S"
+    REFRESH = "R"
+    BASE = "T"
+    APART = "apart"
+
+
+class Clock(Protocol):
+    """Marks moments, and tells later how far they are apart."""
+
+    def mark(self) -> Any:
+        """Now."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """From one mark to another, once :meth:`settle` has been called."""
+
+    def settle(self) -> None:
+        """See to it that all moments that were marked have come."""
+
+
+class HostClock:
+    """The processor's.
+
+    Args:
+        now: Seconds, of any origin.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+
+    def mark(self) -> float:
+        """Now."""
+        return self._now()
+
+    def seconds(self, start: float, end: float) -> float:
+        """From one mark to another."""
+        return end - start
+
+    def settle(self) -> None:
+        """Nothing is under way here."""
+
+
+class DeviceClock:
+    """That of a CUDA device: events on its current stream, which the host does not wait for.
+
+    Args:
+        device: Which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """The moment at which the device has done all that it was given so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """From one mark to another."""
+        return float(start.elapsed_time(end)) / 1000
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+
+class Stopwatch:
+    """Lap times by account, of which exactly one is open at each moment: the base's, or another.
+
+    Args:
+        clock: By which.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open = Account.BASE
+        self._laps: list[list[tuple[Account, Any]]] = [[(self._open, clock.mark())]]
+
+    @contextmanager
+    def on(self, account: Account) -> Iterator[None]:
+        """Have another account open meanwhile, and then again that which was."""
+        before = self._open
+        self._switch(account)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, account: Account) -> None:
+        self._open = account
+        self._laps[-1].append((account, self._clock.mark()))
+
+    def lap(self) -> None:
+        """A step ends, and the next begins."""
+        self._switch(Account.BASE)
+        self._laps.append(self._laps[-1][-1:])
+
+    def read(self) -> list[dict[Account, float]]:
+        """Seconds of each lap that has ended; waits for the device, if it is a device's clock."""
+        self._clock.settle()
+        found = []
+        for marks in self._laps[:-1]:
+            spent = dict.fromkeys(Account, 0.0)
+            for (account, start), (_, end) in pairwise(marks):
+                spent[account] += self._clock.seconds(start, end)
+            found.append(spent)
+        return found
+
+
+# --------------------------------------------------------------------------------------- the budget
+
+
+class Budget:
+    """The intervals that are "auto": measured for in the first steps, then fixed.
+
+    All ranks choose the same: the times are averaged over them, after a step that all know by its
+    number.
+
+    Args:
+        training: Whose steps.
+        options: The intervals, and what may be spent.
+        elsewhere: Whether statistics are taken by other processes: they cost nothing here then.
+        clock: Measures; None for that of the training's device.
+
+    Attributes:
+        chosen: Steps, by the option's name; empty while it is measured, and without "auto".
+        measured: S, R and T in seconds, the ranks' mean; None where they have not been measured.
+        until: The step up to which statistics and refreshes come at every step; 0 without "auto".
+        clock: As above.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        options: KFACOptions,
+        *,
+        elsewhere: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        self._training, self._options, self._elsewhere = training, options, elsewhere
+        self.clock = clock
+        self._auto = [name for name in BUDGETED if getattr(options, name) == AUTO]
+        self.chosen: dict[str, int] = {}
+        self.measured: tuple[float, float, float] | None = None
+        self.until = FEWEST if self._auto else 0
+        self._watch: Stopwatch | None = None
+
+    @property
+    def measuring(self) -> bool:
+        """Whether there is something to choose that has not been chosen."""
+        return bool(self._auto) and not self.chosen
+
+    def begin(self) -> None:
+        """Measure from now on, unless there is nothing to choose."""
+        self._begin_at(self._training.steps)
+
+    def _begin_at(self, step: int) -> None:
+        if not self.measuring:
+            self._watch = None
+            return
+        device = self._training.device
+        clock = self.clock or (DeviceClock(device) if device.type == "cuda" else HostClock())
+        self._watch = Stopwatch(clock)
+        self.until = max(step + FEWEST, min(self._options.refresh_warmup_steps, step + MOST))
+
+    def on(self, account: Account) -> AbstractContextManager[None]:
+        """Put the time meanwhile on an account."""
+        return nullcontext() if self._watch is None else self._watch.on(account)
+
+    def lap(self, working: bool) -> None:
+        """A step ends; a collective at the last one that is measured.
+
+        Args:
+            working: Whether there are layers to measure; the same on every rank.
+        """
+        if self._watch is None:
+            return
+        if not working:
+            self._begin_at(self._training.steps + 1)
+            return
+        self._watch.lap()
+        if self._training.steps + 1 >= self.until:
+            self._choose(self._watch.read())
+            self._watch = None
+
+    def _choose(self, laps: list[dict[Account, float]]) -> None:
+        """Fix the intervals by the medians of the laps, without the first ones."""
+        settled = laps[max(2, len(laps) // 4) :] or laps  # memory is allocated, kernels are chosen
+        accounts = (Account.STATISTICS, Account.REFRESH, Account.BASE)
+        medians = [statistics.median(lap[account] for lap in settled) for account in accounts]
+        world = self._training.world
+        total = torch.tensor(medians, dtype=torch.float64, device="cpu")
+        world.on_cpu().all_reduce([total]).wait()
+        S, R, T = (total / world.size).tolist()
+        if self._elsewhere:
+            S = 0.0
+        self.measured = S, R, T
+        overhead = self._options.overhead
+        f, i = intervals(S, R, T, overhead, *(self._given(name) for name in BUDGETED))
+        pairs = zip(BUDGETED, (f, i), strict=True)
+        self.chosen = {name: steps for name, steps in pairs if name in self._auto}
+        share = (S / f + R / i) / T if T > 0 else 0.0
+        if share > overhead * (1 + 1e-9) and self._training.first_time("overhead"):
+            self._training.warn(
+                f"overhead={overhead} cannot be kept: with statistics every {f} steps and solves "
+                f"every {i}, they cost {share:.3f} of a step of {self._training.base_name} alone; "
+                f"solver='inverse' is cheaper, and skip_layers=[...] spares the widest layers"
+            )
+
+    def _given(self, name: str) -> int | None:
+        """The interval of an option that is not to be chosen, as it is at this step."""
+        if name in self._auto:
+            return None
+        if self._elsewhere and name == BUDGETED[0]:
+            return 1  # when they come is not known here
+        every = value_at(getattr(self._options, name), self._training.steps)
+        check_interval(f"{name} at step {self._training.steps}: {name}", every)
+        return int(every)
+
+    # ----------------------------------------------------------------------- state and summary
+
+    def facts(self) -> list[tuple[str, Any]]:
+        """What ranks compare."""
+        return [("intervals by budget", self._state())] if self._auto else []
+
+    def _state(self) -> str:
+        if self.measuring:
+            return f"being measured until step {self.until}"
+        words = {"factor_update_steps": "statistics", "inv_update_steps": "inverses"}
+        return ", ".join(f"{words[n]} every {steps} steps" for n, steps in self.chosen.items())
+
+    @property
+    def said(self) -> str:
+        """A line of the summary; "" without "auto"."""
+        if not self._auto:
+            return ""
+        costs = ""
+        if self.measured is not None:
+            S, R, T = (f"{1000 * seconds:.3g} ms" for seconds in self.measured)
+            costs = f"; measured: statistics {S}, a refresh {R}, a step of the base {T}"
+        return f"intervals by budget, overhead {self._options.overhead}: {self._state()}{costs}"
+
+    def saved(self) -> dict[str, Any]:
+        """The intervals as a checkpoint has them, with every layer; 0 while they are measured."""
+        if not self._auto:
+            return {}
+        return {OVERHEAD: self._options.overhead, **{n: self.chosen.get(n, 0) for n in self._auto}}
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over intervals saved for the same overhead; otherwise measure anew from here on."""
+        wanted = {OVERHEAD, *self._auto}
+        found = next((part for part in saved.values() if part.keys() >= wanted), None)
+        self.chosen = {}
+        if found is not None and found.number(OVERHEAD) == self._options.overhead:
+            chosen = {name: found.whole(name, 0) for name in self._auto}
+            self.chosen = chosen if all(chosen.values()) else {}
+        self.measured = None
+        self.until = FEWEST if self._auto else 0
+        self.begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_watch": None}
+
+
+def check_saved_intervals(saved: Mapping[Tensor, SavedPart]) -> None:
+    """Raise ValueError unless saved intervals are sound, and the same with every layer."""
+    known: dict[str, float] = {}
+    for part in saved.values():
+        for name in SAVED & part.keys():
+            value = part.number(name, 0.0) if name == OVERHEAD else part.whole(name, 0)
+            if known.setdefault(name, value) != value:
+                raise part.wrong(name, f"is {value}, and {known[name]} for another parameter")
