@@ -245,6 +245,28 @@ def test_intervals() -> None:
             assert cell == shown(records[model, name][target]), (label, model, target)
 
 
+def test_what_intervals_by_budget_cost() -> None:
+    names = {
+        "ResNet-20": "resnet20",
+        "MLP 512-": "mlp",
+        "transf": "transformer",
+        "ResNet of": "wide",
+    }
+    table = rows("docs/kfac.md", "statistics / refreshes every, and their cost")
+    records = {(r["workload"].split("-")[-1], r["overhead"]): r for r in stored("budget")["rows"]}
+    assert 2 * len(table) == len(records)
+    for label, cells in table.items():
+        (name,) = (name for start, name in names.items() if label.startswith(start))
+        for cell, overhead in zip(cells, (0.15, 0.05), strict=True):
+            record = records[name, overhead]
+            whole = record["measured"] is not None
+            share = record["measured"] if whole else record["extrapolated"]
+            f, i = record["intervals"]
+            assert cell == f"{f} / {i}: {100 * share:.1f} %{'' if whole else '*'}"
+            assert abs(share - overhead) <= 0.03
+            assert record["steps"] == 0 or record["steps"] >= 2 * i
+
+
 def test_the_clip_and_the_batch() -> None:
     table = rows("docs/kfac.md", "`kl_clip`")
     records = [r for r in stored("settings")["clip"] if r["damping"] == 2.0]
