@@ -1589,15 +1589,15 @@ MUTANTS = [
         "kfac/budget.py",
         "f = _steps(3 * S, budget)",
         "f = _steps(2 * S, budget)",
-        "budget::intervals_by_hand",
-        "budget::the_bound_holds_unless_intervals_are_the_longest",
+        "intervals::intervals_by_hand",
+        "intervals::the_bound_holds_unless_intervals_are_the_longest",
     ),
     _mutant(
         "a budget whose solves take what statistics need",
         "kfac/budget.py",
         "max(budget - S, budget * 2 / 3)",
         "max(budget - S, budget)",
-        "budget::no_more_is_left_of_the_budget_than_whole_numbers_leave",
+        "intervals::no_more_is_left_of_the_budget_than_whole_numbers_leave",
     ),
     _mutant(
         "a budget of averages without the first steps",

@@ -1,4 +1,4 @@
-"""Intervals by budget: the rule, what is measured, and that it is chosen once, by all alike.
+"""Intervals by budget: what is measured, and that it is chosen once, by all alike.
 
 Time is what the tests make it: `Time.spend` moves the clock that the budget reads, and nothing else
 does. Functions that take (rank, world_size, ...) run on the pool's ranks.
@@ -18,8 +18,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from contract import make, take
-from hypothesis import given
-from hypothesis import strategies as st
 from models import ZOO
 from ranks import agreed, shard, vector
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from torch.nn import functional
 
 from second_order import DPKFAC, KAISA, DistKFAC, RankMismatchError, SecondOrderWarning
 from second_order.kfac import budget as budgets
-from second_order.kfac.budget import LONGEST, Account, DeviceClock, HostClock, Stopwatch, intervals
+from second_order.kfac.budget import Account, DeviceClock, HostClock, Stopwatch
 from second_order.kronecker.background import Ticket
 from second_order.optimizers import base as contract
 
@@ -46,91 +44,6 @@ MLP = ZOO["mlp"]
 LAYERS = sum(isinstance(m, nn.Linear) for m in MLP.model().modules())
 AUTO: dict[str, Any] = {"factor_update_steps": "auto", "inv_update_steps": "auto"}
 each_system = pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
-
-
-# The rule.
-
-seconds = st.floats(0.1, 100)
-shares = st.floats(0.01, 10)
-
-
-def cost(S: float, R: float, f: int, i: int) -> float:
-    return S / f + R / i
-
-
-@given(seconds, seconds, seconds, shares)
-def test_the_bound_holds_unless_intervals_are_the_longest(
-    S: float, R: float, T: float, overhead: float
-) -> None:
-    f, i = intervals(S, R, T, overhead)
-    assert 1 <= f <= i <= LONGEST
-    assert i == LONGEST or cost(S, R, f, i) <= overhead * T * (1 + 1e-9)
-
-
-@given(seconds, seconds, seconds, shares, st.integers(1, 3000))
-def test_beside_a_given_interval_the_bound_holds_where_it_can(
-    S: float, R: float, T: float, overhead: float, fixed: int
-) -> None:
-    f, i = intervals(S, R, T, overhead, f=fixed)
-    assert f == fixed <= i <= max(LONGEST, fixed)
-    if i < LONGEST:
-        assert i == fixed or cost(S, R, f, i - 1) > overhead * T  # none shorter would do
-        assert cost(S, R, f, i) <= overhead * T * (1 + 1e-9)
-    f, i = intervals(S, R, T, overhead, i=fixed)
-    assert i == fixed >= f >= 1
-    if f < min(fixed, LONGEST):
-        assert cost(S, R, f, i) <= overhead * T * (1 + 1e-9)
-    assert intervals(S, R, T, overhead, 7, fixed) == (7, fixed)
-
-
-@given(seconds, seconds, seconds, shares, shares)
-def test_a_larger_overhead_makes_no_interval_longer(
-    S: float, R: float, T: float, a: float, b: float
-) -> None:
-    low, high = sorted((a, b))
-    for fixed in ((None, None), (10, None), (None, 10)):
-        short, long = intervals(S, R, T, high, *fixed), intervals(S, R, T, low, *fixed)
-        assert short[0] <= long[0]
-        assert short[1] <= long[1]
-
-
-@given(seconds, seconds, seconds, shares, st.integers(-20, 20))
-def test_units_of_time_do_not_matter(
-    S: float, R: float, T: float, overhead: float, power: int
-) -> None:
-    c = 2.0**power
-    assert intervals(c * S, c * R, c * T, overhead) == intervals(S, R, T, overhead)
-
-
-@given(st.floats(3.4, 300), st.floats(7, 600))
-def test_no_more_is_left_of_the_budget_than_whole_numbers_leave(S: float, R: float) -> None:
-    f, i = intervals(S, R, T=10.0, overhead=0.1)
-    assert 10 <= f <= i < LONGEST
-    assert 0.9 <= cost(S, R, f, i) <= 1 + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("S", "R", "T", "overhead", "fixed", "expected"),
-    [
-        (5, 40, 100, 0.1, {}, (2, 6)),  # 3 · 5 / 10; 40 / (2/3 · 10)
-        (1, 40, 100, 0.1, {}, (1, 5)),  # 40 / (10 − 1)
-        (50, 100, 100, 0.1, {}, (15, 15)),  # (50 + 100) / 10
-        (5, 40, 100, 0.1, {"f": 10}, (10, 10)),  # 40 / (10 − 0.5) is 5, and statistics are rarer
-        (5, 400, 100, 0.1, {"f": 10}, (10, 43)),  # 400 / (10 − 0.5)
-        (5, 40, 100, 0.1, {"f": 2000}, (2000, 2000)),
-        (50, 40, 100, 0.1, {"i": 8}, (8, 8)),  # 50 / (10 − 5) is 10, and refreshes are not so rare
-        (20, 40, 100, 0.1, {"i": 8}, (4, 8)),  # 20 / (10 − 5)
-        (20, 40, 100, 0.1, {"i": 2}, (2, 2)),  # refreshes alone cost more
-        (0, 0, 100, 0.1, {}, (1, 1)),
-        (0, 0, 0, 0.1, {}, (1, 1)),
-        (1, 1, 0, 0.1, {}, (LONGEST, LONGEST)),
-        (0, 1, 1e-9, 0.1, {}, (1, LONGEST)),
-    ],
-)
-def test_intervals_by_hand(
-    S: float, R: float, T: float, overhead: float, fixed: dict[str, int], expected: tuple[int, int]
-) -> None:
-    assert intervals(S, R, T, overhead, **fixed) == expected
 
 
 # What is measured.
