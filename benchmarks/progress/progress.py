@@ -6,9 +6,9 @@
 
 On the classifiers every optimizer gets five settings; for each target the one with the best median
 over the seeds counts, and the table names it. On the autoencoder SGD and Adam have the rates that a
-search found best. "defaults" is a second-order optimizer with nothing set but the
-learning rate of 0.1, or, over Adam, Adam's. A run is evaluated every five steps; seconds are processor time of training
-alone, with one thread, so that a machine that does other things as well changes them little.
+search found best. "defaults" is a second-order optimizer with nothing set but the learning rate of
+0.1, or, over Adam, Adam's. A run is evaluated every five steps; seconds are processor time of
+training alone, with one thread, so that a machine that does other things changes them little.
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[
 def is_adaptive(base: Any) -> bool:
     """Whether an optimizer scales its steps itself, whatever the scale of the gradients.
 
-    Found by what it does: two first steps, with a gradient and with a hundred times that, are about
-    as long under Adam or Muon, and a hundred times as long under SGD. A class that cannot be made
-    with a learning rate alone is taken for one that does not.
+    Found by what it does: its tenth step, with gradients and with a hundred times these, is about as
+    long under Adam or Muon, and a hundred times as long under SGD. (RAdam's first ones are SGD's.) A
+    class that cannot be made with a learning rate alone is taken for one that does not.
     """
     try:
         lengths = [_length_of_step(base, scale) for scale in (1.0, 100.0)]
@@ -115,11 +115,14 @@ def is_adaptive(base: Any) -> bool:
 
 
 def _length_of_step(base: Any, scale: float) -> float:
-    """Of the first one, with a gradient of this scale."""
+    """Of the tenth one, with gradients of this scale."""
     p = torch.nn.Parameter(torch.zeros(2, 2, device="cpu", dtype=torch.float64))
-    p.grad = scale * torch.tensor([[1.0, 0.5], [-0.5, 2.0]], dtype=torch.float64)
-    base([p], lr=1e-3).step()
-    return float(p.detach().norm())
+    before, optimizer = p.detach().clone(), base([p], lr=1e-3)
+    for _ in range(10):
+        before.copy_(p.detach())
+        p.grad = scale * torch.tensor([[1.0, 0.5], [-0.5, 2.0]], dtype=torch.float64)
+        optimizer.step()
+    return float((p.detach() - before).norm())
 
 
 def own_keywords(optimizer: type) -> list[str]:

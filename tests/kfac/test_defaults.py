@@ -1,0 +1,236 @@
+"""Defaults that follow what the optimizer can see: the base, and the examples in a batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import each_kronecker
+from torch import Tensor, nn
+from torch.optim import (
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from second_order import KAISA, DistKFAC
+from second_order.kfac.clip import bound_for
+from second_order.kfac.options import PerStep
+from second_order.options import is_adaptive
+
+if TYPE_CHECKING:
+    from pool import World
+
+    from second_order import SecondOrderOptimizer
+
+
+class Normalised(SGD):
+    """Somebody's own: SGD with gradients of length one."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad /= p.grad.norm()
+        return super().step(closure)
+
+
+class Demanding(SGD):
+    """Somebody's own, which cannot be made with a learning rate alone."""
+
+    def __init__(self, params: Any, lr: float, secret: str) -> None:
+        super().__init__(params, lr)
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        *((base, True) for base in (Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad)),
+        *((base, True) for base in (Adadelta, Adafactor, Muon, Rprop, Normalised)),
+        *((base, False) for base in (SGD, torch.optim.ASGD, Demanding)),
+    ],
+)
+def test_what_scales_its_steps_itself_is_found_by_what_it_does(
+    base: type[torch.optim.Optimizer], expected: bool
+) -> None:
+    before = torch.random.get_rng_state()
+    assert is_adaptive(base) is expected
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def options_of(optimizer: SecondOrderOptimizer) -> Any:
+    return optimizer._curvature._options  # type: ignore[attr-defined]
+
+
+@each_kronecker
+def test_defaults_follow_the_base(System: type[KAISA]) -> None:
+    model = nn.Linear(3, 2)
+    plain, adaptive = (options_of(System(model, lr=0.1, base=base)) for base in (SGD, AdamW))
+    assert (plain.damping, plain.kl_clip, plain.factor_decay) == (2.0, "auto", PerStep(0.995))
+    assert (adaptive.damping, adaptive.kl_clip) == (0.1, None)
+    assert adaptive.factor_decay == PerStep(0.95)
+    given = {"damping": 1.0, "kl_clip": 1e-3, "factor_decay": 0.5}
+    said = options_of(System(model, lr=0.1, base=AdamW, **given))
+    assert {name: getattr(said, name) for name in given} == given
+
+
+@each_kronecker
+def test_a_damping_that_is_not_relative_has_to_be_given(System: type[KAISA]) -> None:
+    with pytest.raises(ValueError, match=r"damping='auto' is relative .* give a number"):
+        System(nn.Linear(3, 2), lr=0.1, relative_damping=False)
+
+
+def test_of_two_bases_the_first_is_asked() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    assert options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD)).damping == 0.1
+    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).damping == 2.0
+
+
+@pytest.mark.parametrize(("examples", "bound"), [(64, 1e-4), (256, 8e-4), (16, 1.25e-5)])
+def test_the_bound_grows_with_the_batch(examples: float, bound: float) -> None:
+    assert float(bound_for(torch.tensor(examples).double())) == pytest.approx(bound, rel=1e-12)
+
+
+def test_where_the_batch_is_unknown_it_is_the_usual_one() -> None:
+    assert float(bound_for(torch.tensor(0.0).double())) == pytest.approx(1e-4, rel=1e-12)
+
+
+def model_and_batch(examples: int) -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    x = torch.randn(examples, 6, generator=generator, dtype=torch.float64)
+    return model, x, torch.randint(3, (examples,), generator=generator)
+
+
+EXACT: dict[str, Any] = {
+    "lr": 1.0,
+    "factor_dtype": torch.float64,
+    "inv_dtype": torch.float64,
+    "damping": 1e-3,
+}
+
+
+def stepped(
+    System: Any, x: Tensor, y: Tensor, model: nn.Module, parts: int = 1, **options: Any
+) -> list[Tensor]:
+    """The gradients that the base gets at the second of two steps."""
+    optimizer = System(model, **{**EXACT, **options})
+    for _ in range(2):
+        optimizer.zero_grad()
+        for each_x, each_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = nn.functional.cross_entropy(model(each_x), each_y) / parts
+            loss.backward()
+        optimizer.step()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@each_kronecker
+@pytest.mark.parametrize("examples", [8, 64, 200])
+def test_auto_is_the_number_for_the_batch(System: type[KAISA], examples: int) -> None:
+    """Also where the batch comes in parts. The clip binds: lr is huge."""
+    model, x, y = model_and_batch(examples)
+    bound = 1e-4 * (examples / 64) ** 1.5
+    auto = stepped(System, x, y, copy.deepcopy(model))
+    told = stepped(System, x, y, copy.deepcopy(model), kl_clip=bound)
+    other = stepped(System, x, y, copy.deepcopy(model), kl_clip=2 * bound)
+    for ours, expected, wrong in zip(auto, told, other, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-14)
+        assert not torch.allclose(ours, wrong, rtol=1e-2)
+    if examples % 4 == 0:
+        for ours, expected in zip(stepped(System, x, y, model, 4), told, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-12)
+
+
+def on_ranks(rank: int, world_size: int, system: str) -> list[Tensor]:
+    import second_order
+
+    model, x, y = model_and_batch(96)
+    part = slice(rank * 96 // world_size, (rank + 1) * 96 // world_size)
+    return stepped(getattr(second_order, system), x[part], y[part], model)
+
+
+@pytest.mark.parametrize("system", ["KAISA", "DPKFAC", "DistKFAC"])
+def test_the_batch_is_that_of_all_ranks(world: World, system: str) -> None:
+    """For DPKFAC, whose factors are of one rank's part, too: the whole change is bounded alike."""
+    import second_order
+
+    both = world.run(on_ranks, 2, system)
+    for first, second in zip(*both, strict=True):
+        torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+    model, x, y = model_and_batch(96)
+    alone = stepped(getattr(second_order, system), x, y, model)
+    if system != "DPKFAC":
+        for ours, expected in zip(both[0], alone, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-12)
+        return
+    lengths = [sum(float(g.square().sum()) for g in of) ** 0.5 for of in (both[0], alone)]
+    assert lengths[0] == pytest.approx(
+        lengths[1], rel=0.5
+    )  # two ranks' own N would halve it thrice
+
+
+@each_kronecker
+def test_the_number_of_examples_is_in_checkpoints(System: type[KAISA]) -> None:
+    """A resumed run clips as one that was never stopped, before statistics come again."""
+    model, x, y = model_and_batch(200)
+    rare = {"factor_update_steps": 50, "refresh_warmup_steps": 1, "inv_update_steps": 1}
+
+    def take(model: nn.Module, optimizer: SecondOrderOptimizer) -> Tensor:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    optimizer = System(model, **{**EXACT, **rare})
+    take(model, optimizer)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    older = copy.deepcopy(saved)
+    for entry in older["state"].values():
+        entry["curvature"].pop("examples", None)
+    expected = take(model, optimizer)
+    found = []
+    for state in (saved, older):
+        model.load_state_dict(weights)
+        resumed = copy.deepcopy(model)
+        fresh = System(resumed, **{**EXACT, **rare})
+        fresh.load_state_dict(state)
+        found.append(take(resumed, fresh))
+    torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=1e-13)
+    assert not torch.allclose(found[1], expected, rtol=1e-4)  # an older one has the usual batch
+
+
+def test_factors_remember_steps_whatever_the_interval() -> None:
+    assert PerStep(0.95).after(1) == 0.95
+    assert PerStep(0.95).after(10) == pytest.approx(0.95**10)
+    model, x, y = model_and_batch(20)
+    weights = []
+    for every in (1, 5):
+        torch.manual_seed(0)
+        of = copy.deepcopy(model)
+        quick = {"factor_update_steps": every, "inv_update_steps": 5, "refresh_warmup_steps": 1}
+        optimizer = KAISA(of, **{**EXACT, **quick})
+        for _ in range(6):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(of(x), y).backward()
+            optimizer.step()
+        weights.append(float(optimizer.state[of[0].weight]["curvature"]["average_weight"]))
+    assert weights[0] == pytest.approx(sum(0.995**k for k in range(6)))
+    assert weights[1] == pytest.approx(1 + 0.995**5)
+
+
+def test_none_is_twenty_steps_under_any_base() -> None:
+    optimizer = DistKFAC(nn.Linear(3, 2), lr=0.1, factor_decay=None)
+    assert options_of(optimizer).factor_decay == PerStep(0.95)
