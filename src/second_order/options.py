@@ -103,9 +103,9 @@ def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[
 def is_adaptive(base: Any) -> bool:
     """Whether an optimizer scales its steps itself, whatever the scale of the gradients.
 
-    Found by what it does: its tenth step, with gradients and with a hundred times these, is about as
-    long under Adam or Muon, and a hundred times as long under SGD. (RAdam's first ones are SGD's.) A
-    class that cannot be made with a learning rate alone is taken for one that does not.
+    Found by what it does: its tenth step, with gradients and with a hundred times these, is about
+    as long under Adam or Muon, and a hundred times as long under SGD. (RAdam's first ones are
+    SGD's.) A class that cannot be made with a learning rate alone is taken for one that does not.
     """
     try:
         lengths = [_length_of_step(base, scale) for scale in (1.0, 100.0)]
