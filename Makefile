@@ -39,6 +39,7 @@ progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds
 language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, tuned: most of an hour
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/language.py \
 		--json benchmarks/results/language.json $(ARGS)
+	$(BIN)/python benchmarks/progress/plot_language.py benchmarks/results/language.json --out docs/figures/language.png
 
 defaults: venv ## every candidate for a default on six tasks and three bases: most of an hour
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/defaults.py \

@@ -404,3 +404,79 @@ def test_commands_of_the_pages_are_there(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
     assert named <= targets
+
+
+def language_runs() -> dict[str, Runs]:
+    found: dict[str, Runs] = {}
+    for run in stored("language")["runs"]:
+        found.setdefault(run["name"], []).append(run)
+    return found
+
+
+def share_of(runs: Runs, theirs: Runs, key: str) -> float:
+    """Median over the seeds of what the others' last loss takes, over what they took."""
+    shares = []
+    for run, other in zip(runs, theirs, strict=True):
+        goal = other["losses"][-1]
+        place = next((i for i, loss in enumerate(run["losses"]) if loss <= goal), None)
+        if place is None:
+            shares.append(math.inf)
+        elif key == "steps":
+            shares.append((place + 1) / len(other["losses"]))
+        else:
+            shares.append(run["seconds"][place] / other["seconds"][-1])
+    return statistics.median(shares)
+
+
+README_ROWS = {
+    "AdamW, lr 0.003": "AdamW",
+    "Muon with AdamW, lr 0.014": "Muon",
+    "SOAP, lr 0.014": "SOAP",
+    "KAISA over AdamW, nothing set, lr 0.003": "KAISA, defaults",
+    "KAISA over AdamW, nothing set, lr 0.006": "KAISA, twice AdamW's rate",
+    "KAISA over AdamW, tuned: lr 0.01, damping 0.05": "KAISA",
+}
+
+
+def test_the_language_model() -> None:
+    runs, settings = language_runs(), stored("language")["settings"]
+    short = rows("README.md", "optimizer", "held-out loss")
+    whole = rows("docs/coming-from.md", "optimizer", "setting", "held-out loss")
+    assert short.keys() == README_ROWS.keys()
+    assert whole.keys() == runs.keys()
+    table = {name: cells[1:4] for name, cells in whole.items()}
+    for label, cells in [*short.items(), *table.items()]:
+        name = README_ROWS.get(label, label)
+        loss = statistics.mean(run["losses"][-1] for run in runs[name])
+        assert float(cells[0]) == pytest.approx(loss, abs=0.00051)
+        for cell, key in zip(cells[1:], ("steps", "seconds"), strict=True):
+            share = share_of(runs[name], runs["AdamW"], key)
+            told = math.inf if cell == "never" else float(cell.removesuffix(" ×"))
+            assert told == share or told == pytest.approx(share, abs=0.0051), (label, key)
+    for name, (setting, *_, seconds) in whole.items():
+        lr, options = settings[name]
+        more = "".join(f", {key} {value}" for key, value in options.items())
+        assert setting == f"lr {lr}{more}"
+        taken = statistics.median(run["seconds"][-1] for run in runs[name])
+        assert float(seconds) == pytest.approx(taken, abs=0.51)
+
+
+def test_what_the_language_model_gains_over_muon_and_soap() -> None:
+    runs = language_runs()
+    page = " ".join((ROOT / "docs" / "coming-from.md").read_text().split())
+    found = {}
+    for ours in "KAISA", "KAISA, twice AdamW's rate", "KAISA, defaults":
+        for theirs in "Muon", "SOAP":
+            gains = [
+                b["losses"][-1] - a["losses"][-1]
+                for a, b in zip(runs[ours], runs[theirs], strict=True)
+            ]
+            error = statistics.stdev(gains) / math.sqrt(len(gains))
+            found[ours, theirs] = statistics.mean(gains), error
+    for ours in "KAISA", "KAISA, twice AdamW's rate":
+        said = [f"{gain:.3f} ± {error:.3f}" for gain, error in (found[ours, r] for r in RIVALS)]
+        assert " and ".join(said) in page, (ours, said)
+    assert all(found["KAISA, defaults", rival][0] < 0 for rival in RIVALS)
+
+
+RIVALS = ("Muon", "SOAP")
