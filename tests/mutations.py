@@ -1900,9 +1900,9 @@ MUTANTS = [
     ),
     _mutant(
         "a bound for one rank's part of the batch",
-        "kfac/curvature.py",
-        "return 1 if layer.source is None else self.averaging_processes()",
-        "return 1",
+        "kfac/clip.py",
+        "self._training.world.size if self._from_one else 1",
+        "1",
         "defaults::the_batch_is_that_of_all_ranks",
     ),
     _mutant(

@@ -43,6 +43,7 @@ KFAC: dict[str, Any] = {
     "inv_update_steps": 3,
     "refresh_warmup_steps": 2,
 }
+EIGEN = {"solver": "eigen"}
 THREADS: dict[str, Any] = {"deterministic": True, "max_staleness": 2, "inverse_threads": 1}
 PAIRS: dict[str, Any] = {"largest": 3, "smallest": 1, "lanczos_iterations": 111}
 SPLIT: dict[str, Any] = {**PAIRS, "lanczos_tol": 1e-12, "warmup_steps": 1, "curvature_interval": 3}
@@ -56,17 +57,28 @@ EPOCHS: dict[str, Any] = {
 
 # By name: the system, the model, its options, and numbers of processes.
 SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
-    "KAISA": (KAISA, "mlp", {**KFAC, **MOMENTUM}, (1, 2)),
+    "KAISA": (KAISA, "mlp", {**KFAC, **EIGEN, **MOMENTUM}, (1, 2)),
     "KAISA, inverse, Adam": (KAISA, "conv", {**KFAC, **ADAM, "solver": "inverse"}, (1, 2)),
     "KAISA, one gradient worker": (
         KAISA,
         "mlp",
-        {**KFAC, **MOMENTUM, "grad_worker_fraction": 0.5, "factor_exchange": "reduce"},
+        {
+            **KFAC,
+            **EIGEN,
+            **MOMENTUM,
+            "grad_worker_fraction": 0.5,
+            "factor_exchange": "reduce",
+        },
         (2,),
     ),
-    "KAISA, words": (KAISA, "embedding", {**KFAC, **MOMENTUM, "kfac_approx": "reduce"}, (1, 2)),
-    "DPKFAC": (DPKFAC, "mlp", {**KFAC, **MOMENTUM}, (1, 2)),
-    "DPKFAC, Adam": (DPKFAC, "conv", {**KFAC, **ADAM}, (1, 2)),
+    "KAISA, words": (
+        KAISA,
+        "embedding",
+        {**KFAC, **EIGEN, **MOMENTUM, "kfac_approx": "reduce"},
+        (1, 2),
+    ),
+    "DPKFAC": (DPKFAC, "mlp", {**KFAC, **EIGEN, **MOMENTUM}, (1, 2)),
+    "DPKFAC, Adam": (DPKFAC, "conv", {**KFAC, **EIGEN, **ADAM}, (1, 2)),
     "DistKFAC": (DistKFAC, "mlp", {**KFAC, **MOMENTUM, **THREADS}, (1, 2)),
     "DistKFAC, exact blocks": (
         DistKFAC,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CASE = ZOO["mlp"]
 LAYERS = "0", "2", "4"
 BATCHES = CASE.batches(9, n=12)
-OPTIONS: dict[str, Any] = {"factor_decay": 0.95, **PLAIN, "inverse_threads": 1}
+OPTIONS: dict[str, Any] = {**PLAIN, "solver": "inverse", "inverse_threads": 1}
 LONG = 20.0  # seconds, of what takes none
 
 

@@ -5,8 +5,8 @@ with each candidate: one option is varied at a time, and damping and solver toge
 judged by the steps that it takes to a loss that suits the task, over the fewest that any candidate
 takes: a geometric mean over tasks, and the worst. Then, on seeds that had no part in the choice:
 the base, the defaults, the candidate that was best for the task, and the defaults at other rates,
-to see whether the base's best is a good one here, too. The language model is trained over AdamW
-alone, and on one seed.
+to see whether the base's best is a good one here, too. The bases are SGD and Adam; of the language model
+AdamW alone, and one seed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ TARGETS = {
 BASES: dict[str, tuple[float, ...]] = {
     "SGD": (0.01, 0.03, 0.1, 0.3),
     "Adam": (0.001, 0.003, 0.01, 0.03),
-    "AdamW": (0.001, 0.003, 0.01, 0.03),
 }
 DAMPINGS = {
     "SGD": (0.3, 1.0, 2.0, 4.0),
@@ -149,7 +148,7 @@ def main() -> None:
     )
     found = by_setting(tried)
     best: dict[tuple[str, str], dict[str, Any]] = {}
-    for base in BASES:
+    for base in DAMPINGS:
         tasks = [task for task in arguments.tasks if base in bases_of(task)]
         if not tasks:
             continue

@@ -241,7 +241,7 @@ def another(kind: str, saved: dict[str, Any]) -> dict[str, Any]:
     elif kind == "a part":
         saved["state"][2]["base"] = {}
     else:
-        told = {"a layer": ("A", "G", "mean_eigenvalues", "average_weight")}
+        told = {"a layer": ("A", "G", "mean_eigenvalues", "average_weight", "examples")}
         for name in told.get(kind, ()):
             del saved["state"][2]["curvature"][name]
         for key in saved["state"] if kind == "weights" else ():
@@ -294,7 +294,9 @@ def test_ranks_that_load_other_files_are_told(world: World, name: str) -> None:
     assert first == second
     for kind in OTHERS[name]:
         assert "in the checkpoint loaded: [[" in first[kind], kind
-        shown = {"weights": ("average_weight", "eigenvalues")}.get(kind, ("momentum_buffer",))
+        shown = {"weights": ("average_weight", "examples", "eigenvalues")}.get(
+            kind, ("momentum_buffer",)
+        )
         assert any(word in first[kind] for word in shown), kind
 
 

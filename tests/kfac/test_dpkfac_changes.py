@@ -272,7 +272,7 @@ def damaged(data: bytes, layer: str, *parts: str) -> bytes:
     return buffer.getvalue()
 
 
-EVERYTHING = "A", "G", "average_weight", "mean_eigenvalues"
+EVERYTHING = "A", "G", "average_weight", "mean_eigenvalues", "examples"
 
 
 @pytest.mark.parametrize("parts", [("A",), ("A", "G"), EVERYTHING], ids=str)

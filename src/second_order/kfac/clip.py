@@ -6,7 +6,7 @@ statistics, on the device. What the ranks add up is then the change over the bou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,15 +36,21 @@ def bound_for(examples: Tensor) -> Tensor:
 
 
 class Clip:
-    """What ν = min(1, sqrt(κ / Σ lr² |P·∇|)) is made of at a step."""
+    """What ν = min(1, sqrt(κ / Σ lr² |P·∇|)) is made of at a step.
+
+    Args:
+        training: Whose steps are clipped.
+        options: Of the bound.
+        from_one: Whether a layer's statistics are of one process's batch, and not of everybody's.
+    """
 
     def __init__(
         self,
         training: Training,
         options: KFACOptions,
-        sources: Callable[[KroneckerBlock], int] = lambda block: 1,
+        from_one: bool = False,
     ) -> None:
-        self._training, self._options, self._sources = training, options, sources
+        self._training, self._options, self._from_one = training, options, from_one
 
     def bound(self) -> float | None:
         """What the change may be at this step; None for no clip."""
@@ -77,8 +83,9 @@ class Clip:
         groups = {id(p): group for group in self._training.groups for p in group["params"]}
         rates = [groups[id(block.weight)][which] for block in results]
         if self._options.kl_clip == AUTO:
+            batches = self._training.world.size if self._from_one else 1
             rates = [
-                rate / bound_for(block.ensure_factors().examples * self._sources(block)).sqrt()
+                rate / bound_for(block.ensure_factors().examples * batches).sqrt()
                 for rate, block in zip(rates, results, strict=True)
             ]
         return kl_change(list(results.values()), [gradients[b] for b in results], rates)

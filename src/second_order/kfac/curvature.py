@@ -109,7 +109,7 @@ class KFACCurvature(Curvature):
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # likewise
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
-        clip = Clip(training, options, self._batches)
+        clip = Clip(training, options, from_one=system.owners is not None or helpers is not None)
         self.gradients = (
             ResultGradients(training, clip)
             if system.owners is None
@@ -276,11 +276,6 @@ class KFACCurvature(Curvature):
         every = value_at(getattr(self._options, option), steps)
         check_interval(f"{option} at step {steps}: {option}", every)
         return int(every)
-
-    def _batches(self, block: KroneckerBlock) -> int:
-        """How many batches a step has for each of which a layer's statistics are made."""
-        layer = self.plan[block]
-        return 1 if layer.source is None else self.averaging_processes()
 
     def _decay(self) -> float:
         """Weight of the past at an update from the training passes."""
