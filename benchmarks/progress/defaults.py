@@ -5,8 +5,8 @@ with each candidate: one option is varied at a time, and damping and solver toge
 judged by the steps that it takes to a loss that suits the task, over the fewest that any candidate
 takes: a geometric mean over tasks, and the worst. Then, on seeds that had no part in the choice:
 the base, the defaults, the candidate that was best for the task, and the defaults at other rates,
-to see whether the base's best is a good one here, too. The bases are SGD and Adam; of the language model
-AdamW alone, and one seed.
+to see whether the base's best is a good one here, too. The bases are SGD and Adam; of the language
+model AdamW alone, and one seed.
 """
 
 from __future__ import annotations
