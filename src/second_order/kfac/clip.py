@@ -19,7 +19,7 @@ from second_order.options import PEAK_LR, value_at
 
 __all__ = ["Clip", "bound_for"]
 
-USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # the digits of docs/tuning.md, and what serves them best
+USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/kfac.md, "The clip"
 
 
 def bound_for(examples: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def bound_for(examples: Tensor) -> Tensor:
     is measured: benchmarks/progress/batch_scaling.py.
 
     Args:
-        examples: N, a scalar.
+        examples: N, of any shape.
     """
     known = torch.where(examples > 0, examples, USUAL_BATCH)
     return USUAL_BOUND * (known / USUAL_BATCH) ** 1.5
@@ -82,10 +82,10 @@ class Clip:
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups = {id(p): group for group in self._training.groups for p in group["params"]}
         rates = [groups[id(block.weight)][which] for block in results]
+        bounds = None
         if self._options.kl_clip == AUTO:
             batches = self._training.world.size if self._from_one else 1
-            rates = [
-                rate / bound_for(block.ensure_factors().examples * batches).sqrt()
-                for rate, block in zip(rates, results, strict=True)
-            ]
-        return kl_change(list(results.values()), [gradients[b] for b in results], rates)
+            counts = [block.ensure_factors().examples for block in results]
+            bounds = bound_for(torch.stack([n.to(counts[0].device) for n in counts]) * batches)
+        before = [gradients[block] for block in results]
+        return kl_change(list(results.values()), before, rates, bounds)
