@@ -1901,9 +1901,30 @@ MUTANTS = [
     _mutant(
         "a bound for one rank's part of the batch",
         "kfac/clip.py",
-        "self._training.world.size if self._from_one else 1",
+        '(self._training.world.size if self._counted == "one" else 1)',
         "1",
         "defaults::the_batch_is_that_of_all_ranks",
+    ),
+    _mutant(
+        "a bound from what helpers see",
+        "kfac/clip.py",
+        'if self._counted == "helpers":',
+        "if False:",
+        "defaults::with_stats_workers_all_clip_alike",
+    ),
+    _mutant(
+        "a bound for the layer that sees least",
+        "kfac/clip.py",
+        "for count in counts]).max()",
+        "for count in counts]).min()",
+        "defaults::a_layer_that_sees_little_does_not_shorten_all_steps",
+    ),
+    _mutant(
+        "a short batch counts alone",
+        "kronecker/factors.py",
+        "self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))",
+        "self.examples.copy_(torch.where(present, examples, self.examples))",
+        "defaults::a_short_batch_is_one_of_many",
     ),
     _mutant(
         "the number of examples is forgotten",

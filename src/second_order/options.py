@@ -7,7 +7,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -99,24 +98,33 @@ def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[
     return patterns
 
 
-@cache
 def is_adaptive(base: Any) -> bool:
     """Whether an optimizer scales its steps itself, whatever the scale of the gradients.
 
-    Found by what it does: its tenth step, with gradients and with a hundred times these, is about
-    as long under Adam or Muon, and a hundred times as long under SGD. (RAdam's first ones are
-    SGD's.) A class that cannot be made with a learning rate alone is taken for one that does not.
+    Known of torch's own. Of others it is found by what they do: the tenth step, with gradients and
+    with a hundred times these, is about as long under Adam, and a hundred times as long under SGD.
+    (RAdam's first steps are SGD's.) A class that cannot be made with a learning rate alone, or
+    steps elsewhere than on the CPU, is what the class is that it is made from.
     """
-    try:
-        lengths = [_length_of_step(base, scale) for scale in (1.0, 100.0)]
-    except Exception:  # of somebody else's class
+    if not isinstance(base, type):
         return False
+    if base.__module__.startswith("torch.optim."):
+        return base not in NOT_ADAPTIVE
+    try:
+        with torch.device("cpu"):
+            lengths = [_length_of_step(base, scale) for scale in (1.0, 100.0)]
+    except Exception:  # of somebody else's class
+        kinds = [k for k in base.__mro__ if k.__module__.startswith("torch.optim.")]
+        return kinds[0] not in (*NOT_ADAPTIVE, torch.optim.Optimizer) if kinds else False
     return 0.0 < lengths[1] < 10.0 * lengths[0]
+
+
+NOT_ADAPTIVE: tuple[type, ...] = (torch.optim.SGD, torch.optim.ASGD)
 
 
 def _length_of_step(base: Any, scale: float) -> float:
     """Of the tenth one, with gradients of this scale."""
-    p = torch.nn.Parameter(torch.zeros(2, 2, device="cpu", dtype=torch.float64))
+    p = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
     before, optimizer = p.detach().clone(), base([p], lr=1e-3)
     for _ in range(10):
         before.copy_(p.detach())

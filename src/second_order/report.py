@@ -48,6 +48,7 @@ class Summary:
         notes: Closing lines of optimizers without Kronecker factors.
         age: How old inverses are, where they are solved beside training.
         intervals: Those that are chosen by what they cost.
+        settings: Damping, clip and memory, as they follow from what was given.
         refused: Messages that this process refused, as they were malformed, and connections that
             did not know the key.
     """
@@ -59,6 +60,7 @@ class Summary:
     notes: Sequence[str] | None = None
     age: str = ""
     intervals: str = ""
+    settings: str = ""
     refused: int = 0
 
     @property
@@ -113,7 +115,7 @@ class Summary:
             f"{share} state of this process: factors {self.factor_bytes / 2**20:.2f} MiB, "
             f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
-            *filter(None, [self.intervals, self.age]),
+            *filter(None, [self.settings, self.intervals, self.age]),
             *refused,
         ]
 

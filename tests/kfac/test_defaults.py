@@ -53,11 +53,18 @@ class Demanding(SGD):
         super().__init__(params, lr)
 
 
+class Demanding2(Adam):
+    """As `Demanding`, made from Adam."""
+
+    def __init__(self, params: Any, lr: float, secret: str) -> None:
+        super().__init__(params, lr)
+
+
 @pytest.mark.parametrize(
     ("base", "expected"),
     [
         *((base, True) for base in (Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad)),
-        *((base, True) for base in (Adadelta, Adafactor, Muon, Rprop, Normalised)),
+        *((base, True) for base in (Adadelta, Adafactor, Muon, Rprop, Normalised, Demanding2)),
         *((base, False) for base in (SGD, torch.optim.ASGD, Demanding)),
     ],
 )
@@ -66,6 +73,9 @@ def test_what_scales_its_steps_itself_is_found_by_what_it_does(
 ) -> None:
     before = torch.random.get_rng_state()
     assert is_adaptive(base) is expected
+    assert is_adaptive(type("Mine", (base,), {})) is expected
+    with torch.device("meta"):
+        assert is_adaptive(type("Mine", (base,), {})) is expected
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -83,6 +93,28 @@ def test_defaults_follow_the_base(System: type[KAISA]) -> None:
     given = {"damping": 1.0, "kl_clip": 1e-3, "factor_decay": 0.5}
     said = options_of(System(model, lr=0.1, base=AdamW, **given))
     assert {name: getattr(said, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "damping 2 of the mean curvature; clip by the batch; factors remember 200 steps"),
+        (
+            {"base": AdamW},
+            "damping 0.1 of the mean curvature; clip none; factors remember 20 steps",
+        ),
+        (
+            {"damping": 0.5, "relative_damping": False, "kl_clip": 1e-3, "factor_decay": 0.9},
+            "damping 0.5; clip 0.001; weight of the past 0.9 an update",
+        ),
+    ],
+    ids=["SGD", "AdamW", "given"],
+)
+@each_kronecker
+def test_the_summary_says_what_auto_has_come_to(
+    System: type[KAISA], options: dict[str, Any], said: str
+) -> None:
+    assert said in str(System(nn.Linear(3, 2), lr=0.1, **options).summary())
 
 
 @each_kronecker
@@ -170,6 +202,67 @@ def test_the_batch_is_that_of_all_ranks(world: World, system: str) -> None:
     ):
         for one, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
+
+
+def with_a_stats_worker(rank: int, world_size: int) -> list[Tensor] | None:
+    """Owners alone hear of the statistics; batches of other sizes than the training's."""
+    model, x, y = model_and_batch(96)
+    optimizer = DistKFAC(model, **EXACT, stats_workers=1, async_inverse=False, exact_blocks=False)
+    loss = nn.functional.cross_entropy
+    with optimizer:
+        if optimizer.role == "stats":
+            optimizer.serve([(x, y)], lambda batch: loss(model(batch[0]), batch[1]))
+            return None
+        for _ in range(30):
+            optimizer.zero_grad()
+            part = slice(rank * 8, rank * 8 + 8)
+            loss(model(x[part]), y[part]).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_with_stats_workers_all_clip_alike(world: World) -> None:
+    first, second, _ = world.run(with_a_stats_worker, 3)
+    assert first is not None
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+class Experts(nn.Module):
+    """A layer that sees one row of a batch, beside others that see all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        result: Tensor = self.last(torch.cat([h[:-1], torch.tanh(self.rare(h[-1:]))]))
+        return result
+
+
+@each_kronecker
+def test_a_layer_that_sees_little_does_not_shorten_all_steps(System: type[KAISA]) -> None:
+    torch.manual_seed(0)
+    model = Experts().double()
+    _, x, y = model_and_batch(64)
+    auto = stepped(System, x, y, copy.deepcopy(model))
+    told = stepped(System, x, y, copy.deepcopy(model), kl_clip=1e-4)
+    for ours, expected in zip(auto, told, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-13)
+
+
+def test_a_short_batch_is_one_of_many() -> None:
+    model, x, y = model_and_batch(64)
+    optimizer = KAISA(model, **EXACT, factor_update_steps=1, inv_update_steps=1)
+    for examples in (64, 64, 64, 1):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[:examples]), y[:examples]).backward()
+        optimizer.step()
+    found = float(optimizer.state[model[0].weight]["curvature"]["examples"])
+    assert found == pytest.approx(
+        (64 + 64 * 0.995 + 64 * 0.995**2 + 64 * 0.995**3 - 63) / (1 + 0.995 + 0.995**2 + 0.995**3)
+    )
 
 
 @each_kronecker

@@ -179,6 +179,8 @@ class Division:
             own = dict(module.named_parameters(recurse=False))
             if module in head or _embeds(module) or first_match(self.layers, everything, name):
                 apart.update(map(id, own.values()))
+            if "norm" in type(module).__name__.lower():  # whose gains may have two dimensions
+                apart.update(map(id, own.values()))
             weights.update(id(p) for key, p in own.items() if "weight" in key and self._fits(p))
         return weights - apart
 

@@ -1,12 +1,13 @@
 """The norm constraint on a step, at the learning rates and the bound of that step.
 
-A bound that follows the batch is each layer's own, made of the number of examples in its last
-statistics, on the device. What the ranks add up is then the change over the bound, and κ is 1.
+A bound that follows the batch is made of the number of examples in an update of the factors, on the
+device. What the ranks add up is then the change over the bound, and κ is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,16 +42,17 @@ class Clip:
     Args:
         training: Whose steps are clipped.
         options: Of the bound.
-        from_one: Whether a layer's statistics are of one process's batch, and not of everybody's.
+        counted: Whose batches go into a layer's statistics: those of "all" processes that train, of
+            "one" of them, or those of "helpers", which say nothing of the training's own.
     """
 
     def __init__(
         self,
         training: Training,
         options: KFACOptions,
-        from_one: bool = False,
+        counted: Literal["all", "one", "helpers"] = "all",
     ) -> None:
-        self._training, self._options, self._from_one = training, options, from_one
+        self._training, self._options, self._counted = training, options, counted
 
     def bound(self) -> float | None:
         """What the change may be at this step; None for no clip."""
@@ -69,7 +71,7 @@ class Clip:
     def change(
         self, results: Mapping[KroneckerBlock, Tensor], gradients: Mapping[KroneckerBlock, Tensor]
     ) -> Tensor:
-        """Σ lr² |P·∇| over layers, each over its κ where that follows the batch; 0 for none.
+        """Σ lr² |P·∇| over layers, over κ where that follows the batch; 0 for none.
 
         Args:
             results: P of each layer.
@@ -82,10 +84,16 @@ class Clip:
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups = {id(p): group for group in self._training.groups for p in group["params"]}
         rates = [groups[id(block.weight)][which] for block in results]
-        bounds = None
-        if self._options.kl_clip == AUTO:
-            batches = self._training.world.size if self._from_one else 1
-            counts = [block.ensure_factors().examples for block in results]
-            bounds = bound_for(torch.stack([n.to(counts[0].device) for n in counts]) * batches)
         before = [gradients[block] for block in results]
-        return kl_change(list(results.values()), before, rates, bounds)
+        change = kl_change(list(results.values()), before, rates)
+        if self._options.kl_clip != AUTO:
+            return change
+        return change / self._bound_for_batch(results).to(change)
+
+    def _bound_for_batch(self, blocks: Iterable[KroneckerBlock]) -> Tensor:
+        """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
+        if self._counted == "helpers":
+            return torch.tensor(USUAL_BOUND)
+        counts = [block.ensure_factors().examples for block in blocks]
+        examples = torch.stack([count.to(counts[0].device) for count in counts]).max()
+        return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))

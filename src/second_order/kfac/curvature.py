@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -109,7 +109,8 @@ class KFACCurvature(Curvature):
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # likewise
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
-        clip = Clip(training, options, from_one=system.owners is not None or helpers is not None)
+        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
+        clip = Clip(training, options, counted if helpers is None else "helpers")
         self.gradients = (
             ResultGradients(training, clip)
             if system.owners is None
@@ -418,7 +419,9 @@ class KFACCurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        return replace(self.layers.summary(said), intervals=self.budget.said)
+        return replace(
+            self.layers.summary(said), intervals=self.budget.said, settings=self._options.said
+        )
 
 
 def with_stats_workers(

@@ -109,8 +109,10 @@ its steps itself, as Adam does, and two hundred (0.995) under others.""",
 (Pauloski et al. 2022, 5.1); number, callable or None for no bound. A number is the
 bound at the learning rate's peak and shrinks with lr² when a schedule lowers it; a
 callable is taken as it is. "auto": none under a base that scales its steps itself, as
-Adam does, and 1e-4 (N / 64)^1.5 under others, for N examples in a step: the best bound
-grows with the batch.""",
+Adam does, and 1e-4 (N / 64)^1.5 under others, for N examples in a step, over all
+processes and micro-batches: the best bound grows with the batch. A layer that is applied
+at many positions has as many examples; the layer with most counts. With stats workers,
+who do not see the training's batches, it is 1e-4.""",
     "solver": """\
 "inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies
 (A ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of
@@ -228,6 +230,20 @@ class KFACOptions:
     def scheduled(self, step: int) -> list[tuple[str, Any]]:
         """The values at a step of what is given as callables, by name; for comparison."""
         return scheduled(self, SCHEDULES, step)
+
+    @property
+    def said(self) -> str:
+        """Damping, clip and memory, for the summary: what "auto" has come to."""
+        relative = " of the mean curvature" if self.relative_damping else ""
+        damping = "by a schedule" if callable(self.damping) else f"{self.damping:g}{relative}"
+        clip = "by a schedule" if callable(self.kl_clip) else f"{self.kl_clip}"
+        clip = {"None": "none", AUTO: "by the batch"}.get(clip, clip)
+        memory = f"weight of the past {self.factor_decay} an update"
+        if isinstance(self.factor_decay, PerStep):
+            memory = f"factors remember {1 / (1 - self.factor_decay.decay):.0f} steps"
+        elif callable(self.factor_decay):
+            memory = "weight of the past by a schedule"
+        return f"damping {damping}; clip {clip}; {memory}"
 
     @property
     def solve_dtype(self) -> torch.dtype:

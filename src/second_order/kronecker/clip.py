@@ -17,7 +17,6 @@ def kl_change(
     preconditioned: Sequence[Tensor],
     gradients: Sequence[Tensor],
     learning_rates: Sequence[float | Tensor],
-    bounds: Tensor | None = None,
 ) -> Tensor:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
@@ -28,8 +27,6 @@ def kl_change(
         preconditioned: P of each layer, any shapes; at least one.
         gradients: ∇ of each layer, shapes as in ``preconditioned``.
         learning_rates: Of each layer's parameter group, at this step.
-        bounds: κ of each layer, ``(layers,)``, that its term is divided by; None for a sum of the
-            terms as they are.
 
     Returns:
         A scalar on the layers' device; nothing waits for it.
@@ -39,8 +36,6 @@ def kl_change(
         for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True)
     ]
     products = torch.stack([term.to(terms[0].device, terms[0].dtype) for term in terms])
-    if bounds is not None:
-        products = products / bounds.to(products.device, products.dtype)
     return torch.where(torch.isfinite(products), products, 0.0).sum()
 
 

@@ -191,7 +191,7 @@ class KroneckerFactors:
         weight: How much has gone in: the sum of the decays' powers.
         means: ``(2, groups)``: the mean eigenvalues of A and of G, averaged as they are; ``(3, 1)``
             with that of L.
-        examples: How many the last update took in; 0 before there was one.
+        examples: How many an update takes in, averaged as the factors are; 0 before there was one.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
 
@@ -242,9 +242,9 @@ class KroneckerFactors:
         """
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
-        self.examples.copy_(torch.where(present, examples, self.examples))
         self.weight.copy_(torch.where(present, self.weight * decay + 1.0, self.weight))
         step = torch.where(present, 1.0 / self.weight.clamp_min(1.0), 0.0)
+        self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
         examples = examples.clamp_min(1.0)
         # X + step (x - X), where a step of 0 leaves X bit for bit.
         self.means.lerp_((means / examples).to(self.means.dtype), step.to(self.means.dtype))
