@@ -41,7 +41,7 @@ language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, t
 		--json benchmarks/results/language.json $(ARGS)
 	$(BIN)/python benchmarks/progress/plot_language.py benchmarks/results/language.json --out docs/figures/language.png
 
-defaults: venv ## every candidate for a default on six tasks and three bases: most of an hour
+defaults: venv ## every candidate for a default on six tasks: most of an hour
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/defaults.py \
 		--json benchmarks/results/defaults.json $(ARGS)
 

@@ -51,8 +51,8 @@ def muon(model: nn.Module) -> list[Optimizer]:
     matrices = {name: p for name, p in named if "blocks." in name and p.dim() == 2}
     rest = [p for name, p in named if name not in matrices]
     return [
-        Muon(matrices.values(), lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        AdamW(rest, lr=0.01, **DECAY),
+        Muon(matrices.values(), lr=0.014, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, lr=0.014, **DECAY),
     ]
 
 
@@ -93,9 +93,9 @@ LANGUAGE_MODEL = Task(
     "held-out loss",
     rise_and_fall,
     {
-        "AdamW": lambda model: [AdamW(model.parameters(), lr=0.005, **DECAY)],
+        "AdamW": lambda model: [AdamW(model.parameters(), lr=0.003, **DECAY)],
         "Muon": muon,
-        "KAISA, AdamW": lambda model: [KAISA(model, lr=0.005, base=AdamW, **DECAY)],
+        "KAISA, AdamW": lambda model: [KAISA(model, lr=0.006, base=AdamW, **DECAY)],
     },
 )
 AUTOENCODER = Task(

@@ -338,7 +338,7 @@ def test_late_losses_of_distkfac() -> None:
     records = {(r["label"], r["model"]): max(r["highest"]) for r in stored("settings")["late"]}
     assert len(table) == len(records) / 2
     for label, cells in table.items():
-        name = label.removesuffix(", the defaults").removesuffix(" (even)")
+        name = label.removesuffix(", as the defaults under SGD").removesuffix(" (even)")
         for cell, model in zip(cells, ("mlp", "conv"), strict=True):
             assert float(cell) == pytest.approx(records[name, model], rel=0.03)
 
@@ -508,3 +508,41 @@ def test_what_the_language_model_gains_over_muon_and_soap() -> None:
 
 
 RIVALS = ("Muon", "SOAP")
+
+
+TARGETS = {
+    "language": (1.7, 10),
+    "autoencoder": (15.8, 5),
+    "digits conv": (0.01, 5),
+    "digits MLP": (0.01, 5),
+    "residual network": (0.01, 5),
+    "tabular": (0.15, 5),
+}
+
+
+def median_steps(runs: Runs) -> float:
+    loss, every = TARGETS[runs[0]["job"]["task"]]
+    return statistics.median(
+        next((i for i, found in enumerate(run["losses"], 1) if found <= loss), math.inf) * every
+        for run in runs
+    )
+
+
+def test_the_defaults_beside_their_base() -> None:
+    table = rows("docs/kfac.md", "task, base, its best rate", "base alone")
+    assert len(table) == 11
+    for label, cells in table.items():
+        task, base, rate = label.split(", ")
+        of = [run for run in stored("defaults")["reported"] if run["job"]["task"] == task]
+        lr = float(rate)
+        ours = [r for r in of if r["job"]["optimizer"] == f"KAISA, {base}"]
+        plain = [r for r in ours if not r["job"]["options"]]
+        for cell, runs, factor in (
+            (cells[0], [r for r in of if r["job"]["optimizer"] == base], 1),
+            (cells[1], plain, 1),
+            (cells[3], plain, 0.5),
+            (cells[4], plain, 2),
+        ):
+            chosen = [r for r in runs if math.isclose(r["job"]["lr"], lr * factor)]
+            assert chosen
+            assert steps_of(cell) == median_steps(chosen), (label, factor)
