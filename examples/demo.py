@@ -4,9 +4,9 @@
 
 A small transformer learns the characters of the standard library's own source, and a deep
 autoencoder the digits. The optimizers of a task start from the same weights and get the same
-batches, of which each process takes its part. KAISA is told what its base is told, at the learning
-rate of the base, and nothing else. Prints a table for each task, and draws the loss against steps
-and against seconds of training (what judging takes is not counted).
+batches, of which each process takes its part. KAISA is told what its base is told, at twice
+AdamW's learning rate or at Adam's own, and nothing else. Prints a table for each task, and draws
+the loss against steps and against seconds of training (what judging takes is not counted).
 """
 
 import argparse

@@ -294,19 +294,19 @@ class KFACOptions:
 
 def check_damping(value: Any) -> None:
     """Raise ValueError unless a damping is at least 0 and finite."""
-    check_number("damping", value, low=0.0, open_high=True, remedy="1.0 is a cautious value")
+    check_number("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
 
 
 def check_decay(value: Any) -> None:
     """Raise ValueError unless a factor_decay lies in 0..1, 1 excluded."""
     check_number(
-        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="0.95 is the usual value"
+        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="'auto' counts steps"
     )
 
 
 def check_clip(value: Any) -> None:
     """Raise ValueError unless a kl_clip is positive."""
-    remedy = "use a positive number, or None for no clip"
+    remedy = "use a positive number, 'auto', or None for no clip"
     check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
