@@ -19,11 +19,11 @@ from second_order.options import PEAK_LR, value_at
 
 __all__ = ["Clip", "bound_for"]
 
-USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # the digits of docs/tuning.md, and what serves them best
+USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # examples, bound: digits of docs/tuning.md
 
 
 def bound_for(examples: Tensor) -> Tensor:
-    """κ for a batch: 1e-4 (N / 64)^1.5, of N examples; that of 64 where their number is unknown.
+    """κ for a batch: 1e-4 (N / 64)^1.5, N its examples, 64 where their number is unknown.
 
     The noise of a mean gradient falls with the batch, and with it the need to be careful. The power
     is measured: benchmarks/progress/batch_scaling.py.
@@ -36,12 +36,12 @@ def bound_for(examples: Tensor) -> Tensor:
 
 
 class Clip:
-    """What ν = min(1, sqrt(κ / Σ lr² |P·∇|)) is made of at a step.
+    """The parts of ν = min(1, sqrt(κ / Σ lr² |P·∇|)) at a step: κ, and the change.
 
     Args:
-        training: Whose steps are clipped.
-        options: Of the bound.
-        from_one: Whether a layer's statistics are of one process's batch, and not of everybody's.
+        training: The training whose steps are clipped.
+        options: The options, ``kl_clip`` among them.
+        from_one: Whether a layer's statistics are of one rank's batch, and not of all ranks'.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Clip:
         self._training, self._options, self._from_one = training, options, from_one
 
     def bound(self) -> float | None:
-        """What the change may be at this step; None for no clip."""
+        """κ, the bound on the change at this step; None for no clip."""
         if self._options.kl_clip == AUTO:
             return 1.0
         kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
@@ -62,7 +62,7 @@ class Clip:
         return kl_clip
 
     def parts(self, ranks: int, device: torch.device) -> list[Tensor]:
-        """A zero for each rank's part of the sum."""
+        """Zero scalars, one for each rank's part of the sum."""
         wide = torch.promote_types(self._options.inv_dtype, torch.float32)
         return list(torch.zeros(ranks, dtype=wide, device=device).unbind())
 
@@ -72,8 +72,8 @@ class Clip:
         """Σ lr² |P·∇| over layers, each over its κ where that follows the batch; 0 for none.
 
         Args:
-            results: P of each layer.
-            gradients: ∇ of each.
+            results: P, the preconditioned gradient, of each layer.
+            gradients: ∇, the mean gradient, of each layer.
         """
         if not results:
             return torch.zeros(())

@@ -48,13 +48,13 @@ class PerStep:
     """A weight of the past that counts steps, however rare updates are.
 
     Attributes:
-        decay: In [0, 1); factors remember some 1 / (1 - decay) steps.
+        decay: Weight of the past per step, in [0, 1); some 1 / (1 - decay) steps are remembered.
     """
 
     decay: float
 
     def after(self, steps: int) -> float:
-        """The weight at an update, so many steps after the last one."""
+        """The weight of the past at an update, ``steps`` after the last one."""
         return self.decay ** max(steps, 1)
 
 
@@ -202,7 +202,7 @@ class KFACOptions:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
-        """Those of an optimizer's keywords that belong here.
+        """Take the shared options from an optimizer's keywords, and check them.
 
         Raises:
             TypeError: For a value of the wrong type.
@@ -226,12 +226,12 @@ class KFACOptions:
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
 
     def scheduled(self, step: int) -> list[tuple[str, Any]]:
-        """The values at a step of what is given as callables, by name; for comparison."""
+        """The values at a step of options given as callables, by name; for comparison."""
         return scheduled(self, SCHEDULES, step)
 
     @property
     def solve_dtype(self) -> torch.dtype:
-        """Factors are decomposed in it."""
+        """The dtype in which factors are decomposed."""
         dtype = torch.promote_types(self.factor_dtype, self.inv_dtype)
         return torch.promote_types(dtype, torch.float32)
 
@@ -295,7 +295,7 @@ def check_clip(value: Any) -> None:
 
 
 def documented(optimizer: type[T]) -> type[T]:
-    """Put what shared keywords mean into a docstring, where it has their names in braces."""
+    """Replace names of shared keywords in braces, in a class's docstring, by their meanings."""
     assert optimizer.__doc__ is not None
     lines = []
     for line in optimizer.__doc__.splitlines():
