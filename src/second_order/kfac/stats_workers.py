@@ -219,7 +219,7 @@ class StatsWorkers:
                 tensors, note = _statistics_in(message)
             except MalformedError as why:
                 helper.mailbox.refuse(name, why)
-                self.messages += 1  # as one without layers, so that hunger grows
+                self.messages += 1  # of nothing, so that hunger grows
                 continue
             if note["edition"] < self.edition:  # statistics from before the layers changed
                 continue
