@@ -1,4 +1,4 @@
-"""How threads end with the interpreter: told first, then waited for together, and not for long.
+"""The end of threads with the interpreter: all are told, then waited for, but not long.
 
 Python's own order would be: daemon threads are cut off wherever they are. A thread in
 C++ code has nowhere to return to then, and takes the process along.

@@ -18,7 +18,7 @@ class LayerRow:
     Attributes:
         name: The module's name.
         kind: The module's class.
-        parameters: How many parameters the line stands for.
+        parameters: Number of parameters that the line stands for.
         status: "preconditioned", "base", or "frozen".
         detail: Sizes of the factors, or why the base trains the module.
         computed_by: Ranks that decompose and that precondition.
@@ -146,7 +146,7 @@ class RecipeRow:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which base trains which parameter, and how; ``print`` it, or read its rows.
+    """A table of how each parameter is trained, by which base; ``print`` it, or read its rows.
 
     Attributes:
         title: The optimizer and its bases.

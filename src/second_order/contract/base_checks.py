@@ -177,7 +177,7 @@ def check_settings(where: str, saved: Mapping[str, Any], ours: Mapping[str, Any]
 
 
 def _problem(value: Any, ours: Any, low: float, high: float) -> str:
-    """What is wrong with a hyperparameter, beside ours; "" if nothing is."""
+    """The fault of a saved hyperparameter, compared with ours; "" if it has none."""
     if isinstance(value, Tensor):
         problem = unusual(value)
         if problem:

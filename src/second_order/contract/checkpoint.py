@@ -332,7 +332,7 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     Args:
         state_dict: The ``state_dict()`` of an optimizer of this package, saved and loaded or not.
             Where processes keep parts of the state, collect them by ``consolidate()`` before.
-        rest: Of an optimizer with two bases, give the part of ``rest``, and not of ``base``.
+        rest: Whether to give the part of ``rest`` and not of ``base``, if there are two bases.
 
     Returns:
         A state for the base's class, with the momentum and the hyperparameters. Its tensors are

@@ -1,4 +1,4 @@
-"""Which weights are hidden, and groups divided into those of ``base`` and those of ``rest``.
+"""Division of parameters into hidden weights, for ``base``, and others, for ``rest``.
 
 hidden    weights of at least two dimensions; of two exactly, where the base takes no others
 rest      embeddings, and whatever is tied to one; the output head, which is the last Linear in

@@ -1,4 +1,4 @@
-"""Which rank solves and preconditions which layer: pure functions of costs and world size."""
+"""Assignment of layers to ranks that solve and precondition: pure functions of the costs."""
 
 from __future__ import annotations
 

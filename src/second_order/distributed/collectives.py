@@ -276,7 +276,7 @@ class World:
         """Give every rank the value that each tensor has on its owner, in place, in buckets.
 
         Args:
-            tensors: Of any shapes; the same shapes and dtypes in the same order on every rank.
+            tensors: Values, with the same shapes and dtypes in the same order on every rank.
             owners: The rank whose value each tensor gets.
         """
         if self.size == 1:

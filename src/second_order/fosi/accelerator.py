@@ -1,4 +1,4 @@
-"""What an accelerator of MRDHO2 does: eigenpairs for the workers, and verdicts on their updates.
+"""The work of MRDHO2's accelerators: eigenpairs for workers, verdicts on their updates.
 
 worker 0         first accelerator         the others
 point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together

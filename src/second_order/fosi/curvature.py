@@ -235,7 +235,7 @@ class FOSICurvature(Curvature):
 
     @property
     def kept_elsewhere(self) -> str:
-        """What other processes keep, and a ``state_dict`` of this one would lack; "" if nothing."""
+        """A name for state that only other processes keep; "" if there is none."""
         pairs = self.training.world.size > 1 and self.subspace is not None
         what = "what other processes keep of the eigenvectors and of the base's state"
         return what if pairs or self.vector.in_parts else ""

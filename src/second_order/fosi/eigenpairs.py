@@ -1,4 +1,4 @@
-"""Where eigenpairs come from: Lanczos on the Hessian of a curvature batch, when they are due.
+"""Refreshes of the eigenpairs: Lanczos on the Hessian of a curvature batch, when due.
 
     start from V̂1, and FRESH of everything else
     û, V̂ <- the k largest and l smallest Ritz pairs          lanczos/

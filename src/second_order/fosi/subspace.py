@@ -212,7 +212,7 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
 
 
 def rest_scale(values: Tensor, largest: int, clip: float) -> float:
-    """How much longer steps outside the subspace may be: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
+    """The stretch of steps outside the subspace: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
 
     Args:
         values: Eigenvalues û, ``(r,)``, the largest first, in descending order.

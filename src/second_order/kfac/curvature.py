@@ -80,9 +80,9 @@ class KFACCurvature(Curvature):
 
     Attributes:
         layers: The layers of the model.
-        plan: Which rank does what for the layers that train.
+        plan: The plan of each layer that trains: which rank does what.
         solves: The layers' inverses, and the solves under way.
-        gradients: How preconditioned gradients get everywhere.
+        gradients: The exchange of preconditioned gradients between ranks.
         helpers: The stats workers, or None.
         budget: Chooses the intervals that are "auto".
     """

@@ -1,4 +1,4 @@
-"""Who does what for each layer, as data: the same answer on every rank, without asking any.
+"""Plans: which rank does what for each layer, found alike on every rank without messages.
 
 | system   | statistics from | factors kept by   | solved by        | preconditioned by            |
 |----------|-----------------|-------------------|------------------|------------------------------|

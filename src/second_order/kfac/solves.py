@@ -71,7 +71,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Background:
-    """How inverses are computed on threads beside training.
+    """Settings for inverses that are computed on threads beside training.
 
     Attributes:
         threads: Number of threads of this process.
@@ -112,7 +112,7 @@ class Solves:
         training: The training to serve.
         options: The options, those of solves among them.
         layers: The layers of the model.
-        background: How to solve on threads; None to solve at once.
+        background: Settings to solve on threads; None to solve at once.
         budget: The budget of intervals; every solve is waited for while it measures.
 
     Attributes:

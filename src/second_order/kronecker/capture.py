@@ -236,7 +236,7 @@ class Capture:
 
     Args:
         consumer: Receives every pair, under ``no_grad`` and without autocast.
-        sampler: For the sampled Fisher: ``sampler(model_output, call)`` draws labels from the
+        sampler: The sampled Fisher's: ``sampler(model_output, call)`` draws labels from the
             model's output and returns the summed negative log-likelihood. The pairs then carry that
             loss's gradients, taken as soon as the root module's forward returns and delivered when
             the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the

@@ -1,4 +1,4 @@
-"""Which rows of a captured pair are examples: those whose output gradient is not exactly zero.
+"""The rows of a captured pair that are examples: their output gradient is not zero.
 
 A padded token, a label that the loss ignores, or an example beyond a hinge has no part in the loss.
 Counted as an example it would thin A by inputs that teach nothing, and a mean over N terms would be

@@ -307,6 +307,6 @@ def _stored(matrix: Tensor, triangular: bool) -> Tensor:
 def _blanks(
     shape: FactorShape, device: torch.device, dtype: torch.dtype, triangular: bool
 ) -> dict[str, Callable[[], Tensor]]:
-    """By letter, a function that makes a factor of zeros, as it is stored."""
+    """Functions, by letter, that make a factor of zeros as it is stored."""
     zeros = partial(torch.zeros, dtype=dtype, device=device)
     return {k: partial(zeros, shape.stored_shape(k, triangular)) for k in shape.letters}

@@ -1,4 +1,4 @@
-"""How each module type turns (input, gradient of the output) into Kronecker statistics.
+"""Kronecker statistics from (input, gradient of the output), for each type of module.
 
 A layer computes s = W a, with a the input and, where the layer has a bias, a 1 appended. All
 factors carry a leading dimension of groups (1 except for grouped convolutions), so that every

@@ -1,4 +1,4 @@
-"""Which of a model's modules have curvature, and what is left to the base optimizer."""
+"""Division of a model's modules into blocks with curvature, and the base optimizer's rest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LeftToBase:
 
 @dataclass(frozen=True)
 class BlockRules:
-    """How layers are treated that are not plain Kronecker blocks.
+    """Rules for layers that are not plain Kronecker blocks.
 
     Attributes:
         max_factor_dim: Layers with a larger factor are left to the base; None for no bound.

@@ -1,4 +1,4 @@
-"""From a recurrence to what people ask for: the extreme eigenpairs, and the spectral density.
+"""Extreme eigenpairs and the spectral density of a Hessian, by the Lanczos recurrence.
 
     m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair has
     β_m |s_{mi}| <= tol |θᵢ|;  V̂ = D U[:, last k ∪ first l]
@@ -326,14 +326,14 @@ def spectral_density(
     """Estimate the density of all eigenvalues of the Hessian of a loss.
 
     Args:
-        loss_fn: As for :func:`eigenpairs`.
-        params: As for :func:`eigenpairs`.
+        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as for :func:`eigenpairs`.
         probes: Random vectors to average over.
         iterations: Products for each; details finer than the spectrum's width divided by it blur.
         seed: Seed of the random vectors.
-        hvp: As for :func:`eigenpairs`.
-        dtype: As for :func:`eigenpairs`.
-        process_group: As for :func:`eigenpairs`.
+        hvp: How products are made, as for :func:`eigenpairs`.
+        dtype: Dtype of the Lanczos vectors, as for :func:`eigenpairs`.
+        process_group: Processes that call together, as for :func:`eigenpairs`.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.

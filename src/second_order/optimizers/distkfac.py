@@ -137,8 +137,8 @@ class DistKFAC(SecondOrderOptimizer):
     Attributes:
         role: "worker" or "stats".
         worker_group: The process group of those that train; of the stats workers, on one of them.
-        staleness: By layer, how many steps old the factors of the inverse in use are.
-        delays: By layer, how many steps its last solve was under way.
+        staleness: By layer, the age in steps of the factors of the inverse in use.
+        delays: By layer, the number of steps for which its last solve was under way.
 
     Raises:
         TypeError: For an unknown keyword (naming the closest known one) or a missing model.

@@ -76,7 +76,7 @@ class MRDHO2(EigenpairOptimizer):
         eigenvalue_floor: Least relative size that eigenvalues count with, as for DHO2.
         hvp: How Hessian-vector products are made, as for DHO2.
         seed: Seed of the start vectors.
-        curvature_closure: As for DHO2; for accelerators that run the usual loop, and without any.
+        curvature_closure: The closure, as for DHO2, if accelerators run the usual loop or are none.
         grad_scaler: The ``GradScaler``, as for DHO2.
         gradient_averaging: Whether to average gradients among the workers, as for DHO2. For
             DistributedDataParallel, make the optimizer of the plain model with False, then wrap it
