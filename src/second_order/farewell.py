@@ -33,7 +33,7 @@ class Farewell:
         threads: The threads that are then to end.
         patience: Seconds to wait for them, since they were told, or since the last sign of life.
         sign: Gives the time of the last sign of life, by ``time.monotonic``.
-        most: Seconds to wait in all, whatever the signs; ``patience`` by default.
+        most: Seconds to wait in all, whatever the signs; None for ``patience``.
     """
 
     def __init__(

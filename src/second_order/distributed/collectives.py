@@ -80,8 +80,8 @@ class Delivery:
 class World:
     """The processes an optimizer works with: a process group, or this process alone.
 
-    Deep copies share the group; unpickling finds the default group again, if it has this rank and
-    size.
+    Deep copies share the group; unpickling finds the default group again, and raises at another
+    rank or size.
 
     Args:
         group: A process group; None for the default one if it is initialised.

@@ -226,7 +226,7 @@ class Budget:
         chosen: Chosen intervals in steps, by option; empty during measurement or without "auto".
         measured: S, R and T in seconds, the ranks' mean; None where they have not been measured.
         until: The step up to which statistics and refreshes come at every step; 0 without "auto".
-        clock: The clock to measure by.
+        clock: Clock to measure by; None for that of the training's device.
     """
 
     def __init__(

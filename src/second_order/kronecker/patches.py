@@ -109,7 +109,7 @@ def _taps_met(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A matrix ``(kernel, size)``: how often a tap meets an input along one dimension."""
+    """A matrix ``(kernel, size)``: 1 where a tap meets an input along one dimension."""
     with torch.inference_mode(False):
         outputs = (size + sum(side) - dilation * (kernel - 1) - 1) // stride + 1
         met = torch.zeros(kernel, size, dtype=dtype, device="cpu")
