@@ -1,7 +1,7 @@
-"""How threads end with the interpreter: told first, then waited for together, and not for long.
+"""The end of threads with the interpreter: all are told, then waited for, but not long.
 
-Python's own order would be: daemon threads are cut off wherever they are. One that computes in C++
-has nowhere to return to then, and takes the process along.
+Python's own order would be: daemon threads are cut off wherever they are. A thread in
+C++ code has nowhere to return to then, and takes the process along.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from contextlib import suppress
 
 __all__ = ["Farewell"]
 
-SLICE_SECONDS = 0.05  # between looks at a thread that gives signs of life
+SLICE_SECONDS = 0.05  # between looks at the threads waited for
 ROUSED_SECONDS = 5.0  # after which the main thread hangs no more in the place of an abort
 SIGEV_THREAD_ID = 4  # Linux
 
 
 class Farewell:
-    """Of some daemon threads: at :meth:`begin` and :meth:`finish`, or when the interpreter ends.
+    """Ends daemon threads, at :meth:`begin` and :meth:`finish` or with the interpreter.
 
-    What is not over when it has been waited for stays behind, and is not waited for again.
+    A thread that has not ended after the wait stays behind, and is not waited for again.
 
     Args:
         tell: Lets the threads know; it must not wait.
-        threads: Those that are then to end.
+        threads: The threads that are then to end.
         patience: Seconds to wait for them, since they were told, or since the last sign of life.
-        sign: When there was one, by ``time.monotonic``.
-        most: Seconds to wait in all, whatever the signs; ``patience`` if there are none.
+        sign: Gives the time of the last sign of life, by ``time.monotonic``.
+        most: Seconds to wait in all, whatever the signs; None for ``patience``.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class Farewell:
         return not any(thread.is_alive() for thread in self._threads)
 
     def begin(self) -> None:
-        """Tell the threads."""
+        """Tell the threads to end, without waiting."""
         if self._begun is None:
             self._begun = time.monotonic()
             self._tell()
 
     def finish(self, most: float | None = None) -> bool:
-        """Tell them, and wait until they have ended; whether they have.
+        """Tell the threads to end, and wait for them; returns whether they have ended.
 
         Args:
-            most: Seconds to wait in all, since they were told, in the place of the usual.
+            most: Seconds to wait in all, since they were told; None for the limits of the object.
         """
         self.begin()
         while not self.over:
@@ -94,7 +94,7 @@ def _at_the_end() -> None:
             farewell.begin()
         for farewell in here:
             farewell.finish()
-    finally:  # whoever waits may be interrupted
+    finally:  # a KeyboardInterrupt may end the wait
         if not all(farewell.over for farewell in here):
             _leave_threads_alone()
 
@@ -116,7 +116,7 @@ def _leave_threads_alone() -> None:
 
 
 def _rouse_this_thread() -> None:
-    """Let this one, the main one, hang in such a call for a moment only, and abort then.
+    """Let this thread, the main one, hang in such a call for a moment only, then abort.
 
     ``pause`` returns after a signal, and ``std::terminate`` aborts where its handler returns. So a
     timer of the kernel sends a signal to this thread alone, over and over; anywhere else the signal
@@ -127,7 +127,7 @@ def _rouse_this_thread() -> None:
     """
     libc, number = ctypes.CDLL(None), getattr(signal, "SIGRTMAX", 0)
     if sys.platform != "linux" or signal.getsignal(number) is not signal.SIG_DFL:
-        return  # somebody else's
+        return  # another library's handler
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     libc.signal(number, ctypes.cast(libc.abs, ctypes.c_void_p))  # of a number, and harmless
     event = _Event(0, number, SIGEV_THREAD_ID, threading.get_native_id())

@@ -54,9 +54,9 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
     """Raise unless ``base`` is an optimizer class that can take a preconditioned gradient.
 
     Args:
-        base: What is to be one.
-        own_class: Of the optimizers that are none.
-        option: By which it was given.
+        base: The value to check.
+        own_class: Class of the optimizers that cannot be a base.
+        option: Name of the option that ``base`` was given by.
     """
     if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
         raise TypeError(
@@ -72,13 +72,13 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
 
 
 def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[str, ...]:
-    """Raise unless what is said of a second base makes sense; the patterns of ``rest_layers``.
+    """Check the options of a second base; returns the patterns of ``rest_layers``.
 
     Args:
-        rest: Its class, or None.
-        layers: ``rest_layers``.
-        keywords: ``rest_kwargs``.
-        own_class: Of the optimizers that are no base.
+        rest: Class of the second base, or None.
+        layers: The option ``rest_layers``.
+        keywords: The option ``rest_kwargs``.
+        own_class: Class of the optimizers that cannot be a base.
     """
     patterns = check_patterns(layers, "rest_layers")
     if keywords is not None and not isinstance(keywords, Mapping):
@@ -101,10 +101,10 @@ def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[
 def is_adaptive(base: Any) -> bool:
     """Whether an optimizer scales its steps itself, whatever the scale of the gradients.
 
-    Known of torch's own. Of others it is found by what they do: the tenth step, with gradients and
-    with a hundred times these, is about as long under Adam, and a hundred times as long under SGD.
-    (RAdam's first steps are SGD's.) A class that cannot be made with a learning rate alone, or
-    steps elsewhere than on the CPU, is what the class is that it is made from.
+    Known of torch's own optimizers. Of others it is found by trial: the tenth step, with gradients
+    and with a hundred times these, is about as long under Adam, and a hundred times as long under
+    SGD. (RAdam's first steps are SGD's.) A class that cannot be made with a learning rate alone, or
+    does not step on the CPU, is taken for what the class of torch's is that it is made from.
     """
     if not isinstance(base, type):
         return False
@@ -123,7 +123,7 @@ NOT_ADAPTIVE: tuple[type, ...] = (torch.optim.SGD, torch.optim.ASGD)
 
 
 def _length_of_step(base: Any, scale: float) -> float:
-    """Of the tenth one, with gradients of this scale."""
+    """The length of a base's tenth step, with gradients of this scale."""
     p = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
     before, optimizer = p.detach().clone(), base([p], lr=1e-3)
     for _ in range(10):
@@ -147,14 +147,14 @@ def split_base_keywords(
     rest: type | None = None,
     rest_keywords: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of ``base`` and of ``rest``: each gets those that its signature has.
+    """Split keywords between ``base`` and ``rest``: each gets those that its signature has.
 
     Args:
         base: The class of the base.
-        ours: Names of the other options, for messages.
-        keywords: What has been given for both.
+        ours: Names of the optimizer's own options, for messages.
+        keywords: Arguments given for both bases.
         rest: The class of a second base, if there is one.
-        rest_keywords: What it is to have in place of the others'.
+        rest_keywords: Arguments that ``rest`` gets in place of those in ``keywords``.
 
     Raises:
         TypeError: For a keyword that neither has, naming the closest known one, of ours or theirs;
@@ -193,7 +193,7 @@ def split_base_keywords(
 
 
 def _keywords_of(base: type) -> set[str] | None:
-    """The keywords that an optimizer takes; None for whatever there is."""
+    """The keywords that an optimizer takes; None if it takes any."""
     parameters = inspect.signature(base).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return None

@@ -16,9 +16,9 @@ def first_match(
     """The first pattern that matches a module or one that it is inside of.
 
     Args:
-        patterns: Such as "head", "blocks.*.mlp" or "Conv*".
+        patterns: Shell-style patterns such as "head", "blocks.*.mlp" or "Conv*".
         everything: The modules of a model by all of their names, shared ones by each.
-        name: Of the module.
+        name: Name of the module.
     """
     parts = name.split(".") if name else []
     chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""What an optimizer tells about itself: a table of its layers, and numbers to log."""
+"""Reports of an optimizer: tables of its layers and parameters, and numbers to log."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class LayerRow:
     Attributes:
         name: The module's name.
         kind: The module's class.
-        parameters: How many parameters the line stands for.
+        parameters: Number of parameters that the line stands for.
         status: "preconditioned", "base", or "frozen".
-        detail: Sizes of the factors, or why the base has it.
+        detail: Sizes of the factors, or why the base trains the module.
         computed_by: Ranks that decompose and that precondition.
-        factor_bytes: On this process.
-        inverse_bytes: On this process.
+        factor_bytes: Bytes of the factors on this process.
+        inverse_bytes: Bytes of the inverse on this process.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Summary:
 
     Attributes:
         title: The optimizer, its base and its world.
-        rows: One a layer.
+        rows: One row for each layer.
         dropped: Statistics dropped so far on this process because they were not finite.
         failed: Layers whose last refresh gave no sound decomposition.
         notes: Closing lines of optimizers without Kronecker factors.
-        age: How old inverses are, where they are solved beside training.
-        intervals: Those that are chosen by what they cost.
-        settings: Damping, clip and memory, as they follow from what was given.
-        refused: Messages that this process refused, as they were malformed, and connections that
-            did not know the key.
+        age: A line on the age of inverses, where they are computed beside training.
+        intervals: A line on the intervals that are chosen by their cost.
+        settings: A line on damping, clip and memory, as they follow from what was given.
+        refused: Number of malformed messages, and of connections without the key, that this
+            process refused.
     """
 
     title: str
@@ -122,14 +122,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class RecipeRow:
-    """How a parameter is trained.
+    """One line of the recipe: how a parameter is trained.
 
     Attributes:
-        name: Of the parameter.
-        shape: Of the parameter.
+        name: Name of the parameter.
+        shape: Shape of the parameter.
         base: The first-order optimizer that trains it.
-        lr: Its learning rate now.
-        weight_decay: Its weight decay; None if the base has none.
+        lr: The parameter's learning rate now.
+        weight_decay: The parameter's weight decay; None if the base has none.
         status: "preconditioned", "plain gradient", or "frozen".
     """
 
@@ -142,17 +142,17 @@ class RecipeRow:
 
     @property
     def parameters(self) -> int:
-        """How many numbers it has."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which base trains which parameter, and how; ``print`` it, or read its rows.
+    """A table of how each parameter is trained, by which base; ``print`` it, or read its rows.
 
     Attributes:
         title: The optimizer and its bases.
-        rows: One a parameter, in the order of the groups.
+        rows: One row for each parameter, in the order of the groups.
     """
 
     title: str
@@ -190,19 +190,19 @@ def _aligned(table: Sequence[tuple[str, ...]], right: set[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class CurvatureReport:
-    """What the last refresh found, and what all of them took: numbers to log.
+    """Numbers to log: the results of the last refresh, and the cost of all refreshes.
 
     Attributes:
         eigenvalues: ``(k + l,)`` the k largest in descending order, then the l smallest in
             ascending order; float64 on the CPU. Empty before the first refresh.
-        residuals: ``(k + l,)`` ‖Hv − θv‖ of each pair.
+        residuals: ``(k + l,)`` ‖Hv − θv‖ of each eigenpair.
         gradient_share: The share of the gradient that was in the subspace at the step of the last
             refresh, ‖V̂ᵀg‖² / ‖g‖², 0 to 1; None before.
         step: The step of the last refresh, -1 before the first.
-        products: Hessian-vector products of the last refresh.
-        total_products: Those of all refreshes of this process.
-        refreshes: How many there were.
-        failures: How many gave numbers that were not finite; the pairs from before are kept.
+        products: Number of Hessian-vector products of the last refresh.
+        total_products: Number of products of all refreshes of this process.
+        refreshes: Number of refreshes.
+        failures: Number of refreshes that were not finite, after which old pairs are kept.
         rest_scale: s, by which the base's step is stretched.
     """
 
@@ -219,16 +219,16 @@ class CurvatureReport:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What came of an epoch's eigenpairs on a worker.
+    """The result of an epoch's eigenpairs on a worker.
 
     Attributes:
-        epoch: Its number.
-        waited: Seconds that this worker stood still for the accelerators at its end.
+        epoch: Number of the epoch.
+        waited: Seconds that this worker stood still for the accelerators at the epoch's end.
         applied: Whether the final update was made.
-        reason: Why not, or "".
-        loss_before: Of the accelerators' batch without the update; only if guarded.
-        loss_after: With it.
-        products: Hessian-vector products that the accelerators made.
+        reason: Why the update was not made, or "".
+        loss_before: Loss of the accelerators' batch without the update; only if guarded.
+        loss_after: Loss of that batch with the update; only if guarded.
+        products: Number of Hessian-vector products that the accelerators made.
     """
 
     epoch: int

@@ -28,7 +28,11 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("factor_decay", -0.1, r"factor_decay=-0\.1 is outside \[0, 1\); 0\.95 is"),
     ("factor_decay", float("nan"), r"factor_decay=nan is outside"),
     ("kl_clip", 0.0, r"kl_clip=0\.0 is outside \(0, inf\]; use a positive number, 'auto', or None"),
-    ("kl_clip", -1e-3, r"kl_clip=-0\.001 is outside \(0, inf\]; use a positive number, 'auto', or None"),
+    (
+        "kl_clip",
+        -1e-3,
+        r"kl_clip=-0\.001 is outside \(0, inf\]; use a positive number, 'auto', or None",
+    ),
     ("grad_worker_fraction", -0.5, r"grad_worker_fraction=-0\.5 is outside \[0, 1\]; 1\.0 is"),
     ("grad_worker_fraction", 1.5, r"grad_worker_fraction=1\.5 is outside \[0, 1\]; 1\.0 is"),
     ("factor_update_steps", 0, "factor_update_steps=0 is below 1; use 1 for every step"),

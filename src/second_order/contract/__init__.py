@@ -1,1 +1,1 @@
-"""What a wrapper of ``torch.optim`` owes its surroundings: groups, checkpoints, warnings."""
+"""The duties of a wrapper of ``torch.optim`` optimizers: groups, checkpoints, warnings."""

@@ -21,7 +21,7 @@ class PendingAverage:
     """The exchange of one step's gradients, under way from construction on.
 
     Args:
-        params: Those whose gradients are averaged, the same on every rank.
+        params: The parameters whose gradients are averaged, the same on every rank.
         world: The ranks.
         route: Gives the parts of the gradients, and the rank that alone gets the mean of each; None
             for all of them everywhere.
@@ -31,7 +31,7 @@ class PendingAverage:
     """
 
     def __init__(self, params: list[Tensor], world: World, route: Route) -> None:
-        self._done = not params  # all of them frozen
+        self._done = not params  # all parameters are frozen
         self._params = params
         if self._done:
             return
@@ -47,7 +47,7 @@ class PendingAverage:
                     "embedding, or wrap the model in DistributedDataParallel"
                 )
         # A gradient that is None everywhere stays None, as it would for the base alone.
-        torch._foreach_div_(self._gradients, float(world.size))  # before: a sum of halves overflows
+        torch._foreach_div_(self._gradients, float(world.size))  # first: a sum in float16 overflows
         device = params[0].device
         self._present = torch.ones(len(params), device=device)
         if self._missing:
@@ -72,7 +72,7 @@ class PendingAverage:
 
 
 def start_average(training: Training, route: Route) -> Callable[[], None]:
-    """Send gradients on their way, if the optimizer averages them; what waits for their means."""
+    """Start to average gradients, if the optimizer does; returns a function that waits."""
     if not training.averages:
         return _nothing
     return PendingAverage(training.averaged_params(), training.world, route).wait

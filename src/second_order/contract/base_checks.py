@@ -1,4 +1,4 @@
-"""Whether a saved state is of the base that is to go on with it, and whether it is sound."""
+"""Checks that a saved state is sound, and of the base that is to load it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ SQUARES = {
     *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
     *("row_var", "col_var", "variance"),
 }
-FACTORED = {"row_var": -1, "col_var": -2}  # Adafactor's, and the dimension that is averaged
+FACTORED = {"row_var": -1, "col_var": -2}  # Adafactor's entries, and the dimension averaged
 
-# Settings that many optimizers have: they tell nothing of whose they are.
+# Settings that many optimizers have: they do not tell which optimizer a group is of.
 COMMON = {
     "capturable",
     "decoupled_weight_decay",
@@ -69,7 +69,7 @@ LEAST = {
     "lr": -1e-8,
     **dict.fromkeys((PEAK_LR, "weight_decay", "eps", "momentum", "betas", "alpha", "rho"), 0.0),
 }
-SCHEDULED = {"initial_lr": 0.0, "max_lr": 0.0}  # which peak_lr follows
+SCHEDULED = {"initial_lr": 0.0, "max_lr": 0.0}  # settings that peak_lr follows
 MOST = {"betas": math.nextafter(1.0, 0.0), "rho": 1.0}
 
 
@@ -101,13 +101,13 @@ def check_base_settings(
     ours: Mapping[str, Any],
     kept: Sequence[set[str]],
 ) -> None:
-    """Raise ValueError if a group's state is another optimizer's, as far as it can be told.
+    """Raise ValueError if a group's state shows that it is another optimizer's.
 
     Args:
-        base: What is to go on with it.
+        base: The optimizer that is to load the state.
         theirs: The saved group.
         ours: The group as it is.
-        kept: The names of what is kept of its parameters.
+        kept: The names of the entries saved for each of the group's parameters.
     """
     mine = type(base)
     name = mine.__name__
@@ -125,7 +125,7 @@ def check_base_settings(
 
 
 def _keeps(name: str, kept: Sequence[set[str]]) -> bool:
-    """Whether an optimizer of torch keeps what was kept."""
+    """Whether torch's optimizer of this name keeps exactly such entries."""
     needed = {k for k, when in KEPT[name].items() if when is True}
     return all(needed <= keys <= set(KEPT[name]) for keys in kept)
 
@@ -133,7 +133,7 @@ def _keeps(name: str, kept: Sequence[set[str]]) -> bool:
 def _named(
     likely: Sequence[str], known: set[str], group: Mapping[str, Any], kept: Sequence[set[str]]
 ) -> str:
-    """What to call the optimizer of a saved group."""
+    """A name, for messages, of the optimizer of a saved group."""
     if "Adam" in likely or "AdamW" in likely:
         return "AdamW" if group.get("decoupled_weight_decay") else "Adam"
     if likely:
@@ -158,7 +158,7 @@ def check_settings(where: str, saved: Mapping[str, Any], ours: Mapping[str, Any]
     """Raise ValueError if a saved hyperparameter is of another kind, or outside its bounds.
 
     Args:
-        where: What to call the group.
+        where: Name of the group, for messages.
         saved: The saved group.
         ours: The group as it is, defaults included.
     """
@@ -177,7 +177,7 @@ def check_settings(where: str, saved: Mapping[str, Any], ours: Mapping[str, Any]
 
 
 def _problem(value: Any, ours: Any, low: float, high: float) -> str:
-    """What is wrong with a hyperparameter, beside ours; "" if nothing is."""
+    """The fault of a saved hyperparameter, compared with ours; "" if it has none."""
     if isinstance(value, Tensor):
         problem = unusual(value)
         if problem:
@@ -215,15 +215,15 @@ def check_base_part(
     group: Mapping[str, Any],
     shared: set[str],
 ) -> None:
-    """Raise ValueError unless what the base has kept of a parameter fits it, and is finite.
+    """Raise ValueError unless the base's entries for a parameter fit it, and are finite.
 
     Of bases that are not torch's, only vectors of the parameter's shape are known.
 
     Args:
-        part: What it has kept.
-        base: The base.
+        part: The base's saved entries for the parameter.
+        base: The base that is to load them.
         p: The parameter.
-        group: Its saved group.
+        group: The parameter's saved group.
         shared: Entries that all parameters have: a newer torch may keep more than is known here.
     """
     kind = type(base)

@@ -1,4 +1,4 @@
-"""Where the base's state is: ``state[p]["base"]``, beside what belongs to the wrapper."""
+"""The base's state, in ``state[p]["base"]``, beside the wrapper's own entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASE, CURVATURE = "base", "curvature"
 
 
 class BaseState(MutableMapping[Tensor, dict[str, Any]]):
-    """``state[p]["base"]`` as a mapping of its own: all that the base optimizer sees."""
+    """A view of ``state[p]["base"]`` by parameter: the state that the base optimizer sees."""
 
     def __init__(self, state: State) -> None:
         self._state = state

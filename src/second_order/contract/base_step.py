@@ -22,7 +22,7 @@ def unhooked_step(base: torch.optim.Optimizer) -> None:
 
 
 def initialises_state(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether this is the empty step by which checkpointing code brings state into being.
+    """Whether this is the empty step by which checkpointing code makes state exist.
 
     ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients.
     """
@@ -39,7 +39,7 @@ def initialises_state(groups: Iterable[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def set_aside(training: Training) -> Iterator[None]:
-    """Step no frozen parameter by a gradient that differs between processes."""
+    """Hide gradients of frozen parameters from the step: they differ between processes."""
     params = []
     if training.averages:
         members = [p for group in training.groups for p in group["params"]]

@@ -5,8 +5,8 @@
                             "base_class"
     param_groups            as torch's; with two bases each says in "rest" which of them trains it
 
-Version 0 has neither a version nor the base's name; it is read as version 1, and whose base's part
-it is, is told by its settings. The state of a base alone is of no version.
+Version 0 has neither a version nor the base's name; it is read as version 1, and its base is told
+by the groups' settings. The state of a base alone has no version.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ HEADER = ("steps", "version", "base_class")
 
 
 def header(steps: int, base: torch.optim.Optimizer) -> dict[str, Any]:
-    """What says which checkpoint this is, for every parameter.
+    """The entries saved with every parameter that identify a checkpoint.
 
-    The name is a key, since torch.distributed.checkpoint flattens numbers and tensors only.
+    The base's name is a key, since torch.distributed.checkpoint flattens numbers and tensors only.
     """
     return {"steps": steps, "version": VERSION, "base_class": {type(base).__name__: 1}}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What has been read.
+    """A checkpoint as it has been read and checked.
 
     Attributes:
         base: The base's parts, by the parameters' keys, as they are to be loaded.
-        groups: The groups, likewise.
-        curvature: The other parts.
-        steps: How many have been taken.
-        absent: Names of parameters that train, and of which there is nothing.
+        groups: The parameter groups, as they are to be loaded.
+        curvature: The ``"curvature"`` parts, by parameter.
+        steps: Number of steps taken.
+        absent: Names of parameters that train, and that the checkpoint has no entry for.
     """
 
     base: dict[Any, dict[str, Any]]
@@ -91,13 +91,13 @@ def read_checkpoint(
     """Read a checkpoint of a wrapper, or of its base alone.
 
     Args:
-        state_dict: As ``state_dict()`` gives it.
-        base: What is to go on with it; one, or two.
-        groups: Of the optimizer that is to.
-        names: Of parameters, by id.
+        state_dict: The checkpoint, as ``state_dict()`` gives it.
+        base: The base that is to load it, one or two.
+        groups: Parameter groups of the optimizer that is to load it.
+        names: Names of parameters, by id.
 
     Raises:
-        ValueError: Naming what is wrong, or the base that it was saved by.
+        ValueError: If an entry does not fit, or the state is another base's; named in the error.
     """
     check_is_state(state_dict)
     _check_marks(state_dict["param_groups"], base, groups)
@@ -145,7 +145,7 @@ def _check_bases(
     parts: Mapping[Any, SavedPart],
     curvature: Mapping[Tensor, SavedPart],
 ) -> None:
-    """Raise ValueError if a saved group, beside its own, is of another base than its own here."""
+    """Raise ValueError if a saved group is of another base than its counterpart here."""
     told = any("base_class" in part for part in curvature.values())
     for theirs, ours in groups:
         mine = base_of(base, ours)
@@ -167,7 +167,7 @@ def _check_marks(
     base: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError if saved groups are of two bases and there is one, or of others of the two.
+    """Raise ValueError if groups are saved of two bases and there is one, or marks differ.
 
     Groups without marks may be those of two plain optimizers, put together.
     """
@@ -197,7 +197,7 @@ def _check_marks(
 
 
 def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The keys of the parameters, in order; ValueError unless all is where it belongs."""
+    """The keys of the parameters, in order; ValueError unless the structure is sound."""
     saved, state = state_dict["param_groups"], state_dict["state"]
     if len(saved) != len(groups):
         raise ValueError(
@@ -236,9 +236,9 @@ def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[A
 
 
 def _check_order(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if the same names are in another order: one's state would be another's."""
+    """Raise ValueError if names are in another order: parameters would get others' state."""
     theirs, ours = ([n for g in each for n in g.get(NAMES) or []] for each in (saved, groups))
-    if theirs == ours or sorted(theirs) != sorted(ours):  # other names may be of a wrapper
+    if theirs == ours or sorted(theirs) != sorted(ours):  # a wrapper may have renamed them
         return
     name, mine = next(pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1])
     raise ValueError(
@@ -268,7 +268,7 @@ def check_is_state(value: Any) -> None:
 
 
 def _parts(key: Any, entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A parameter's entry in its two parts; that of the base alone is one."""
+    """Split a parameter's entry in its two parts; a base's own state has one."""
     if not set(entry) & {BASE, CURVATURE}:
         return {BASE: dict(entry)} if entry else {}
     for part, entries in entry.items():
@@ -288,7 +288,7 @@ def _parts(key: Any, entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _check_headers(curvature: Mapping[Tensor, SavedPart]) -> int:
-    """The number of steps."""
+    """Check the header's entries; returns the number of steps."""
     steps: int | None = None
     for part in curvature.values():
         if not part:
@@ -324,22 +324,22 @@ def _class_name(part: SavedPart) -> str:
 
 
 def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict[str, Any]:
-    """What the base alone would have saved: for going on with a plain ``torch.optim`` optimizer.
+    """The state that the base alone would have saved, to go on with plain ``torch.optim``.
 
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plain.load_state_dict(export_base_state(optimizer.state_dict()))
 
     Args:
-        state_dict: What ``state_dict()`` of an optimizer of this package gave, saved and loaded or
-            not. Where processes keep parts of the state, collect them by ``consolidate()`` before.
-        rest: Of an optimizer with two bases, give the part of ``rest``, and not of ``base``.
+        state_dict: The ``state_dict()`` of an optimizer of this package, saved and loaded or not.
+            Where processes keep parts of the state, collect them by ``consolidate()`` before.
+        rest: Whether to give the part of ``rest`` and not of ``base``, if there are two bases.
 
     Returns:
         A state for the base's class, with the momentum and the hyperparameters. Its tensors are
         those of ``state_dict``, not copies.
 
     Raises:
-        ValueError: If it is no such state, or there is no part of ``rest``.
+        ValueError: If ``state_dict`` is no such state, or has no part of ``rest``.
     """
     check_is_state(state_dict)
     state = {key: _parts(key, entry).get(BASE) for key, entry in state_dict["state"].items()}

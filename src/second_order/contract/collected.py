@@ -1,4 +1,4 @@
-"""What other processes keep of a state, collected by ``consolidate`` until the next step."""
+"""State of other processes, collected by ``consolidate`` and kept until the next step."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Collected:
         self._to: int | None = None
 
     def take(self, parts: Parts, to: int | None) -> None:
-        """Keep them for the next ``state_dict``; ``to`` is the rank that has all, None for each."""
+        """Keep parts for the next ``state_dict``; ``to``: the rank that has all; None: each."""
         self._parts, self._to = parts, to
 
     def drop(self) -> bool:
-        """Let them go; whether there were any."""
+        """Drop the collected parts; returns whether there were any."""
         parts, self._parts = self._parts, None
         return bool(parts)
 
     def require(self, training: Training, curvature: Curvature) -> None:
-        """Warn, or raise, where a ``state_dict`` of this process would lack something.
+        """Warn, or raise, where a ``state_dict`` of this process would lack entries.
 
         Raises:
             SecondOrderError: If nothing has been collected, and it is not
@@ -62,7 +62,7 @@ class Collected:
             )
 
     def add_to(self, state: dict[Any, dict[str, Any]], params: Sequence[Tensor]) -> None:
-        """Add them to a state whose keys are the parameters' numbers."""
+        """Add the collected parts to a state whose keys are the parameters' numbers."""
         for index, p in enumerate(params):
             if self._parts and p in self._parts and index in state:
                 parts, entry = self._parts[p], state[index]

@@ -1,4 +1,4 @@
-"""What an optimizer asks of the curvature that it owns.
+"""The interface of a curvature, as the optimizer that owns it calls it.
 
     prepare        plan anew, refresh what is due          before gradients travel
     precondition   p.grad <- what the base is to see
@@ -25,10 +25,10 @@ __all__ = ["Curvature"]
 
 
 class Curvature:
-    """What does nothing to a base optimizer; the wings of the package do more.
+    """A curvature that leaves a base optimizer as it is; base class of the real ones.
 
     Args:
-        training: What it serves.
+        training: The training to serve.
     """
 
     scaler_matters = ""
@@ -46,24 +46,24 @@ class Curvature:
     # ------------------------------------------------------------------------------ construction
 
     def description(self) -> list[str]:
-        """What all ranks must have alike, beside the model and its groups."""
+        """Options in lines, which must be equal on all ranks, as model and groups must."""
         return []
 
     def averaging_processes(self) -> int:
-        """How many processes average gradients, where the optimizer does."""
+        """Number of processes that average gradients, where the optimizer does."""
         return self.training.world.size
 
     def check_processes(self) -> None:
-        """Raise what these processes and devices cannot do, before anything has changed."""
+        """Raise if processes or devices cannot do what is asked, before anything has changed."""
 
     def begin(self) -> None:
-        """All ranks agree: give them their roles, plan, and watch the model."""
+        """Begin, once all ranks agree: give them their roles, plan, and watch the model."""
 
     # ----------------------------------------------------------------------------------- a step
 
     @property
     def instead(self) -> Callable[[], None] | None:
-        """What this process does at a step instead of training; None where it trains."""
+        """The function that a helper calls at a step instead of training; None on a worker."""
         return None
 
     def nothing_captured(self) -> bool:
@@ -71,7 +71,7 @@ class Curvature:
         return True
 
     def facts(self) -> list[tuple[str, Any]]:
-        """What decides which collectives a step has, by name; primitives."""
+        """The values, by name, that decide which collectives a step has; primitives."""
         return []
 
     def prepare(self) -> None:
@@ -82,7 +82,7 @@ class Curvature:
         return None
 
     def precondition(self, average: Callable[[], None]) -> None:
-        """Replace ``p.grad`` in place by what the base is to see.
+        """Replace ``p.grad`` in place by the gradient that the base is to see.
 
         Args:
             average: Waits until gradients are the mean over the processes; to be called before
@@ -91,20 +91,20 @@ class Curvature:
         average()
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Let the base step."""
+        """Let the base take its step."""
         step()
 
     def correct(self) -> None:
-        """Do to the parameters what is left after the base's step."""
+        """Correct the parameters after the base's step."""
 
     def watch(self) -> None:
-        """Look at the passes to come, as the step to come needs it."""
+        """Turn capture on or off for the coming passes, as the coming step needs."""
 
     def drop_pending(self) -> None:
-        """Forget what backward passes have left since the last step."""
+        """Drop statistics of the backward passes since the last step."""
 
     def replan(self) -> None:
-        """Parameters or groups have changed: look at the model again."""
+        """Look at the model again, after parameters or groups have changed."""
 
     # ------------------------------------------------------------------------------------ state
 
@@ -120,26 +120,26 @@ class Curvature:
 
     @property
     def kept_elsewhere(self) -> str:
-        """What other processes keep, and a ``state_dict`` of this one would lack; "" if nothing."""
+        """A name for state that only other processes keep; "" if there is none."""
         return ""
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Parts of the state that this process lacks, on the ranks that want them; a collective.
+        """Collect the parts of the state that the ranks ``ranks`` lack; a collective.
 
-        A ``"base"`` part replaces what is here, a ``"curvature"`` part is added to it.
+        A ``"base"`` part replaces the one here, a ``"curvature"`` part is added to it.
         """
         return {}
 
     def preconditioned(self) -> list[Tensor]:
-        """The parameters whose gradients it replaces, or whose steps it corrects."""
+        """The parameters whose gradients are preconditioned, or whose steps are corrected."""
         return []
 
     def awake(self) -> None:
-        """Go on after a copy, with another training's base and groups."""
+        """Go on in a copied or unpickled optimizer, with that training's base and groups."""
 
     def summary(self) -> Summary:
-        """A table of what is preconditioned."""
+        """A table of the parameters and layers that are preconditioned."""
         return Summary(self.training.titled(), [])
 
     def close(self) -> None:
-        """End what goes on beside training; from now on the base steps alone."""
+        """End threads, hooks and messages; from now on the base steps alone."""

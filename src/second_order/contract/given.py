@@ -1,4 +1,4 @@
-"""What users hand to an optimizer, looked through: parameters or a model, a GradScaler."""
+"""Checks of an optimizer's arguments: parameters or a model, a GradScaler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     """The user's own module inside wrappers, and whether one of them averages gradients.
 
     Raises:
-        TypeError: If its parameters are sharded.
-        ValueError: If one is not initialised.
+        TypeError: If the module's parameters are sharded.
+        ValueError: If a parameter is not initialised.
     """
     under_ddp = False
     while True:
@@ -72,10 +72,10 @@ class Given:
     Attributes:
         model: The user's module, without wrappers; an empty one that has the parameters if there is
             none.
-        known: Whether the user gave one.
-        under_ddp: Whether it was wrapped in DistributedDataParallel.
+        known: Whether the user gave a module.
+        under_ddp: Whether the module was wrapped in DistributedDataParallel.
         groups: The parameter groups, or parameters.
-        named: Whether these are pairs of names and parameters, as of a model.
+        named: Whether the groups have pairs of names and parameters, as of a model.
         strange: The shapes of parameters that are not the model's.
     """
 
@@ -88,24 +88,24 @@ class Given:
 
     @property
     def params(self) -> list[Tensor]:
-        """All of them."""
+        """The parameters of all groups."""
         return members_of(self.groups)
 
 
 def what_is_given(
     name: str, base: str, params_or_model: Any, model: Any, needs_model: bool
 ) -> Given:
-    """Look through the first argument of an optimizer and its ``model``.
+    """Find model and parameters in an optimizer's first argument and ``model``.
 
     Args:
-        name: Of the optimizer, for messages.
-        base: Of its base, likewise.
+        name: Name of the optimizer, for messages.
+        base: Name of its base, for messages.
         params_or_model: A module, or parameters or groups.
-        model: The module, where that is none.
-        needs_model: Whether parameters alone will not do.
+        model: The module, where the first argument is none.
+        needs_model: Whether a model is required.
 
     Raises:
-        TypeError: For two models, for none that is needed, or for something else.
+        TypeError: For two models, a missing model, or an argument of another type.
         ValueError: If none of the parameters is the model's.
     """
     known = model is not None or isinstance(params_or_model, nn.Module)
@@ -134,7 +134,7 @@ def what_is_given(
 def refuse_unknown_scaler(name: str, reason: str) -> None:
     """Raise if a GradScaler calls ``step`` without having been announced.
 
-    The gradients it has let through are unscaled, those captured on the way are not: the factors
+    The parameters' gradients are unscaled then, but captured ones are not: the factors
     would be too large by the square of the scale, and training would stall without a word.
     """
     frame: FrameType | None = sys._getframe(1)
@@ -151,7 +151,7 @@ def refuse_unknown_scaler(name: str, reason: str) -> None:
 
 
 def check_scaler(scaler: Any, averages: bool, processes: int) -> None:
-    """Raise unless a GradScaler is one, and skips its steps on all processes or on none."""
+    """Raise unless ``scaler`` is a GradScaler that skips steps on all processes or on none."""
     if scaler is None:
         return
     for method in ("scale", "is_enabled"):

@@ -44,11 +44,11 @@ def materialised(group: Any) -> Any:
 
 
 def outline_of(group: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group that is to be added, as ranks compare it before anybody knows whether it can be.
+    """Outline a group that is to be added, for ranks to compare before it is checked.
 
     Args:
-        group: Materialised, if it is one.
-        defaults: Entries that it will have.
+        group: The group, materialised if it is a mapping.
+        defaults: Entries that the group gets where it lacks them.
     """
     params = group.get("params") if isinstance(group, dict) else None
     if not isinstance(params, list):
@@ -58,14 +58,14 @@ def outline_of(group: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def members_of(groups: Iterable[Any]) -> list[Tensor]:
-    """The parameters of groups, or of a list of parameters, named or not; nothing else."""
+    """The parameters of groups, or of a list of parameters, named or not."""
     parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
     members = (p[1] if isinstance(p, tuple) else p for part in parts for p in part)
     return [p for p in members if isinstance(p, Tensor)]
 
 
 def loose(groups: Iterable[Any]) -> nn.Module:
-    """A module that has parameters given without one, and does nothing."""
+    """A module that only holds the parameters, which were given without a model."""
     module = nn.Module()
     tensors: dict[str, Any] = {str(i): p for i, p in enumerate(members_of(groups))}
     module._parameters.update(tensors)
@@ -73,13 +73,13 @@ def loose(groups: Iterable[Any]) -> nn.Module:
 
 
 def check_ownership(name: str, base: str, params: Sequence[Tensor], model: nn.Module) -> list[str]:
-    """Raise unless the model has any of the parameters; the shapes of those that it has not.
+    """Raise unless the model has any of the parameters; returns the shapes of the others.
 
     Args:
-        name: Of the optimizer.
-        base: Of its base.
-        params: Those to be optimized.
-        model: Whose they should be.
+        name: Name of the optimizer.
+        base: Name of its base.
+        params: The parameters to be optimized.
+        model: The model that should have them.
 
     Raises:
         ValueError: If there are parameters, and none is the model's.
@@ -101,9 +101,9 @@ def named_like(
     """A group with names where the other groups have them, as torch asks: all or none.
 
     Args:
-        others: The groups there are.
-        group: One to come, with or without names.
-        model: Whose names they are; a parameter of nobody is called by its place.
+        others: The present groups.
+        group: The group to be added, with or without names.
+        model: The model that gives names; other parameters are called by their place.
     """
     group = materialised(group)
     known = any(isinstance(p, tuple) for p in group["params"]) or NAMES in group
@@ -121,15 +121,15 @@ def _called(params: Sequence[Tensor], names: Mapping[int, str], start: int) -> l
 def rename_assigned(
     groups: Sequence[dict[str, Any]], model: nn.Module, before: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Name the parameters of a group anew where its names are of others, or too many or too few.
+    """Name a group's parameters anew where its names are of others, too many or too few.
 
-    So they are where a group has been copied with other members. A parameter is called as it was,
-    or else as in the model. Names that are nobody else's are left as they are.
+    Names are so where a group has been copied with other members. A parameter keeps its name, or
+    gets that of the model. Names that no other parameter has are left as they are.
 
     Args:
-        groups: Those to come.
-        model: Whose parameters they are.
-        before: The groups there have been.
+        groups: The groups to be assigned.
+        model: The model that has the parameters.
+        before: The groups until now.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     owners: dict[str, set[int]] = {}
@@ -155,11 +155,11 @@ def check_assigned(groups: Any) -> None:
     """Raise unless a list can take the place of ``param_groups``.
 
     Args:
-        groups: What has been assigned.
+        groups: The list that is assigned.
 
     Raises:
-        TypeError: If it is no list of groups of tensors.
-        ValueError: If a parameter is in it twice.
+        TypeError: If ``groups`` is no list of groups of tensors.
+        ValueError: If a parameter occurs twice.
     """
     if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
         raise TypeError(

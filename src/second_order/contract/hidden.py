@@ -1,4 +1,4 @@
-"""Which weights are hidden, and groups divided into those of ``base`` and those of ``rest``.
+"""Division of parameters into hidden weights, for ``base``, and others, for ``rest``.
 
 hidden    weights of at least two dimensions; of two exactly, where the base takes no others
 rest      embeddings, and whatever is tied to one; the output head, which is the last Linear in
@@ -27,7 +27,7 @@ REST = "rest"
 
 @dataclass(frozen=True)
 class Division:
-    """What goes to which of two bases.
+    """Rules that divide parameters between two bases.
 
     Attributes:
         base: The class that trains hidden weights.
@@ -40,17 +40,17 @@ class Division:
     layers: tuple[str, ...] = ()
 
     def divided(self, group: Any, model: nn.Module) -> list[Any]:
-        """A group in one or two, each with its mark, and with all other entries of the group.
+        """Divide a group into one or two, each with its mark and all other entries.
 
-        A group that has a mark stays whole. What is no group stays as it is, for torch to refuse.
+        A group that has a mark stays whole. Other values stay as they are, for torch to refuse.
 
         Args:
-            group: Materialised.
-            model: Whose modules tell what is hidden.
+            group: The group, materialised.
+            model: The model whose modules tell which weights are hidden.
 
         Raises:
-            TypeError: If its mark is none.
-            ValueError: If it is marked for a base that does not take its parameters.
+            TypeError: If the group's mark is neither True nor False.
+            ValueError: If the group is marked for a base that does not take its parameters.
         """
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             return [group]
@@ -74,10 +74,10 @@ class Division:
         return parts
 
     def divided_all(self, groups: Sequence[Any], model: nn.Module) -> list[dict[str, Any]]:
-        """What the user gives, groups or parameters, as groups with marks.
+        """Divide all that the user gives, groups or parameters, into groups with marks.
 
         Raises:
-            TypeError: If it is neither.
+            TypeError: If an element is neither.
             ValueError: If all parameters are for ``rest``, or nothing was given.
         """
         whole = groups if groups and isinstance(groups[0], dict) else [{"params": list(groups)}]
@@ -100,15 +100,15 @@ class Division:
         before: Sequence[Mapping[str, Any]],
         model: nn.Module,
     ) -> None:
-        """Mark the groups of a list that is to take the place of another, where they are not.
+        """Mark the groups of a list that is to be assigned, where they have no mark.
 
         Args:
-            groups: Those to come.
-            before: Those there are.
-            model: Whose modules tell what is hidden.
+            groups: The groups to be assigned.
+            before: The groups until now.
+            model: The model whose modules tell which weights are hidden.
 
         Raises:
-            TypeError: If a mark is none.
+            TypeError: If a mark is neither True nor False.
             ValueError: If a parameter would go to the other base, or a group to both.
         """
         known = {id(p): group[REST] for group in before for p in group["params"]}
@@ -135,7 +135,7 @@ class Division:
             group[REST] = mark
 
     def check_mark(self, group: Mapping[str, Any]) -> None:
-        """Raise unless a group's mark is one, and its base takes the parameters."""
+        """Raise unless a group's mark is True or False, and its base takes the parameters."""
         if check_flag(f"group[{REST!r}]", group[REST]) or not self._matrices:
             return
         for p in members_of([group]):
@@ -146,10 +146,10 @@ class Division:
                 )
 
     def description(self, defaults: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What ranks compare, be there parameters for both already or not.
+        """The bases and their defaults in lines that ranks compare.
 
         Args:
-            defaults: Those of the two.
+            defaults: The defaults of ``base`` and of ``rest``.
         """
         shown = (
             {k: v.tolist() if isinstance(v, Tensor) else v for k, v in each.items()}
@@ -165,7 +165,7 @@ class Division:
 
     @property
     def _matrices(self) -> bool:
-        """Whether the base refuses all but matrices."""
+        """Whether the base takes matrices alone, as Muon does."""
         muon = getattr(torch.optim, "Muon", None)
         return muon is not None and issubclass(self.base, muon)
 

@@ -22,11 +22,11 @@ R = TypeVar("R")
 
 
 class Notices:
-    """What an optimizer has to tell. Inside ``with notices:`` it is held back until the end of it.
+    """Warnings of an optimizer. Inside ``with notices:`` they wait until the block ends.
 
-    Such blocks may lie in each other; the outermost counts. A warning that is an error is raised at
-    its end, what is left of the others at the next one's. Where the block itself raises, what it
-    had to tell becomes notes of that error, if it cannot be told by itself.
+    Blocks may be nested; the outermost counts. A warning that is an error is raised at its end, and
+    the remaining ones at the end of the next block. Where the block itself raises, warnings that
+    cannot be given become notes of that error.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Notices:
         return new
 
     def say(self, message: str) -> None:
-        """Warn, now or at the end of the block."""
+        """Warn, now or at the end of the block that is open."""
         self.keep(message)
         if not self._depth:
             self._say_all()
@@ -79,7 +79,7 @@ class Notices:
 
 
 def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of an optimizer, whose notices are held back until it has returned."""
+    """Decorate an optimizer's method: warnings wait until it has returned."""
 
     @functools.wraps(method)
     def told(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""What the ranks compare of an optimizer before they exchange anything in a step."""
+"""The outline of an optimizer that ranks compare before they exchange data in a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from second_order.distributed.collectives import World
 __all__ = ["Outline", "described", "outline_of_load"]
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
-MEMBERS = ("params", "param_names")  # compared by their sizes
+MEMBERS = ("params", "param_names")  # members are compared by their sizes
 
 
 class Outline:
-    """An optimizer's groups, steps and loads, in a word.
+    """Compares an optimizer's groups, steps and loads between ranks by one word of 64 bits.
 
     Attributes:
-        loaded: What of a checkpoint that has been loaded since the ranks last compared has to be
-            the same on all of them, by name; None if none has.
+        loaded: Facts, by name, of a checkpoint loaded since the ranks last compared, which must be
+            the same on all of them; None without a load.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Outline:
 
         Args:
             world: The ranks.
-            doing: What this one is about to do.
-            steps: How many it has taken.
+            doing: The operation that this rank is about to do.
+            steps: Number of steps that this rank has taken.
             groups: The parameter groups.
-            facts: Gives what else is to be equal, by name; not asked on one process, so that
+            facts: Gives further facts to compare, by name; not called on one process, so that
                 options' callables are called no more often than they are used.
-            name_of: The parameters' names by their ids; asked for only if there is a difference, or
+            name_of: The parameters' names by their ids; called only if there is a difference, or
                 other groups are coming.
             coming: The groups that are to take the place of these; before any step they are
                 compared by the names of their members, too.
@@ -68,7 +68,7 @@ class Outline:
             groups, names = coming, name_of()
             called = [[names.get(id(p), "") for p in group["params"]] for group in groups]
         found = [x for group in groups for x in _outline(group)]
-        if found != self._groups:  # rarely, but for the learning rate
+        if found != self._groups:  # differences are rare, but for the learning rate
             self._groups, self._word = found, word_of(found)
         loaded, read = self.loaded is not None, self.loaded or []
         ours = ("a checkpoint loaded since the last step", loaded), ("step", steps), *read
@@ -107,15 +107,15 @@ def outline_of_load(
     curvature: Mapping[Tensor, Mapping[str, Any]],
     told: Sequence[str],
 ) -> Facts:
-    """What has been read of a checkpoint, as far as every rank reads it: numbers, and lengths.
+    """Facts of a loaded checkpoint that must be equal on all ranks: numbers, and lengths.
 
-    Of another run's checkpoint of the same step they are others, and parameters would part.
+    They differ if a rank has loaded another run's checkpoint of the same step.
 
     Args:
-        training: Whose it is now; nothing is to be compared on one process.
-        state: Of the parameters, as it has been loaded, with the base's parts.
+        training: The training that has loaded it; one process compares nothing.
+        state: The parameters' state as it has been loaded, with the base's parts.
         curvature: The ``"curvature"`` parts that have been read.
-        told: Those of their entries that every rank has.
+        told: Names of the entries of these that every rank has.
     """
     if training.world.size == 1:
         return []
@@ -135,7 +135,7 @@ def outline_of_load(
 
 
 def _lengths(values: Sequence[Any]) -> list[Any]:
-    """Tensors by their Euclidean lengths, for which a device is waited for once; numbers as is."""
+    """Replace tensors by their Euclidean lengths, read from a device at once; keep numbers."""
     tensors = [v for v in values if isinstance(v, Tensor) and not unusual(v)]
     lengths = [
         torch.linalg.vector_norm(
@@ -155,7 +155,7 @@ def _lengths(values: Sequence[Any]) -> list[Any]:
 
 
 def _outline(group: dict[str, Any]) -> list[Any]:
-    """Whatever of a group is a number or a few, and of each parameter its size if it trains."""
+    """The numbers among a group's entries, and each parameter's size, or −1 if it is frozen."""
     found: list[Any] = [_number(v) for k, v in group.items() if k not in MEMBERS]
     params = group["params"]
     found.append(len(params))

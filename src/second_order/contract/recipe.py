@@ -1,4 +1,4 @@
-"""The lines of ``recipe()``: a parameter each, with its base and what that does with it."""
+"""The lines of ``recipe()``: a parameter each, with its base and that base's settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["recipe_of"]
 
 
 def recipe_of(training: Training, preconditioned: Collection[int]) -> Recipe:
-    """How each parameter in the groups is trained.
+    """A table of how each parameter in the groups is trained.
 
     Args:
-        training: Whose groups they are.
-        preconditioned: Those of which the curvature takes care, by id.
+        training: The training that has the groups.
+        preconditioned: Ids of the parameters that the curvature preconditions.
     """
     names, rows = training.names(), []
     for group in training.groups:

@@ -1,4 +1,4 @@
-"""Entries of a checkpoint, looked at before anything is taken over; an error names the entry."""
+"""Entries of a checkpoint, checked before anything is loaded; an error names the entry."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COUNTABLE = 2.0**53
 """To which a float64 can count."""
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SHOWN = 60  # characters of a text in an error
+SHOWN = 60  # most characters of a text that an error shows
 
 
 class SavedPart(dict[str, Any]):
-    """What a checkpoint has of a parameter, in one of its parts.
+    """A checkpoint's entries for a parameter, in one of its two parts.
 
     Args:
         key: The parameter's key in the checkpoint.
         part: "base" or "curvature".
         name: The parameter's name, for errors.
-        entries: What there is.
+        entries: The saved entries, by name.
     """
 
     def __init__(self, key: Any, part: str, name: str, entries: dict[str, Any]) -> None:
@@ -37,26 +37,26 @@ class SavedPart(dict[str, Any]):
         self._where, self._name = f"state[{key!r}][{part!r}]", name
 
     def wrong(self, key: str, what: str) -> ValueError:
-        """The error that says what is wrong with an entry."""
+        """The error for an entry, with what is wrong."""
         return ValueError(
             f"the checkpoint's {self._where}[{key!r}], of parameter {self._name!r}, {what}; "
             f"nothing has been loaded"
         )
 
     def check_known(self, known: Iterable[str], remedy: str) -> None:
-        """Raise ValueError if there is an entry of another name."""
+        """Raise ValueError if an entry has none of the known names."""
         for key in self:
             if key not in known:
                 raise self.wrong(key, f"is not known here: {remedy}")
 
     def require(self, keys: Iterable[str]) -> None:
-        """Raise ValueError if one of these is not there."""
+        """Raise ValueError if one of these entries is missing."""
         for key in keys:
             if key not in self:
                 raise self.wrong(key, "is missing")
 
     def whole(self, key: str, low: int, high: int = LARGEST) -> int:
-        """A whole number between bounds."""
+        """The whole number of an entry, checked to lie between bounds."""
         value = self[key]
         if not is_whole(value):
             raise self.wrong(key, f"is {kind_of(value)}, not a whole number")
@@ -65,12 +65,12 @@ class SavedPart(dict[str, Any]):
         return int(value)
 
     def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
-        """A number between bounds, or a tensor of one; infinite only where a bound is asked to be.
+        """The number of an entry, or in its tensor, checked to lie between bounds.
 
         Args:
-            key: Of the entry.
-            low: The least.
-            high: The most; ``math.inf`` is no number itself.
+            key: Name of the entry.
+            low: Lower bound.
+            high: Upper bound; ``math.inf`` allows any finite number.
         """
         value = self[key]
         if isinstance(value, Tensor):
@@ -87,7 +87,7 @@ class SavedPart(dict[str, Any]):
     def tensor(
         self, key: str, shape: tuple[int, ...] | None = None, complex_too: bool = False
     ) -> Tensor:
-        """A finite tensor of real numbers, or of complex ones too; of a shape if one is given."""
+        """The tensor of an entry, checked to be finite, and real or complex, and of a shape."""
         value = self[key]
         if not isinstance(value, Tensor):
             raise self.wrong(key, f"is {kind_of(value)}, not a tensor")
@@ -122,8 +122,8 @@ def is_real(value: Any) -> bool:
 
 
 def out_of_bounds(value: float, low: float, high: float) -> str:
-    """What is wrong with a number that is to be finite and between bounds; "" if nothing is."""
-    if is_whole(value) and abs(value) > LARGEST:  # no float, perhaps, and no text
+    """The fault of a number that is to be finite and between bounds; "" if it has none."""
+    if is_whole(value) and abs(value) > LARGEST:  # ints may exceed float, and text
         return f"is {kind_of(value)}"
     if not math.isfinite(value):
         return f"is {value}, which is not finite"
@@ -148,7 +148,7 @@ def unusual(value: Tensor) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for errors."""
+    """The kind of a value in words, for errors."""
     if isinstance(value, Tensor):
         return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     if is_whole(value) and abs(value) > LARGEST:

@@ -1,4 +1,4 @@
-"""What an optimizer and its curvature both know of the training they serve."""
+"""The facts of a training that an optimizer and its curvature share."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Training:
     A copy has no base and publishes nowhere, until the copied optimizer gives it both.
 
     Attributes:
-        name: Of the optimizer's class, for messages.
+        name: Name of the optimizer's class, for messages.
         model: The user's module, without wrappers.
         known: Whether the user gave that module, and not its parameters alone.
-        under_ddp: Whether it was wrapped in DistributedDataParallel.
+        under_ddp: Whether the module was wrapped in DistributedDataParallel.
         world: The processes that train together; on a helper, those that help together.
-        averages: Whether the optimizer averages gradients over them.
+        averages: Whether the optimizer averages gradients over the processes.
         scaler: The GradScaler that scales the loss, or None.
-        notices: What the user is to be told.
-        steps: How many have been taken.
+        notices: The warnings to the user.
+        steps: Number of steps taken.
         trained: The parameters that trained at the last step.
         base: The wrapped optimizer.
-        base_name: What it is called, in messages.
+        base_name: Name of the base, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
     """
 
@@ -64,7 +64,7 @@ class Training:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is; groups may be empty."""
+        """The device of the first parameter; groups may be empty."""
         return next((p.device for p in members_of(self.groups)), torch.device("cpu"))
 
     def training_params(self) -> list[Tensor]:
@@ -72,7 +72,7 @@ class Training:
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def averaged_params(self) -> list[Tensor]:
-        """Those that train, or did at the last step: a backward may have come before the freeze."""
+        """The parameters that train, or did at the last step: backward may precede a freeze."""
         params = [p for group in self.groups for p in group["params"]]
         return [p for p in params if p.requires_grad or p in self.trained]
 
@@ -90,11 +90,11 @@ class Training:
         return self.notices.first_time(key)
 
     def warn(self, message: str) -> None:
-        """Tell the user, now or once no rank waits for another."""
+        """Warn the user, now or once no rank waits for another."""
         self.notices.say(message)
 
     def titled(self, *what: str) -> str:
-        """The first line of a summary: of what it is, at which step."""
+        """The first line of a summary: the optimizer, its base, ``what``, and the step."""
         size = self.world.size
         rate = f"lr {self.groups[0]['lr']}"
         processes = f"{size} process{'es' if size > 1 else ''}"

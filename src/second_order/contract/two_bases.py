@@ -1,8 +1,8 @@
 """Two first-order optimizers that step as one: one for hidden weights, one for the rest.
 
-Both work on the very groups and state of the whole: a group's mark says whose it is, and each sees
-its own groups and their state alone. So the whole is what one base is, to schedulers and to
-checkpoints.
+Both work on the very groups and state of the whole: a group's mark tells which of the two trains
+it, and each sees its own groups and their state alone. So schedulers and checkpoints see one
+optimizer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Kinds: TypeAlias = tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...
 
 
 class TwoBases(torch.optim.Optimizer):
-    """Two optimizers as one.
+    """An optimizer made of two, each of which steps its own groups.
 
     Its ``defaults`` are the settings that both have, with the first one's values: a scheduler that
     cycles momentum finds it there if it can cycle that of both.
 
     Args:
-        groups: With marks; at least one parameter in all.
-        base: Trains the groups whose mark is False.
-        base_keywords: Its arguments.
-        rest: Trains the others.
-        rest_keywords: Its arguments.
+        groups: Parameter groups with marks; at least one parameter in all.
+        base: Class of the optimizer for the groups whose mark is False.
+        base_keywords: Arguments of ``base``.
+        rest: Class of the optimizer for the other groups.
+        rest_keywords: Arguments of ``rest``.
 
     Attributes:
         parts: The two optimizers.
@@ -65,17 +65,17 @@ class TwoBases(torch.optim.Optimizer):
             self.state.update(part.state)
 
     def step(self, closure: Any = None) -> Any:
-        """Let both step, each on its own groups; the closure is nobody's."""
+        """Let both step, each on its own groups; the closure is not called."""
         for part in self._following():
             if part.param_groups:
                 unhooked_step(part)
 
     def of(self, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """The one that trains a group."""
+        """The optimizer that trains a group."""
         return self.parts[bool(group[REST])]
 
     def _following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        """Both, with their groups as they are now and the state of those."""
+        """Both optimizers, with their groups as they are now, and the state of these."""
         for mark, part in enumerate(self.parts):
             part.param_groups = [g for g in self.param_groups if g[REST] is bool(mark)]
             params = {p for group in part.param_groups for p in group["params"]}
@@ -91,7 +91,7 @@ class TwoBases(torch.optim.Optimizer):
 
 
 class _PartOfState(MutableMapping[Tensor, Any]):
-    """The state of some parameters: all that one of the two sees."""
+    """The state of some parameters, as one of the two optimizers sees it."""
 
     def __init__(self, state: MutableMapping[Tensor, Any], params: set[Tensor]) -> None:
         self._whole, self._params = state, params
@@ -116,7 +116,7 @@ class _PartOfState(MutableMapping[Tensor, Any]):
 
 
 def name_of(base: torch.optim.Optimizer) -> str:
-    """What a base, or two, is called in messages."""
+    """The name of a base, or of two, in messages."""
     return " and ".join(kind.__name__ for kind, _ in kinds_of(base))
 
 
@@ -126,13 +126,13 @@ def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.opti
 
 
 def kinds_of(base: torch.optim.Optimizer) -> Kinds:
-    """What is left of a base, or of two, in a copy or a file: it is made again from that."""
+    """Class and defaults of each base, from which a copy or an unpickled one is made again."""
     parts = base.parts if isinstance(base, TwoBases) else (base,)
     return tuple((type(part), part.defaults) for part in parts)
 
 
 def made_again(kinds: Kinds, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """A base, or two, on groups that are there, without a state yet."""
+    """Make a base, or two, again on groups that exist, without a state."""
     parts = [_bare(kind, defaults, groups) for kind, defaults in kinds]
     if len(parts) == 1:
         return parts[0]
@@ -157,7 +157,7 @@ def _common(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> dict
 
 
 def _unzipped(group: dict[str, Any]) -> dict[str, Any]:
-    """A group whose parameters are tensors, with their names apart if they have some."""
+    """Take names and tensors of a group apart, if its parameters are pairs of them."""
     params = group["params"]
     if not params or not all(isinstance(p, tuple) for p in params):
         return group

@@ -1,1 +1,1 @@
-"""Who computes what, and how it travels."""
+"""The ranks' division of work, and the messages between them."""

@@ -1,7 +1,7 @@
-"""Before ranks exchange anything that depends on what they know, they compare what they know.
+"""Ranks compare the facts on which their collectives depend, before they enter any.
 
 Which collectives a step has follows from facts that every rank has by itself: the layers that
-train, the intervals that are due, how many steps it has taken. A rank that knows otherwise would
+train, the intervals that are due, how many steps it has taken. A rank with other facts would
 meet the others' messages with some of another size, or none. So each begins with a word of 64 bits
 that stands for all of it, in a group where nothing else is said; ranks whose words differ tell each
 other everything, and raise.
@@ -21,7 +21,7 @@ __all__ = ["Facts", "require_same"]
 
 Facts: TypeAlias = Sequence[tuple[str, Any]]
 
-SAME = 1e-6  # relative: each rank computes a schedule's cosine by itself
+SAME = 1e-6  # relative tolerance: each rank computes a schedule's cosine by itself
 
 
 def require_same(
@@ -31,14 +31,14 @@ def require_same(
 
     Args:
         world: The ranks.
-        doing: What this one is about to do.
-        brief: All that is to be equal on all ranks, of primitives whose ``repr`` tells them apart.
-        describe: The same by name, in the order in which differences are to be told; asked for only
+        doing: The operation that this rank is about to do.
+        brief: All facts that must be equal on all ranks, as primitives with distinct ``repr``.
+        describe: Gives the facts by name, in the order in which differences are told; called only
             if words differ. Numbers that differ by rounding alone are equal.
 
     Raises:
-        RankMismatchError: With the first fact that differs and the ranks it differs on, or what is
-            known of a rank that has not come.
+        RankMismatchError: With the first fact that differs and the ranks it differs on, or the
+            facts known of a rank that has not come.
     """
     if world.size == 1:
         return
@@ -66,7 +66,7 @@ def require_same(
 
 
 def word_of(facts: Sequence[Any]) -> int:
-    """64 bits that stand for primitives, in every process alike (``hash`` of a text is not)."""
+    """Hash primitives into 64 bits, alike in every process (``hash`` of a text is not)."""
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

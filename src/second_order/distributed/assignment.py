@@ -1,4 +1,4 @@
-"""Which rank solves and preconditions which layer: pure functions of costs and world size."""
+"""Assignment of layers to ranks that solve and precondition: pure functions of the costs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OwnerAssignment: TypeAlias = Literal["balanced", "round_robin"]
 
 @dataclass(frozen=True)
 class LayerDims:
-    """What assignment needs to know of a layer: ``groups`` pairs of factors of these sizes.
+    """The sizes of a layer that assignment depends on: ``groups`` pairs of factors.
 
     Attributes:
-        groups: How many pairs.
-        in_dim: Of A.
-        out_dim: Of G.
-        diagonal_a: Whether A is.
-        cost: Of its solve, n³ added up, where there may be a third factor.
+        groups: Number of pairs of factors.
+        in_dim: Size of A.
+        out_dim: Size of G.
+        diagonal_a: Whether A is diagonal.
+        cost: Cost of the solve, the sum of n³, where there may be a third factor.
     """
 
     groups: int
@@ -44,7 +44,7 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class LayerAssignment:
-    """Who works on a layer.
+    """The ranks that work on a layer.
 
     Attributes:
         row: The row of the grid whose ranks are the layer's gradient workers.
@@ -121,12 +121,12 @@ def assign_layers(
     cost: AssignmentCost = "compute",
     colocate_factors: bool = True,
 ) -> list[LayerAssignment]:
-    """Longest processing time first, over the rows, then over the ranks of the row.
+    """Assign layers to rows, then factors to ranks of the row, longest processing time first.
 
     Args:
-        layers: In an order that all ranks share.
-        grid: The ranks.
-        cost: What is balanced.
+        layers: Sizes of the layers, in an order that all ranks share.
+        grid: The grid of ranks.
+        cost: The cost that is balanced over the ranks.
         colocate_factors: One rank decomposes both factors of a layer; otherwise each factor goes to
             the rank of the row with the least to do.
 
@@ -169,10 +169,10 @@ def assign_layers(
 def assign_owners(
     layers: Sequence[LayerDims], world_size: int, assignment: OwnerAssignment
 ) -> list[int]:
-    """One rank a layer.
+    """Assign each layer to one rank, its owner.
 
     Args:
-        layers: In an order that all ranks share.
+        layers: Sizes of the layers, in an order that all ranks share.
         world_size: Number of ranks.
         assignment: "round_robin" gives layer i to rank i mod P (Zhang et al. 2023); "balanced" the
             next largest to the rank with the least memory taken.
@@ -184,10 +184,10 @@ def assign_owners(
 
 
 def spread_costs(costs: Sequence[float], world_size: int) -> list[int]:
-    """One rank for each piece of work, longest processing time first.
+    """Assign each piece of work to a rank, longest processing time first.
 
     Args:
-        costs: In an order that all ranks share.
+        costs: Cost of each piece of work, in an order that all ranks share.
         world_size: Number of ranks.
     """
     load = [0.0] * world_size

@@ -1,8 +1,8 @@
 """Whether ``torch.distributed.checkpoint`` is calling.
 
-It asks an optimizer for its state as anybody does, by ``state_dict()`` without arguments, wants
-each rank's part, and gathers the rest itself; anybody else who gets a part would lose what other
-ranks keep. torch has no other sign of who asks, so that the callers' frames are looked at.
+Like any other caller, it calls ``state_dict()`` without arguments; but it wants each rank's part,
+and gathers the rest itself, where another caller would lose the state of other ranks. torch has no
+other sign of the caller, so that the frames of the stack are looked at.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_checkpointing() -> bool:
 def is_sharded_checkpoint() -> bool:
     """Whether ``state_dict`` is being asked by torch.distributed.checkpoint for this rank's part.
 
-    It is not where the caller has asked for the full state on one rank.
+    False where the full state on one rank has been asked for.
     """
     frame = _checkpointing()
     return frame is not None and not getattr(frame.f_locals.get("info"), "full_state_dict", False)

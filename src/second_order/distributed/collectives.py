@@ -1,6 +1,6 @@
 """A handful of bucketed collectives; with one process they return at once.
 
-Whatever a layer has to say travels in a flat buffer with everybody else's, so that the number of
+The tensors of all layers travel together in flat buffers, so that the number of
 collectives does not grow with the number of layers.
 """
 
@@ -27,13 +27,13 @@ BUCKET_BYTES = 64 * 2**20
 
 
 class PendingReduction:
-    """Sums under way; :meth:`wait` puts them back where the addends came from."""
+    """Sums under way; :meth:`wait` writes them over the addends."""
 
     def __init__(self) -> None:
         self._buckets: list[tuple[Any, Callable[[], Tensor], list[Tensor]]] = []
 
     def add(self, work: Any, total: Callable[[], Tensor], targets: list[Tensor]) -> None:
-        """Remember one bucket; ``total`` gives its flat sum once ``work`` is done."""
+        """Add one bucket; ``total`` gives its flat sum once ``work`` is done."""
         self._buckets.append((work, total, targets))
 
     @explained()
@@ -45,7 +45,7 @@ class PendingReduction:
             _scatter(total(), targets)
 
     def future(self) -> torch.futures.Future[Any]:
-        """Done when the sums are in place, instead of :meth:`wait`."""
+        """A future that is done when the sums are in place, instead of :meth:`wait`."""
         buckets, self._buckets = self._buckets, []
 
         def finish(_: Any) -> None:  # on a thread of the backend, which cannot wait for itself
@@ -62,7 +62,7 @@ class Delivery:
     Attributes:
         source: The rank that has it.
         destinations: The ranks that want it; the source may be among them.
-        size: Its number of elements, known to all ranks.
+        size: Number of elements, known to all ranks.
         content: The tensor, on its source; None elsewhere.
     """
 
@@ -72,7 +72,7 @@ class Delivery:
     content: Tensor | None = None
 
     def travels(self, source: int, destination: int) -> bool:
-        """Whether it goes from one given rank to another."""
+        """Whether the tensor goes from one given rank to another."""
         wanted = self.source == source != destination and destination in self.destinations
         return wanted and self.size > 0
 
@@ -80,17 +80,17 @@ class Delivery:
 class World:
     """The processes an optimizer works with: a process group, or this process alone.
 
-    Deep copies share it; unpickling finds the default group again, at the same place in it or not
-    at all.
+    Deep copies share the group; unpickling finds the default group again, and raises at another
+    rank or size.
 
     Args:
         group: A process group; None for the default one if it is initialised.
 
     Attributes:
         group: The process group; None for one process alone.
-        rank: This process in it.
-        size: Its number of processes.
-        whole: Rank and size in the world of which this is a team; a pickle finds that one again.
+        rank: Rank of this process in the group.
+        size: Number of processes.
+        whole: Rank and size in the world of which this is a team, to find that world in a pickle.
     """
 
     whole: tuple[int, int] | None = None
@@ -113,7 +113,7 @@ class World:
 
     @classmethod
     def alone(cls, rank: int = 0, size: int = 1) -> World:
-        """A world without a process group: this process, for whatever others there are."""
+        """Make a world without a process group, for this process alone."""
         world = cls.__new__(cls)
         world._subgroups, world.group = {}, None
         world.rank, world.size = rank, size
@@ -144,11 +144,11 @@ class World:
     def subgroup(self, ranks: Sequence[int], *, grouped: bool = False) -> World:
         """The world of some of these ranks, made once; every member must ask in the same order.
 
-        Where groups of the user's may have been made meanwhile, after :meth:`level`.
+        Call :meth:`level` before, where the user may have made groups meanwhile.
 
         Args:
-            ranks: Of this world.
-            grouped: Make a process group even for one rank.
+            ranks: Ranks in this world.
+            grouped: Whether to make a process group even for one rank.
         """
         key: tuple[int, ...] = tuple(ranks)
         if len(key) == self.size:
@@ -166,8 +166,8 @@ class World:
     def aside(self) -> World:
         """The same ranks in a gloo group of their own, made once; as with :meth:`subgroup`.
 
-        For words that no device is to wait for, and that nothing else may meet on their way. With
-        torch's fake backend nobody is there to hear.
+        It serves small messages that no device waits for and that meet no other collectives. With
+        torch's fake backend there is no other process.
         """
         key = ("aside",)
         if self.group is None:
@@ -188,7 +188,7 @@ class World:
 
         Args:
             members: The ranks.
-            backend: None for this one's.
+            backend: Name of the backend; None for that of this world.
         """
         assert self.group is not None
         made, key = _groups.setdefault(self.group, {}), (members, backend)
@@ -204,16 +204,16 @@ class World:
     def level(self) -> None:
         """Let all ranks be in equally many groups; a collective before some of them make one.
 
-        Torch names a group that its members make alone by how many each is in. Ranks that are in
-        unlike numbers, as where some are in a group of the user's, would look for each other under
-        other names until the timeout.
+        Torch names a group that its members make alone by how many each is in. Ranks in
+        unlike numbers of groups, as where some are in a group of the user's, would look for each
+        other under other names until the timeout.
         """
         here = len(dist.distributed_c10d._world.pg_names)
         for _ in range(max(self.all_gather_object(here)) - here):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def on_cpu(self) -> World:
-        """The same ranks, for CPU tensors."""
+        """The world of the same ranks for CPU tensors."""
         return self.aside() if self.backend == "nccl" else self
 
     def _stage(self, flat: Tensor) -> Tensor:
@@ -224,14 +224,14 @@ class World:
         return flat
 
     def all_reduce(self, tensors: Iterable[Tensor]) -> PendingReduction:
-        """All-reduce tensors of any shapes in buckets; in place once the result is waited for.
+        """Start to all-reduce tensors in buckets; sums are in place once they are waited for.
 
         Every rank must pass the same shapes and dtypes in the same order.
         """
         return self._start_reduction(tensors, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
-        """Take the largest of each element over the ranks; otherwise as :meth:`all_reduce`."""
+        """Start to take each element's maximum over ranks; otherwise as :meth:`all_reduce`."""
         return self._start_reduction(tensors, dist.ReduceOp.MAX)
 
     @explained()
@@ -252,10 +252,10 @@ class World:
         Addends are taken in the order of ranks, so that all owners of a sum agree bit for bit.
 
         Args:
-            tensors: Of any shapes; the same shapes and dtypes in the same order on every rank. Once
-                the result is waited for, sums are in place on their owners; what is not a rank's
-                own stays as it was.
-            owners: The rank that wants each tensor's sum; None if all do.
+            tensors: Addends of any shapes; the same shapes and dtypes in the same order on every
+                rank. Once the result is waited for, sums are in place on their owners; the others'
+                tensors stay as they were.
+            owners: The rank that gets each tensor's sum; None if all do.
         """
         pending = PendingReduction()
         if self.size == 1:
@@ -276,8 +276,8 @@ class World:
         """Give every rank the value that each tensor has on its owner, in place, in buckets.
 
         Args:
-            tensors: Of any shapes; the same shapes and dtypes in the same order on every rank.
-            owners: The rank whose value counts.
+            tensors: Values, with the same shapes and dtypes in the same order on every rank.
+            owners: The rank whose value each tensor gets.
         """
         if self.size == 1:
             return
@@ -306,13 +306,13 @@ class World:
         """Send flat tensors from where they are to where they are wanted, in one collective.
 
         Args:
-            items: The same list on every rank, but for the contents.
-            dtype: Of the contents.
-            device: Of the contents.
+            items: The deliveries, the same list on every rank but for the contents.
+            dtype: Dtype of the contents.
+            device: Device of the contents.
 
         Returns:
-            For each item its content, on its source and its destinations; None elsewhere. What has
-            arrived is a view of the whole message.
+            For each item its content, on its source and its destinations; None elsewhere. Received
+            contents are views of the whole message.
         """
         ranks, here = range(self.size), self.rank
         empty = torch.empty(0, dtype=dtype, device=device)
@@ -339,7 +339,7 @@ class World:
     def _exchange(
         self, flat: Tensor, sent: list[int], received: list[int]
     ) -> tuple[Tensor, dist.Work]:
-        """Start to send a part to every rank, of ``sent`` elements, and to receive one of each."""
+        """Start to send ``sent`` elements to each rank, and to receive ``received`` from each."""
         buffer = flat.new_empty(sum(received))
         work = dist.all_to_all_single(buffer, flat, received, sent, group=self.group, async_op=True)
         return buffer, work
@@ -357,7 +357,7 @@ class World:
             _scatter(flat, bucket)
 
     def all_agree(self, mine: bool, device: torch.device) -> bool:
-        """Whether all ranks say yes."""
+        """Whether ``mine`` is True on all ranks; a collective."""
         noes = torch.tensor([float(not mine)], device=device)
         self.all_reduce([noes]).wait()
         return not bool(noes)
@@ -372,10 +372,10 @@ class World:
 
     @explained()
     def words(self, word: int) -> list[int]:
-        """Every rank's word of 64 bits, by rank; as many bytes whatever is to be said.
+        """Every rank's word of 64 bits, by rank; a collective of constant size.
 
-        Each goes straight to each: along a ring it would take as many times as long as there are
-        ranks.
+        Each word goes straight to each rank: along a ring it would take as many times as long as
+        there are ranks.
         """
         if self.size == 1:
             return [word]
@@ -422,14 +422,14 @@ def _check_group(group: Any) -> None:
         )
 
 
-# One set of groups serves all optimizers: each of NCCL's costs hundreds of megabytes.
+# One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
 _groups: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None]
 ] = weakref.WeakKeyDictionary()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of a group may take; None, for the default, if it does not say."""
+    """The timeout of a group's collectives; None, for the default, if it is not known."""
     # "cpu:gloo,cuda:nccl"
     devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
     # Torch has no other way to ask: a timeout is kept by each device's backend.
@@ -443,7 +443,7 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter(flat: Tensor, targets: Iterable[Tensor]) -> None:
-    """Undo :func:`_flatten`, in place."""
+    """Copy a flat buffer back to its tensors: undo :func:`_flatten`."""
     start = 0
     for target in targets:
         stop = start + target.numel()
@@ -460,7 +460,7 @@ def _sum_in_order(rows: Tensor, sent: Tensor) -> Tensor:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Split into runs of one dtype and device of at most ``BUCKET_BYTES`` (or one tensor) each."""
+    """Split tensors into runs of one dtype and device, up to ``BUCKET_BYTES`` or one tensor."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     buckets: list[list[Tensor]] = []

@@ -1,4 +1,4 @@
-"""What is said when other processes cannot be reached: backends speak of their sockets."""
+"""Errors in plain words for processes that cannot be reached: backends name sockets."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from second_order.errors import SecondOrderError
 
 __all__ = ["explained"]
 
-# Gloo and NCCL raise plain RuntimeErrors for some of what they meet with.
+# Gloo and NCCL raise plain RuntimeErrors for some failures of connections.
 BACKENDS = "gloo", "nccl", "pair closure"
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Say in the words of this package that messages among processes have failed.
+    """Turn a backend's errors into SecondOrderErrors that name the likely cause.
 
     Raises:
-        SecondOrderError: In the place of what the backend raises.
+        SecondOrderError: In the place of the backend's own error.
     """
     try:
         yield

@@ -2,8 +2,8 @@
 
 A collective needs all its ranks: one that is killed or stopped takes the others along. Messages to
 and from helpers travel through a :mod:`store <second_order.distributed.store>` that the first
-helper hosts, on a thread of their own. If the helper dies, its store dies with it, and what notices
-is that thread.
+helper hosts, on a thread of their own. If the helper dies, its store dies too, which that thread
+notices.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from second_order.farewell import Farewell
 
 __all__ = ["Mailbox", "Patience", "await_connections", "await_goodbyes"]
 
-POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks, while somebody waits and otherwise
-HELD_SECONDS = 0.02  # that the store may hold an answer back for news
+POLL_SECONDS, IDLE_SECONDS = 0.005, 0.05  # between looks: while a call waits, otherwise
+HELD_SECONDS = 0.02  # for which the store may hold an answer back
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
-FAREWELL_SECONDS = 5.0  # without an answer of the store, after which a goodbye is given up
-LAST_WORDS_SECONDS = 15.0  # that what is still to be sent may hold up the interpreter's end
-LAST_LOOK_SECONDS = 0.5  # at most, for what a peer that is lost may have left
+FAREWELL_SECONDS = 5.0  # without an answer of the store, until a goodbye is given up
+LAST_WORDS_SECONDS = 15.0  # for which unsent messages may delay the interpreter's end
+LAST_LOOK_SECONDS = 0.5  # at most, to fetch messages that a lost peer has left
 
 
 def await_goodbyes(store: Store, names: Sequence[str], patience: float) -> None:
-    """Close a store when all of the mailboxes have closed, or one has no more patience.
+    """Close a store when all mailboxes have closed, or after ``patience`` seconds.
 
     Args:
-        store: Here.
-        names: What the mailboxes are called.
-        patience: In seconds.
+        store: The store on this process.
+        names: Names of the mailboxes.
+        patience: Seconds to wait for the mailboxes' goodbyes.
     """
     end = time.monotonic() + patience
     while not store.said([f"{name}/{CLOSED}" for name in names]) and time.monotonic() < end:
@@ -63,15 +63,15 @@ def await_connections(
 ) -> None:
     """Wait until every rank's mailboxes have reached their stores, or failed to; a collective.
 
-    From then on nobody else is let in.
+    From then on the stores take no other connection.
 
-    A connection that breaks is noticed at once; a store that is gone before one has come about is
-    looked for until the timeout.
+    A connection that breaks is noticed at once; a store that is gone before the connection was made
+    is looked for until the timeout.
 
     Args:
-        world: The ranks, with all that share a store.
-        mailboxes: This rank's.
-        stores: Those that this rank hosts.
+        world: The ranks, all that share a store among them.
+        mailboxes: The mailboxes of this rank.
+        stores: The stores that this rank hosts; None where another rank does.
     """
     for mailbox in mailboxes:
         mailbox.await_connection()
@@ -79,14 +79,14 @@ def await_connections(
     for store in stores:
         if store is not None:
             store.seal()
-    world.all_gather_object(None)  # on no rank does anything begin while somebody listens
+    world.all_gather_object(None)  # no rank goes on while a store still listens
 
 
 class Patience:
-    """How long one has waited, by one's own looks at the clock.
+    """Measures how long a process has waited, by its own looks at the clock.
 
     Time between two looks counts up to a quarter of the limit: a process that was stopped, and goes
-    on together with the others, has waited for nobody meanwhile.
+    on together with the others, has not waited meanwhile.
 
     Args:
         seconds: The limit.
@@ -97,7 +97,7 @@ class Patience:
         self.begin()
 
     def begin(self) -> None:
-        """Wait anew."""
+        """Start the wait anew."""
         with self._lock:
             self._waited, self._looked = 0.0, time.monotonic()
 
@@ -117,14 +117,14 @@ class Mailbox:
     the store, which is then :attr:`lost`.
 
     Args:
-        address: Of the store.
-        me: What this side is called, in heartbeats.
-        peer: Whose heartbeats to listen for.
+        address: The store's address.
+        me: Name of this side, in heartbeats.
+        peer: Name of the side whose heartbeats to listen for.
         timeout: Seconds without a heartbeat after which the peer is lost; see :class:`Patience`.
 
     Attributes:
-        refused: How many messages have been refused.
-        complaint: What the first of them was, and why, or "".
+        refused: Number of messages that have been refused.
+        complaint: The first refused message's name, and why it was refused; or "".
     """
 
     def __init__(self, address: Address, me: str, peer: str, timeout: float) -> None:
@@ -159,28 +159,28 @@ class Mailbox:
             self._shared.wake.put(None)
 
     def tell(self, name: str, value: int) -> None:
-        """Say a number that replaces the one said before; delivered when there is time."""
+        """Publish a number under a name, in place of the last one; sent by the thread."""
         self._shared.said[name] = value
 
     def heard(self, name: str) -> int | None:
-        """The number that the peer has said last; None until one has been listened to and heard."""
+        """The peer's last number of this name; None until it has been listened for and heard."""
         self._shared.listening.add(name)
         return self._shared.numbers.get(name)
 
     def expect(self, name: str) -> None:
-        """Fetch a message as soon as it is there."""
+        """Let the thread fetch a message as soon as it is there."""
         with self._shared.lock:
             if name not in self._shared.received:
                 self._shared.expected.add(name)
 
     def forget(self, name: str) -> None:
-        """Fetch a message no more, and drop it if it is there."""
+        """Expect a message no more, and drop it if it is there."""
         with self._shared.lock:
             self._shared.expected.discard(name)
             self._shared.received.pop(name, None)
 
     def refuse(self, name: str, why: MalformedError) -> None:
-        """Count a message that is not as it has to be, after which nothing has been done."""
+        """Count a malformed message, of which nothing has been used."""
         with self._shared.lock:
             self.refused += 1
             self.complaint = self.complaint or f"{name} of {self._shared.peer}: {why}"
@@ -193,7 +193,7 @@ class Mailbox:
                 self._shared.declined.add(name)
 
     def arrived(self, name: str) -> Message | None:
-        """A message that has been expected, and its note; None if it is not there yet.
+        """An expected message with its note; None if it is not there yet.
 
         What it says has to be checked, with :func:`~second_order.distributed.messages.require_form`
         first: there it shows if the message could not be read.
@@ -202,7 +202,7 @@ class Mailbox:
             return self._shared.received.pop(name, None)
 
     def holds(self, name: str) -> bool:
-        """Whether a message that has been expected is there."""
+        """Whether an expected message is there."""
         with self._shared.lock:
             return name in self._shared.received
 
@@ -229,9 +229,9 @@ class Mailbox:
         return self.lost or self.closed_there or not self._thread.is_alive()
 
     def _look_again(self) -> None:
-        """Until the thread has looked at the store once more, from beginning to end.
+        """Wait until the thread has looked at the store once more, from beginning to end.
 
-        It may have heard a goodbye, and not looked yet for a message that is newly expected.
+        The thread may know of a goodbye, and not have looked for a newly expected message.
         """
         shared, begun = self._shared, self._shared.begun
         end = time.monotonic() + LAST_LOOK_SECONDS
@@ -243,7 +243,7 @@ class Mailbox:
 
     @property
     def failure(self) -> str:
-        """What the thread has failed with, or ""."""
+        """The error that ended the thread, in words, or ""."""
         return self._shared.failure
 
     @property
@@ -259,14 +259,14 @@ class Mailbox:
         return self._shared.numbers.get(CLOSED) is not None
 
     def leave(self) -> None:
-        """Say goodbye, and wait for nothing; :meth:`close` is still to come."""
+        """Say goodbye without waiting; :meth:`close` is still to be called."""
         if self._pid == os.getpid():  # in a child of fork there is no such thread
             self._farewell.begin()
 
     def close(self, patience: float) -> None:
-        """Say goodbye, and end the thread; what has been posted goes first.
+        """Say goodbye, and end the thread, once all posted messages have been sent.
 
-        What has been fetched and not asked for is let go.
+        Fetched messages that have not been taken are dropped.
 
         Args:
             patience: Seconds to wait for that, since :meth:`leave` if it has been called. A thread
@@ -281,7 +281,7 @@ class Mailbox:
 
 
 class _Shared:
-    """What the thread and its owner both see."""
+    """The data that the thread and its mailbox share."""
 
     def __init__(self, me: str, peer: str, timeout: float) -> None:
         self.me, self.peer, self.timeout = me, peer, timeout
@@ -296,13 +296,13 @@ class _Shared:
         self.received: dict[str, Message] = {}
         self.lock = threading.Lock()
         self.news = threading.Event()
-        self.connected = threading.Event()  # or there is no hope of it
+        self.connected = threading.Event()  # or cannot be connected
         # No locks: goodbye may be said by the collector, in the middle of the thread's own wait.
         self.stopping, self.wake = False, queue.SimpleQueue[None]()
-        self.hurried = False  # somebody waits
+        self.hurried = False  # a call waits
         self.failure = ""
-        self.begun = self.ended = 0  # passes of the thread
-        self.moved = 0.0  # when the store has answered last
+        self.begun = self.ended = 0  # number of passes of the thread
+        self.moved = 0.0  # time of the store's last answer
         self._beat, self.silence = -1, Patience(timeout)  # since the peer's last heartbeat
 
     def hurry(self, hurried: bool) -> None:
@@ -338,7 +338,7 @@ def _run(address: Address, shared: _Shared) -> None:
 
 
 class _Line:
-    """The store, and a heart that goes on beating between the parts of a large message."""
+    """The connection to the store, with heartbeats between the parts of a large message."""
 
     def __init__(self, address: Address, shared: _Shared) -> None:
         self._shared = shared
@@ -363,14 +363,14 @@ class _Line:
     def look(
         self, numbers: Sequence[str], messages: Sequence[str], seconds: float
     ) -> tuple[dict[str, int], list[str]]:
-        """What the peer has said, and which messages are there; waits for one."""
+        """The peer's numbers, and the names of the messages that are there; waits for news."""
         full = {f"{self._shared.peer}/{name}": name for name in numbers}
         known = {name: self._shared.numbers.get(number) for name, number in full.items()}
         said, there = self._store.look(known, messages, seconds)
         return {full[name]: value for name, value in said.items()}, there
 
     def fetch(self, name: str) -> Message:
-        """A message that is there, checked before any of it is used."""
+        """Fetch a message that is there, and check it before any of it is used."""
         raw, parts = self._store.heading(name)
         tensors = []
         try:
@@ -398,7 +398,7 @@ class _Line:
         self._store.drop(name)
 
     def beat(self) -> None:
-        """Tell that one lives, and listen for the peer, if it is time to."""
+        """Send a heartbeat, and look for the peer's, if it is time to."""
         now, shared = time.monotonic(), self._shared
         shared.moved = now
         if now < self._next:
@@ -413,7 +413,7 @@ class _Line:
 
 
 def _pass(line: _Line, shared: _Shared) -> bool:
-    """Send what is to be sent, and fetch what has come; False when goodbye has been said."""
+    """Send and fetch all messages there are; False once goodbye has been said."""
     shared.begun += 1
     stopping = shared.stopping  # read first: what is posted before it is still sent
     busy = _send(line, shared)
@@ -450,7 +450,7 @@ def _pass(line: _Line, shared: _Shared) -> bool:
     if not busy and not held:
         with suppress(queue.Empty):
             shared.wake.get(timeout=line.pause)
-    while not shared.wake.empty():  # nobody else takes from it
+    while not shared.wake.empty():  # only this thread takes from it
         shared.wake.get()
     return True
 

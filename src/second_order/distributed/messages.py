@@ -1,4 +1,4 @@
-"""What a message is made of, and checks of all of it before any of it is used.
+"""The form of messages, and checks of a whole message before any of it is used.
 
 A message is a list of tensors and a note of primitives. It travels as a heading in JSON, which says
 of what dtypes and shapes the tensors are, and their bytes in parts.
@@ -43,16 +43,16 @@ DTYPES = {
 
 
 class MalformedError(Exception):
-    """A message is not of the form it has to have; the text says in what."""
+    """Raised for a message of the wrong form; the text says what is wrong."""
 
 
 @dataclass(frozen=True)
 class Heading:
-    """What a message says it consists of.
+    """The heading of a message, which lists its contents.
 
     Attributes:
         forms: Dtype and shape of each tensor.
-        note: The rest.
+        note: The message's note, of primitives.
     """
 
     forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]
@@ -60,7 +60,7 @@ class Heading:
 
     @property
     def sizes(self) -> list[list[int]]:
-        """Bytes of each part of each tensor."""
+        """Number of bytes of each part of each tensor."""
         totals = [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
         return [
             [min(PART_BYTES, total - start) for start in range(0, total, PART_BYTES)]
@@ -69,33 +69,33 @@ class Heading:
 
     @property
     def parts(self) -> int:
-        """How many parts there are; without going through them, as they may be absurdly many."""
+        """Number of parts, computed without a list of them: they may be absurdly many."""
         totals = [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
         return sum(-(-total // PART_BYTES) for total in totals)
 
 
 def describe(tensors: Sequence[Tensor], note: Mapping[str, Any]) -> bytes:
-    """The heading of a message."""
+    """The heading of a message, as bytes of JSON."""
     forms = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
     return json.dumps({"tensors": forms, "note": note}).encode()
 
 
 def parts_of(tensor: Tensor) -> Iterator[bytes]:
-    """The bytes of a contiguous tensor on the CPU."""
+    """Yield the bytes of a contiguous tensor on the CPU, in parts."""
     for start in range(0, tensor.nbytes, PART_BYTES):
         size = min(PART_BYTES, tensor.nbytes - start)
         yield ctypes.string_at(tensor.data_ptr() + start, size)
 
 
 def read_heading(raw: bytes, parts: int) -> Heading:
-    """What a heading says.
+    """Read a heading, and check it.
 
     Args:
-        raw: The heading.
-        parts: How many parts have come with it.
+        raw: The heading's bytes.
+        parts: Number of parts that have come with the heading.
 
     Raises:
-        MalformedError: If it is no heading, or one of other parts.
+        MalformedError: If ``raw`` is no heading, or lists another number of parts.
     """
     try:
         said = json.loads(raw)
@@ -124,10 +124,10 @@ def _form(said: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def tensor_of(content: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The tensor of some bytes, whose memory it takes over.
+    """Make a tensor on the memory of some bytes.
 
     Raises:
-        MalformedError: If there are more or fewer of them.
+        MalformedError: If there are more or fewer bytes than the shape takes.
     """
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise MalformedError(f"a tensor of {dtype} of shape {list(shape)} has {len(content)} bytes")
@@ -142,29 +142,29 @@ def tensor_of(content: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> T
 
 
 def as_refused(reason: str) -> Message:
-    """What is delivered in place of a message that could not be read."""
+    """The message that is delivered in place of one that could not be read."""
     return [], {REFUSED: reason}
 
 
 def refused_line(complaint: str) -> str:
-    """The warning that something has been refused.
+    """The warning that a message or a connection has been refused.
 
     Args:
-        complaint: What the first message was, and why; "" if it was a connection.
+        complaint: The first refused message, and why; "" if it was a connection.
     """
     what = complaint or "a connection that did not know the key, or spoke another language"
     return f"refused: {what}; training goes on, and refused_messages counts what else is refused"
 
 
 def require_form(note: Mapping[str, Any], **forms: Any) -> None:
-    """Check what a note says.
+    """Check the entries of a note.
 
     Args:
-        note: Of a message.
-        **forms: By name: a type, or ``[form]`` for a list of it, or ``{str: form}``.
+        note: The note of a message.
+        **forms: Form of each entry: a type, or ``[form]`` for a list of it, or ``{str: form}``.
 
     Raises:
-        MalformedError: If something is missing or of another type, or nothing could be read.
+        MalformedError: If an entry is missing or of another type, or the message unreadable.
     """
     if REFUSED in note:
         raise MalformedError(str(note[REFUSED]))

@@ -1,4 +1,4 @@
-"""Many tensors of known shapes in flat messages, one a pair of ranks."""
+"""Many tensors of known shapes in flat messages, one for each pair of ranks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def deliver_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[Key, Parts]:
-    """Send tuples of tensors from where they are to where they are wanted, in one collective.
+    """Send tuples of tensors from their sources to their destinations, in one collective.
 
     Args:
-        world: The processes; ranks below are theirs.
+        world: The processes that the ranks below belong to.
         shapes: Shapes of the parts of each item; the same on every rank.
         routes: The source and the destinations of each item, in one order on every rank.
-        mine: What this rank has. An item that is missing on its source arrives as zeros.
-        dtype: Of all parts.
-        device: Of all parts.
+        mine: The items that this rank has. Items missing on their source arrive as zeros.
+        dtype: Dtype of all parts.
+        device: Device of all parts.
 
     Returns:
-        Everything that this rank has or has received; received parts are views of the message.
+        All items that this rank has or has received; received parts are views of the message.
     """
     items = []
     for key, (source, destinations) in routes.items():

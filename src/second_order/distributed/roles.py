@@ -23,12 +23,12 @@ Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does what.
+    """The ranks of each role.
 
     Attributes:
         workers: Ranks that train; rank 0 is the first of them.
         helpers: Ranks that compute curvature for them.
-        helper_role: What the helpers are called.
+        helper_role: Role of the helpers: "accelerator" or "stats".
     """
 
     workers: tuple[int, ...]
@@ -37,7 +37,7 @@ class Roles:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.workers) + len(self.helpers)
 
     def of(self, rank: int) -> Role:
@@ -49,11 +49,11 @@ class Roles:
         """The world of this process's own kind. Every process calls it, the first time.
 
         Args:
-            world: Of all of them.
+            world: The world of all processes.
             helper_timeout: Seconds after which a helper that waits for others of its kind in a
                 collective raises, if that is sooner than in ``world``; None for as in ``world``.
         """
-        if world.group is not None:  # an unpickled optimizer asks alone for what has been made
+        if world.group is not None:  # a rank that unpickles asks alone, for a group that exists
             mine = self.helpers if world.rank in self.helpers else self.workers
             made = _teams.get(world.group, {}).get((mine, helper_timeout))
             if made is not None:
@@ -61,7 +61,7 @@ class Roles:
         world.level()
         team = self._team(world, helper_timeout)
         team.whole = world.rank, world.size
-        team.aside()  # made now, while every rank is here
+        team.aside()  # made now, while every rank calls
         return team
 
     def _team(self, world: World, helper_timeout: float | None) -> World:
@@ -91,11 +91,11 @@ _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, World]] = (
 def assign_roles(
     world_size: int, helpers: int, helper_role: Role, under_ddp: bool = False
 ) -> Roles:
-    """The last ``helpers`` ranks help, the others train.
+    """Assign roles: the last ``helpers`` ranks help, the others train.
 
     Args:
-        world_size: P.
-        helpers: How many are to help. With one process there is nobody to spare: none does.
+        world_size: Number P of ranks.
+        helpers: Number of ranks that help; none does where there is one process.
         helper_role: "accelerator" or "stats".
         under_ddp: Whether the model is in DistributedDataParallel already.
 

@@ -1,10 +1,10 @@
-"""A store of messages, kept by one process for those who know its key.
+"""A store of messages, kept by one process for the clients that know its key.
 
 client                                the process that keeps the store
 connects, and both prove the key  ->  a thread for each client, which answers it
 [verb, ...], and perhaps bytes    ->  [answer], and perhaps bytes
 
-It listens on loopback where all processes are on one machine, and only until all have connected.
+It listens on loopback if all processes are on one machine, and only until all have connected.
 Connections, the proof (an HMAC of the other side's random challenge) and frames with bounded
 lengths are :mod:`multiprocessing.connection`'s. Nothing is ever unpickled: a frame is JSON of a
 form that is checked, or raw bytes.
@@ -33,26 +33,26 @@ from second_order.errors import SecondOrderError
 
 __all__ = ["PART_BYTES", "Address", "Store", "StoreClient", "open_store"]
 
-PART_BYTES = 4 * 2**20  # of a message, at most: between two of them a heart can beat
-REQUEST_BYTES = 2**20  # at most; names are short
-HEADING_BYTES = 64 * 2**20  # at most; a heading has a few bytes for each tensor
-LOOK_SECONDS = 1.0  # that an answer may be held back, at most
+PART_BYTES = 4 * 2**20  # at most, of a message's part: heartbeats go between parts
+REQUEST_BYTES = 2**20  # at most, of a request; names are short
+HEADING_BYTES = 64 * 2**20  # at most, of a heading, which has a few bytes for each tensor
+LOOK_SECONDS = 1.0  # for which an answer may be held back, at most
 KEY_BYTES = 32
-HANDSHAKE_SECONDS = 5.0  # that a stranger may take for all of one
+HANDSHAKE_SECONDS = 5.0  # for which a stranger's whole handshake may last
 STRANGERS = 64  # connections that have not proved the key, at most; more are closed at once
-ACCEPT_SECONDS = 0.1  # between looks at whether to stop listening, where nothing else tells
+ACCEPT_SECONDS = 0.1  # between looks at whether to stop listening
 RETRY_SECONDS = 0.05
-Answer: TypeAlias = tuple[Any, bytes | None]  # of primitives, and bytes that follow
+Answer: TypeAlias = tuple[Any, bytes | None]  # an answer of primitives, and its bytes
 BOOT_ID, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a store listens, and its key.
+    """The address of a store, and its key.
 
     Attributes:
         host: A numeric address.
-        port: Of TCP.
+        port: TCP port.
         key: Random bytes; not printed.
     """
 
@@ -62,17 +62,17 @@ class Address:
 
 
 def open_store(world: World, host: int, timeout: float) -> tuple[Store | None, Address]:
-    """A store that one rank hosts: it, on its host, and its address, on every rank.
+    """Open a store on one rank; returns it (None on other ranks), and its address.
 
     A collective over ``world``, by which the key travels.
 
     Args:
         world: The processes.
-        host: The rank that hosts it, for as long as it keeps what is returned.
+        host: The rank that hosts the store, for as long as it keeps the object returned.
         timeout: Seconds after which a client that hears no answer gives up.
 
     Raises:
-        SecondOrderError: On every rank, if the host cannot open it.
+        SecondOrderError: On every rank, if the host cannot open the store.
     """
     machines = world.all_gather_object(_machine())
     store: Store | None = None
@@ -82,7 +82,7 @@ def open_store(world: World, host: int, timeout: float) -> tuple[Store | None, A
             if len(set(machines)) > 1:
                 name = interface(machines[host][0])
             store = Store(name)
-        except Exception as caught:  # the others are about to ask for its address
+        except Exception as caught:  # the address is exchanged next
             error = f"{type(caught).__name__}: {caught}"
     mine = (name, 0, b"") if store is None else (name, store.port, store.key)
     place, error = world.all_gather_object((mine, error))[host]
@@ -92,7 +92,7 @@ def open_store(world: World, host: int, timeout: float) -> tuple[Store | None, A
 
 
 def _machine() -> tuple[str, str, str]:
-    """What tells machines apart: two may have one name, and containers on one are as two."""
+    """An identity of this machine: names may repeat, and containers count as machines."""
     try:
         kernel, network = BOOT_ID.read_text("ascii"), str(NETWORK.readlink())
     except OSError:  # not on Linux
@@ -103,14 +103,14 @@ def _machine() -> tuple[str, str, str]:
 def interface(name: str) -> str:
     """This machine's address on the network of the process group, by the rules that gloo has.
 
-    That of the interface ``GLOO_SOCKET_IFNAME``, or what the host's name leads to. Where that is
+    The address is that of interface ``GLOO_SOCKET_IFNAME``, or of the host's name. Where that is
     loopback, the address that the route to ``MASTER_ADDR`` starts from.
 
     Args:
-        name: Of this host.
+        name: Name of this host.
 
     Raises:
-        OSError: If none of them is there.
+        OSError: If no such address is found.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if chosen:
@@ -149,7 +149,7 @@ def _address_of_interface(name: str) -> str:
 
 
 class _State:
-    """What a store holds, which its threads share."""
+    """The contents of a store, which its threads share."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -166,7 +166,7 @@ class _State:
             self.refused += 1
 
     def welcome(self, peer: socket.socket) -> bool:
-        """Whether there is a place for a stranger, who has it then."""
+        """Take a place for a connection that has not proved the key; False if there is none."""
         with self.changed:
             if self.sealed.is_set() or len(self.strangers) >= STRANGERS:
                 return False
@@ -174,12 +174,12 @@ class _State:
             return True
 
     def leave(self, peer: socket.socket) -> None:
-        """Give back a stranger's place."""
+        """Give back the place of a connection that had not proved the key."""
         with self.changed:
             self.strangers.pop(peer, None)
 
     def hurry(self) -> None:
-        """Hang up on strangers whose time is over, even if they still send a byte now and then."""
+        """Hang up on connections that have not proved the key in time, even if they still send."""
         with self.changed:
             now = time.monotonic()
             for peer in [peer for peer, end in self.strangers.items() if end < now]:
@@ -193,8 +193,8 @@ class Store:
         host: A numeric address of this machine, to listen at; not anywhere else.
 
     Attributes:
-        key: What clients have to prove that they know.
-        port: Where it listens.
+        key: Random bytes that clients must prove to know.
+        port: TCP port that the store listens on.
     """
 
     def __init__(self, host: str) -> None:
@@ -210,21 +210,21 @@ class Store:
 
     @property
     def refused(self) -> int:
-        """Connections without the key, and requests that made no sense."""
+        """Number of connections without the key, and of malformed requests."""
         return self._state.refused
 
     def said(self, names: Sequence[str]) -> bool:
-        """Whether all of these numbers have been said."""
+        """Whether clients have published all numbers of these names."""
         with self._state.changed:
             return all(name in self._state.said for name in names)
 
     def seal(self) -> None:
-        """Listen no more: all clients have connected. Who has not proved the key is sent away."""
+        """Stop listening: all clients have connected. Others that have not proved the key go."""
         _seal(self._listener, self._state)
         self._thread.join()
 
     def close(self) -> None:
-        """Hang up on all clients, as when the object goes."""
+        """Hang up on all clients; the end of the object does the same."""
         self._finalizer()
 
 
@@ -245,7 +245,7 @@ def _end(listener: socket.socket, state: _State, pid: int) -> None:
 
 
 def _hang_up(peer: socket.socket) -> None:
-    """Wake who reads from it or writes to it; to close what another thread uses would not do."""
+    """Shut a socket down, which wakes the threads that use it; closing it would not."""
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
 
@@ -280,7 +280,7 @@ def _listen(listener: socket.socket, state: _State, key: bytes) -> None:
 
 
 def _attend(peer: socket.socket, state: _State, key: bytes) -> None:
-    """One connection, from the proof of the key until either side hangs up."""
+    """Serve one connection, from the proof of the key until either side hangs up."""
     with peer, contextlib.ExitStack() as opened:
         try:
             connection = opened.enter_context(_connection(peer, HANDSHAKE_SECONDS))
@@ -309,7 +309,7 @@ def _attend(peer: socket.socket, state: _State, key: bytes) -> None:
 
 
 def _connection(peer: socket.socket, seconds: float) -> Connection:
-    """Frames over a socket, which stays open after them."""
+    """A connection that sends frames over a socket, which stays open after it."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _limit(peer, seconds)
     return Connection(os.dup(peer.fileno()))
@@ -325,14 +325,14 @@ def _limit(peer: socket.socket, seconds: float) -> None:
 
 
 class _NonsenseError(Exception):
-    """A request that is not of the form it has to have."""
+    """Raised for a request of the wrong form."""
 
 
 def _answer(connection: Connection, state: _State) -> None:
     """Read one request, and answer it.
 
     Raises:
-        Exception: If nobody can tell where the next one begins.
+        Exception: If it is not known where the next request begins.
     """
     verb, *arguments = json.loads(connection.recv_bytes(REQUEST_BYTES))
     if verb not in VERBS:
@@ -391,9 +391,9 @@ def _drop(state: _State, _: None, name: Any) -> Answer:
 
 
 def _look(state: _State, _: None, numbers: Any, messages: Any, seconds: Any) -> Answer:
-    """What has been said of some numbers, and which messages are there.
+    """The values of some numbers, and which of some messages are there.
 
-    Waits until there is a message, or another number than is known, for so many seconds at most.
+    Waits for a message, or a number other than the client knows, for ``seconds`` at most.
     """
     if not isinstance(numbers, dict) or not isinstance(messages, list):
         raise _NonsenseError("a look is for numbers that are known and a list of messages")
@@ -437,11 +437,11 @@ class StoreClient:
     """A connection to a store; for one thread.
 
     Args:
-        address: Of the store.
+        address: Address of the store.
         timeout: Seconds without an answer after which a call raises.
 
     Raises:
-        OSError: If nobody is there, or does not know the key, or answers within the timeout.
+        OSError: If no store is there, or it does not prove the key, or answer in time.
     """
 
     def __init__(self, address: Address, timeout: float) -> None:
@@ -451,7 +451,7 @@ class StoreClient:
             time.sleep(RETRY_SECONDS)
 
     def _connect(self, address: Address, last: bool) -> bool:
-        """Whether that went well; it may not where strangers keep the store busy."""
+        """Try to connect; returns whether it worked, as strangers may keep the store busy."""
         try:
             self._open(address)
         except (EOFError, ConnectionError) as error:
@@ -469,26 +469,26 @@ class StoreClient:
         self.look({}, ())  # it is answered once the store counts this among its clients
 
     def add(self, name: str, part: bytes) -> None:
-        """Add a part, of at most ``PART_BYTES``, to a message that nobody sees yet."""
+        """Add a part, of at most ``PART_BYTES``, to a message that no client sees yet."""
         self._ask(["add", name], part)
 
     def post(self, name: str, heading: bytes) -> None:
-        """Complete a message: it can be seen now."""
+        """Complete a message by its heading, so that clients see it."""
         self._ask(["post", name], heading)
 
     def say(self, name: str, number: int) -> None:
-        """Put a number in the place of the one before."""
+        """Set the number of a name, in place of the one before."""
         self._ask(["say", name, number])
 
     def look(
         self, numbers: Mapping[str, int | None], messages: Sequence[str], seconds: float = 0.0
     ) -> tuple[dict[str, int], list[str]]:
-        """What has been said of numbers, and which messages are there.
+        """The values of some numbers, and which of some messages are there.
 
         Args:
-            numbers: By name, what is known of them.
-            messages: Their names.
-            seconds: To wait, at most, for a message or another number; one second at most.
+            numbers: By name, the last value that the client knows, or None.
+            messages: Names of the messages to look for.
+            seconds: Time to wait for a message or a new number, one second at most.
         """
         found, _ = self._ask(["look", dict(numbers), list(messages), seconds])
         if not isinstance(found, list) or len(found) != 2:
@@ -498,7 +498,7 @@ class StoreClient:
         return here, [name for name in messages if name in there]
 
     def heading(self, name: str) -> tuple[bytes, int]:
-        """The heading of a message, and how many parts it has."""
+        """The heading of a message, and its number of parts."""
         parts, heading = self._ask(["head", name])
         return heading or b"", _whole(parts)
 

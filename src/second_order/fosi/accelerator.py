@@ -1,4 +1,4 @@
-"""What an accelerator of MRDHO2 does: eigenpairs for the workers, and verdicts on their updates.
+"""The work of MRDHO2's accelerators: eigenpairs for workers, verdicts on their updates.
 
 worker 0         first accelerator         the others
 point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together
@@ -9,9 +9,9 @@ try/i        ->  order/k: judge       ->   w_E without and with V̂'s, too; then
 goodbye      ->  order/k: leave       ->
 
 With each point goes the rest of the model, frozen parameters and buffers, and which of them train.
-i counts what has been asked for, from 0 on, whatever epochs a checkpoint takes the workers to. Who
-has nothing to do waits for a message, never in a collective; what fails on one accelerator, all
-agree on before the next collective.
+i counts the requests, from 0 on, whatever epochs a checkpoint takes the workers to. An idle
+accelerator waits for a message, never in a collective; before a collective all agree on whether one
+of them has failed.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ T = TypeVar("T")
 ClosureAt: TypeAlias = Callable[[int], Closures]
 Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
 
-# What each takes in its note, and how many vectors.
+# Entries of each order's note, and its number of vectors.
 ORDERS: dict[str, tuple[dict[str, Any], int]] = {
     "compute": ({"epoch": int, "train": [bool]}, 1),
     "judge": ({"train": [bool]}, 2),
     "skip": ({}, 0),
     "leave": ({"lost": str}, 0),
 }
-PARTING_SECONDS = 1.0  # in which an accelerator that fails says goodbye
+PARTING_SECONDS = 1.0  # seconds for a failing accelerator's goodbye
 
 
 class Accelerator:
     """Answers the workers' messages.
 
     Args:
-        subject: Whose eigenpairs they are, among the accelerators.
-        options: Of the eigenpairs.
-        mailbox: To worker 0, on the first accelerator; to that one, on the others.
-        workers: How many workers there are.
+        subject: The model and the parameters that train, among the accelerators.
+        options: The options of the eigenpairs.
+        mailbox: The mailbox to worker 0 on the first accelerator; to the first on the others.
+        workers: Number of workers.
 
     Attributes:
-        answered: How many points' eigenpairs have been computed.
-        lost: Who has not been heard of any more, or "".
+        answered: Number of points whose eigenpairs have been computed.
+        lost: Name of the process that is no longer heard of, or "".
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Accelerator:
         return self._mailbox.closed_there
 
     def close(self, patience: float) -> None:
-        """Say goodbye."""
+        """Say goodbye to the other side."""
         self._over = True
         self._mailbox.close(patience)
 
     def help_for_a_step(self, closure_at: ClosureAt) -> None:
-        """As :meth:`help`, until the workers have taken as many steps as this has been called."""
+        """Help until the workers have taken as many steps as there were calls of this method."""
         self._calls += 1
         mailbox, calls = self._mailbox, self._calls
         self.help(closure_at, lambda: (mailbox.heard("steps") or 0) >= calls)
@@ -96,7 +96,7 @@ class Accelerator:
 
         Args:
             closure_at: The curvature closure of an epoch.
-            enough: Asked while there is nothing to do.
+            enough: Tells whether to return; called while no message is there.
 
         Raises:
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
@@ -107,10 +107,10 @@ class Accelerator:
             if order is None:
                 if enough():
                     return
-                continue  # unless it is over
+                continue  # unless the workers have closed
             what, tensors, note = order
             try:
-                if what == "fail":  # in the collective that the others are about to enter
+                if what == "fail":  # seen by all in the next collective
                     self._together(partial(_raise, SecondOrderError(note["why"])))
                 elif what == "skip":
                     self._answer_nothing()
@@ -123,7 +123,7 @@ class Accelerator:
                 raise
 
     def _lead(self, enough: Callable[[], bool]) -> Order | None:
-        """What is to be done next, by the workers' messages; the others are told."""
+        """The next order, from the workers' messages; sent to the other accelerators."""
         mailbox, point = self._mailbox, f"point/{self.answered}"
         judges = self._options.final_update == "guarded" and self._loss_fn is not None
         trial = f"try/{self.answered - 1}" if judges else ""
@@ -162,7 +162,7 @@ class Accelerator:
         return f" ({self._mailbox.failure})" if self._mailbox.failure else ""
 
     def _follow(self, enough: Callable[[], bool]) -> Order | None:
-        """What the first accelerator says is next."""
+        """The next order, as the first accelerator sends it."""
         mailbox, name = self._mailbox, f"order/{self._orders}/{self._team.rank}"
         mailbox.expect(name)
         message = mailbox.wait(name, enough)
@@ -185,7 +185,7 @@ class Accelerator:
         return note["do"], tensors, note
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Do something that may fail here and not there, before all enter a collective."""
+        """Do local work, and raise on all accelerators if it has failed on one; a collective."""
         error: Exception | None = None
         try:
             result = work()
@@ -206,7 +206,7 @@ class Accelerator:
     def _compute(
         self, closure_at: ClosureAt, tensors: Sequence[Tensor], note: dict[str, Any]
     ) -> None:
-        """û, V̂ at c, to the workers."""
+        """Compute û, V̂ at c, and send them to the workers."""
 
         def prepare() -> Closures:
             self._take_over(tensors[0], tensors[1:], note["train"])
@@ -218,13 +218,13 @@ class Accelerator:
         self.answered += 1
 
     def _take_over(self, point: Tensor, rest: Sequence[Tensor], train: Sequence[bool]) -> None:
-        """The model is the workers' from now on."""
+        """Set the model to the workers' point, frozen parameters and buffers included."""
         self._subject.follow(train)
         self._subject.write(point)
         self._subject.write_rest(rest)
 
     def _answer_nothing(self) -> None:
-        """To a point that is of no use: no pairs, so that workers do not wait for them."""
+        """Answer a malformed point by no pairs, so that workers do not wait for them."""
         self._loss_fn = None
         for j in range(self._workers):
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
@@ -251,7 +251,7 @@ class Accelerator:
             return wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
 
     def _judge(self, tensors: Sequence[Tensor], train: Sequence[bool]) -> None:
-        """The losses of the accelerators' batches without and with the update."""
+        """Send the losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
         vector, losses = self._subject.vector, []
         for point in tensors[:2]:
@@ -268,11 +268,11 @@ class Accelerator:
 
 
 def _require_order(what: str, message: Message) -> None:
-    """Check a message that asks for something.
+    """Check the form of an order.
 
     Raises:
-        MalformedError: If it does not say what that takes, or does not begin with as many real
-            vectors, equally long.
+        MalformedError: If an entry is missing, or its first tensors are not as many real vectors
+            of equal length as the order takes.
     """
     if what not in ORDERS:
         raise MalformedError(f"it asks for {what[:40]!r}")
@@ -296,12 +296,12 @@ def _raise(error: Exception) -> None:
 class Batches:
     """The loss of each epoch's batch: of as many as there are, number epoch mod len.
 
-    Where ``batches`` has no length it is that after the last one. A run that is resumed meets the
+    Where ``batches`` has no length, an epoch takes the next batch. A run that is resumed meets the
     batches of one that was not interrupted, if it can.
 
     Args:
-        batches: Gone through over and over.
-        loss_fn: Of a batch.
+        batches: The batches, gone through over and over.
+        loss_fn: The loss of a batch.
     """
 
     def __init__(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> None:
@@ -313,7 +313,7 @@ class Batches:
         """The loss of an epoch's batch.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is no batch.
         """
         count = self._count()
         for _ in range((epoch - self._next) % count if count else 0):

@@ -48,7 +48,7 @@ OTHERS_TRAINED = (
     "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "
     "the base goes on alone until the next refresh"
 )
-UNIT = 0.1  # by which squared lengths may differ from 1; rounding makes far less
+UNIT = 0.1  # tolerance of squared lengths around 1; rounding makes far less
 
 
 @dataclass
@@ -67,13 +67,13 @@ class Loaded:
 def eigenpair_parts(
     subspace: Subspace | None, layout: FlatLayout, dtype: torch.dtype, room: int
 ) -> dict[Tensor, dict[str, Any]]:
-    """Each parameter's part of eigenpairs that are all here, as views.
+    """Each parameter's part of eigenpairs that are whole on this process, as views.
 
     Args:
         subspace: The eigenpairs, or None.
-        layout: Of the parameters.
-        dtype: Of the vectors.
-        room: Where there are none, zeros for so many pairs.
+        layout: The layout of the parameters.
+        dtype: Dtype of the vectors.
+        room: Number of pairs to give zeros for if ``subspace`` is None.
     """
     if not layout.params or (subspace is None and not room):
         return {}
@@ -92,7 +92,7 @@ def eigenpair_parts(
 def gather_eigenpairs(
     subspace: Subspace, layout: FlatLayout, world: World, to: Sequence[int]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Each parameter's part, on the ranks that want them, from everybody's; a collective."""
+    """Collect each parameter's part of the eigenpairs on the ranks ``to``; a collective."""
     momentum, carried, size = subspace.momentum, subspace.carried, layout.size
     mine, by_vectors = subspace.basis.vectors, isinstance(subspace.basis, ColumnBasis)
     bounds = row_bounds(len(subspace.values) if by_vectors else size, world.size)
@@ -103,7 +103,7 @@ def gather_eigenpairs(
         carried = gather_parts(world, carried, bounds, 0, to)
     if world.rank not in to:
         return {}
-    if carried is None and len(to) == world.size:  # room, as for a checkpoint read in place
+    if carried is None and len(to) == world.size:  # zeros, as for a checkpoint read in place
         carried = vectors.new_zeros(size)
     return _cut(_whole(subspace, vectors, momentum, carried), layout.params)
 
@@ -148,7 +148,7 @@ def load_vector(
     params: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """A flat vector from each parameter's part; None if one has none."""
+    """Assemble a flat vector from the parameters' parts; None if one part is missing."""
     parts = [saved.get(p, {}).get(name) for p in params]
     if not parts or any(part is None for part in parts):
         return None
@@ -162,7 +162,7 @@ def counts_of(saved: Mapping[Tensor, Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def has_pairs(saved: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-    """Whether there are eigenpairs, and not only room for them."""
+    """Whether a checkpoint has eigenpairs, and not only zeros in their place."""
     return any(part.get("largest", -1) >= 0 for part in saved.values())
 
 
@@ -198,7 +198,7 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
 
 
 def _check_vector(parts: Mapping[Tensor, SavedPart], name: str) -> None:
-    """Raise unless all have their part of a vector, or none."""
+    """Raise unless all parameters have their part of a vector, or none has."""
     if any(name in part for part in parts.values()):
         for p, part in parts.items():
             part.require([name])
@@ -206,7 +206,7 @@ def _check_vector(parts: Mapping[Tensor, SavedPart], name: str) -> None:
 
 
 def _check_pairs(parts: Mapping[Tensor, SavedPart]) -> None:
-    """Raise unless there are no eigenpairs, or whole ones, of unit length."""
+    """Raise unless the parts have no eigenpairs, or whole ones of unit length."""
     heads = [part for part in parts.values() if any(key in part for key in HEADS)]
     if not heads and not any(VECTORS in part or CARRIED in part for part in parts.values()):
         return

@@ -47,18 +47,18 @@ __all__ = ["FOSICurvature"]
 
 
 class FOSICurvature(Curvature):
-    """Eigenpairs, and what a step makes of them.
+    """The curvature of FOSI: eigenpairs, and the step that uses them.
 
     Args:
-        training: What it serves.
-        options: Of the step.
+        training: The training to serve.
+        options: The options of the step.
         closure: Evaluates the loss on the curvature batch.
 
     Attributes:
-        options: As they were given.
-        vector: The parameters that train.
-        closure: What evaluates the loss on the curvature batch.
-        pairs: The eigenpairs, and where they come from.
+        options: The options of the step.
+        vector: The parameters that train, as one vector.
+        closure: The function that evaluates the loss on the curvature batch.
+        pairs: The eigenpairs in use, and their refreshes.
         closed: Whether the base goes on alone for good.
 
     Raises:
@@ -85,8 +85,8 @@ class FOSICurvature(Curvature):
         self.closure = CurvatureClosure(closure)
         self.pairs = Eigenpairs(training, options, self.vector)
         self.closed = False
-        self._share: Tensor | None = None  # of the gradient inside, at the last refresh
-        self._newton: Tensor | None = None  # of this step
+        self._share: Tensor | None = None  # gradient's share inside, at the last refresh
+        self._newton: Tensor | None = None  # V̂ᵀg of this step
         self._before: list[Tensor] = []  # the parameters before the base's step
 
     @property
@@ -95,7 +95,7 @@ class FOSICurvature(Curvature):
         return self.pairs.subspace
 
     def description(self) -> list[str]:
-        """What all ranks must have alike, beside the model and its groups."""
+        """The options in lines, which must be equal on all ranks."""
         shown = {k: v for k, v in vars(self.options).items() if not callable(v)}
         return [f"options: {self.training.base_name} {shown}"]
 
@@ -106,18 +106,18 @@ class FOSICurvature(Curvature):
         return "a step skipped on one process would leave the others waiting" * averages
 
     def replan(self) -> None:
-        """Parameters or groups have changed: they still have to be one vector."""
+        """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training.groups)
 
     # ----------------------------------------------------------------------------------- a step
 
     def nothing_captured(self) -> bool:
-        """Whether this may be the empty step that brings state into being."""
+        """Whether this may be checkpointing's empty step, which must not count."""
         # Gradients of one rank alone may all be zero, and the others would wait for it.
         return self.closure.given is None and (not self.training.averages or is_checkpointing())
 
     def facts(self) -> list[tuple[str, Any]]:
-        """What decides which collectives a step has, by name."""
+        """The values, by name, that decide which collectives a step has."""
         return [
             ("closed", self.closed),
             ("the base's state in parts", self.vector.in_parts),
@@ -135,7 +135,7 @@ class FOSICurvature(Curvature):
             self.pairs.renew(self.closure.chosen(self.training))
 
     def parameters_changed(self) -> None:
-        """Other parameters train than did: what spans the vector of those is gone."""
+        """Drop the eigenpairs: they are of other parameters than train now."""
         self._before = []
         if self.subspace is not None:
             self.pairs.drop(
@@ -144,7 +144,7 @@ class FOSICurvature(Curvature):
             )
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Rows of the gradients to the processes that step them."""
+        """Parts of the gradients, and the rank that steps each; None if all ranks step all."""
         return self.vector.route(params, gradients)
 
     def precondition(self, average: Callable[[], None]) -> None:
@@ -199,7 +199,7 @@ class FOSICurvature(Curvature):
             self.pairs.drop_unsound()
 
     def newton_scales(self) -> list[float | Tensor]:
-        """α of each group at this step, downhill or uphill."""
+        """α of each group at this step, negative to maximize."""
         chosen, training = self.options.newton_scale, self.training
         return [newton_scale_at(chosen, training.steps, group) for group in training.groups]
 
@@ -210,7 +210,7 @@ class FOSICurvature(Curvature):
     # ------------------------------------------------------------------------ state and summary
 
     def counts(self) -> dict[str, float]:
-        """What each parameter's part of a checkpoint counts."""
+        """The counts that are saved with each parameter."""
         return {"steps": self.training.steps, **self.pairs.counts()}
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -235,7 +235,7 @@ class FOSICurvature(Curvature):
 
     @property
     def kept_elsewhere(self) -> str:
-        """What other processes keep, and a ``state_dict`` of this one would lack; "" if nothing."""
+        """A name for state that only other processes keep; "" if there is none."""
         pairs = self.training.world.size > 1 and self.subspace is not None
         what = "what other processes keep of the eigenvectors and of the base's state"
         return what if pairs or self.vector.in_parts else ""
@@ -252,13 +252,13 @@ class FOSICurvature(Curvature):
         return {**self.__dict__, "_before": []}
 
     def found(self) -> tuple[Tensor, Tensor]:
-        """û and the residuals of the pairs, as they came last."""
+        """û and the residuals of the last refresh."""
         if self.subspace is None:
             return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
         return self.subspace.values.clone(), self.subspace.residuals.clone()
 
     def report(self) -> CurvatureReport:
-        """The eigenvalues that came last, and what they took. Waits for the device."""
+        """A report of the last refresh and of all refreshes' cost. Waits for the device."""
         return CurvatureReport(
             *self.found(),
             None if self._share is None else float(self._share),
@@ -267,7 +267,7 @@ class FOSICurvature(Curvature):
         )
 
     def preconditioned(self) -> list[Tensor]:
-        """Those that eigenvectors span; none before the first refresh."""
+        """The parameters that eigenvectors span; none before the first refresh."""
         return [] if self.subspace is None else self.training.training_params()
 
     def summary(self) -> Summary:

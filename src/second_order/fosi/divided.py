@@ -4,7 +4,7 @@
     the first P - A ranks            Worker: the base, and a final update at the end of each epoch
     the last A ranks                 Helper: eigenpairs for the workers, and nothing else
 
-What a checkpoint says of the epoch under way all of them keep.
+All of them keep the counts of a checkpoint about the epoch under way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from second_order.fosi.worker_epochs import UNSOUND, Epochs
 
 __all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
 
-FAREWELL_SECONDS = 5.0  # that the store outlives its host's own goodbye at most
+FAREWELL_SECONDS = 5.0  # seconds for which the store outlives its host's own goodbye at most
 
 
 def divided_curvature(
@@ -53,9 +53,9 @@ class Line:
     """The messages between this process and those of the other kind.
 
     Attributes:
-        mailbox: Carries them.
-        store: Keeps them for all, on the process that has it.
-        everybody: What processes are called, by rank.
+        mailbox: Sends and receives the messages.
+        store: The store of messages on the process that hosts it; None elsewhere.
+        everybody: Names of the processes, by rank.
     """
 
     mailbox: Mailbox
@@ -64,7 +64,7 @@ class Line:
 
     @classmethod
     def of(cls, everybody: World, roles: Roles, patience: float) -> Line:
-        """Connect workers and accelerators; a collective of all."""
+        """Connect workers and accelerators; a collective of all processes."""
         first = roles.helpers[0]
         store, address = open_store(everybody, first, patience)
         names = [f"{roles.of(rank)} {rank}" for rank in range(everybody.size)]
@@ -74,20 +74,20 @@ class Line:
 
     @property
     def refused(self) -> int:
-        """Malformed messages, and connections without the key."""
+        """Number of malformed messages, and of connections without the key."""
         return self.mailbox.refused + (0 if self.store is None else self.store.refused)
 
     def tell(self, training: Training) -> None:
-        """Say once that something has been refused."""
+        """Warn once that a message or a connection has been refused."""
         if self.refused and training.first_time("refused"):
             training.warn(refused_line(self.mailbox.complaint))
 
 
 class Divided(FOSICurvature):
-    """What the roles have in common: the place in the epochs.
+    """The base class of the roles, which keeps the place in the epochs.
 
     Attributes:
-        epochs: That place; at work on a worker alone.
+        epochs: The place in the epochs; only a worker runs them.
     """
 
     options: EpochOptions
@@ -103,13 +103,13 @@ class Divided(FOSICurvature):
         self._roles = assign_roles(size, self.options.accelerators, "accelerator", under_ddp)
 
     def facts(self) -> list[tuple[str, Any]]:
-        """What decides which collectives a step has, by name."""
+        """The values, by name, that decide which collectives a step has."""
         epochs = self.epochs
         place = epochs.number, epochs.step, epochs.helped
         return [*super().facts(), ("epoch, its steps, accelerators at work", place)]
 
     def counts(self) -> dict[str, float]:
-        """What each parameter's part of a checkpoint counts."""
+        """The counts that are saved with each parameter."""
         return {**super().counts(), **self.epochs.counts()}
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -119,10 +119,10 @@ class Divided(FOSICurvature):
 
 
 class Alone(Divided):
-    """Nobody computes eigenpairs on the side: each process stops for them once an epoch."""
+    """MRDHO2 without accelerators: each process computes eigenpairs once an epoch."""
 
     def begin(self) -> None:
-        """Say so."""
+        """Warn that no accelerators are at work."""
         training, options = self.training, self.options
         size = training.world.size
         if options.wanted:
@@ -157,16 +157,16 @@ class _Team(Divided):
         self.join(line.mailbox)
 
     def join(self, mailbox: Mailbox) -> None:
-        """Take up the role."""
+        """Take up the role of this process, with the mailbox to the other kind."""
         raise NotImplementedError
 
     @property
     def refused(self) -> int:  # type: ignore[override]
-        """How many messages and connections of other processes this one has refused."""
+        """Number of messages and connections that this process has refused."""
         return 0 if self.line is None else self.line.refused
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's counts, and its part of c and p, or room for them."""
+        """Each parameter's counts, and its part of c and p, or zeros in their place."""
         parts, start, total = super().state(), self.epochs.start, self.epochs.total
         if start is None or total is None:
             if not parts or not is_sharded_checkpoint():
@@ -176,7 +176,7 @@ class _Team(Divided):
         return {p: {**part, **vectors[p]} for p, part in parts.items()}
 
     def awake(self) -> None:
-        """Find the processes of this kind again, in a pickle."""
+        """Find the processes of this kind again, in an unpickled copy."""
         world = self.training.world
         if world.size == self._roles.size:
             self.training.world = self._roles.team(world, self.options.helper_timeout)
@@ -193,7 +193,7 @@ class Worker(_Team):
         self.epochs.connect(mailbox)
 
     def parameters_changed(self) -> None:
-        """Other parameters train than did: there is no final update to make of those."""
+        """Drop the final update: other parameters train now than at the epoch's start."""
         if self.epochs.start is not None:
             self.training.warn(
                 "the parameters that train have changed: this epoch has no final update"
@@ -202,12 +202,12 @@ class Worker(_Team):
             publish(self.training)
 
     def precondition(self, average: Callable[[], None]) -> None:
-        """Add the gradients up."""
+        """Add the step's gradients to p."""
         super().precondition(average)
         self.epochs.add()
 
     def correct(self) -> None:
-        """End the epoch, if that was the last of its steps."""
+        """End the epoch, if this was its last step."""
         super().correct()
         report = self.epochs.stepped(self.newton_scales)
         if report is None:
@@ -216,16 +216,16 @@ class Worker(_Team):
         tally.failures += report.reason == UNSOUND
         if report.products:
             tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
-        publish(self.training)  # which lets go of c and p
+        publish(self.training)  # frees c and p
         if self.line is not None:
             self.line.tell(self.training)
 
     def found(self) -> tuple[Tensor, Tensor]:
-        """û and the residuals of the pairs, as they came last."""
+        """û and the residuals of the last eigenpairs that came."""
         return super().found() if self.epochs.found is None else self.epochs.found
 
     def close(self) -> None:
-        """Say goodbye, and go on as the base alone."""
+        """Say goodbye to the accelerators, and go on as the base alone."""
         self.epochs.close()
         super().close()
 
@@ -244,7 +244,7 @@ class Helper(_Team):
 
     @property
     def instead(self) -> Callable[[], None]:
-        """Help until the workers have taken a step; in place of one."""
+        """A function that helps until the workers have taken a step, in place of a step."""
         return self._help_for_a_step
 
     def _help_for_a_step(self) -> None:
@@ -253,10 +253,10 @@ class Helper(_Team):
         self._help(lambda accelerator: accelerator.help_for_a_step(lambda epoch: chosen))
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute eigenpairs until the workers close; of how many epochs it was.
+        """Compute eigenpairs until the workers close; returns the number of epochs served.
 
         Args:
-            batches: One for each epoch.
+            batches: The batches, one for each epoch.
             loss_fn: The loss of a batch.
         """
         if self.accelerator is None:
@@ -275,7 +275,7 @@ class Helper(_Team):
             self.training.warn(f"{self.accelerator.lost}: this accelerator has nothing more to do")
 
     def close(self) -> None:
-        """Say goodbye, and wait until others have, who still listen to the store."""
+        """Say goodbye, and keep the store until the others have said theirs."""
         patience, line = self.options.helper_timeout, self.line
         if self.accelerator is not None and line is not None:
             self.accelerator.close(patience)

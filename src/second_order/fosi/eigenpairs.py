@@ -1,10 +1,10 @@
-"""Where eigenpairs come from: Lanczos on the Hessian of a curvature batch, when they are due.
+"""Refreshes of the eigenpairs: Lanczos on the Hessian of a curvature batch, when due.
 
     start from V̂1, and FRESH of everything else
     û, V̂ <- the k largest and l smallest Ritz pairs          lanczos/
     the bound of s grows while the loss of the batch does not rise
 
-Accelerators (`accelerator.py`) ask for theirs by the same :func:`wanted_pairs`.
+Accelerators (`accelerator.py`) compute their eigenpairs by the same :func:`wanted_pairs`.
 """
 
 from __future__ import annotations
@@ -79,25 +79,25 @@ def wanted_pairs(space: RowSpace, start: Tensor, options: FOSIOptions) -> Pairs:
 
 
 def publish(training: Training) -> None:
-    """Let the optimizer's ``state`` hold what there is now, and nothing else."""
+    """Replace the optimizer's published ``state`` by the present one."""
     if training.steps:
         training.publish()
 
 
 @dataclass
 class CurvatureClosure:
-    """What evaluates the loss on the curvature batch; a copy has none, as it is of another model.
+    """The closures that evaluate the loss on the curvature batch; copies start without.
 
     Attributes:
-        own: The optimizer's.
-        given: The one that a step is given in its place.
+        own: The optimizer's own closure, or None.
+        given: The closure that the present step is given in its place, or None.
     """
 
     own: Closures | None = None
     given: Closures | None = None
 
     def chosen(self, training: Training) -> Closures:
-        """Give the one to ask now; without any, a function that says so."""
+        """The closure to call now; without any, a function that raises CurvatureError."""
 
         def none() -> Any:
             refuse_no_closure(training.name, training.steps)
@@ -111,7 +111,7 @@ class CurvatureClosure:
 
 @dataclass
 class Tally:
-    """What eigenpairs have taken so far, as :class:`CurvatureReport` tells it."""
+    """Counts of refreshes and products so far, for :class:`CurvatureReport`."""
 
     step: int = -1
     products: int = 0
@@ -127,18 +127,18 @@ class Tally:
 
 
 class Eigenpairs:
-    """Those in use, and where they come from: the curvature batch, every ``curvature_interval``.
+    """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``.
 
     Args:
-        training: Whose Hessian it is.
-        options: Of the step.
-        vector: The parameters that train.
+        training: The training whose loss has the Hessian.
+        options: The options of the step.
+        vector: The parameters that train, as one vector.
 
     Attributes:
-        subspace: Their span; None without any.
-        tally: Of all refreshes.
-        batch_loss: Of the curvature batch at the last one.
-        bound: The most that s may be, by the guard.
+        subspace: The eigenvectors' span; None without eigenpairs.
+        tally: Counts of all refreshes.
+        batch_loss: Loss of the curvature batch at the last refresh.
+        bound: The bound on s that the guard allows.
     """
 
     def __init__(self, training: Training, options: FOSIOptions, vector: ParameterVector) -> None:
@@ -149,7 +149,7 @@ class Eigenpairs:
         self._first_loss: float | None = None
 
     def due(self) -> bool:
-        """Whether there are to be new ones at this step."""
+        """Whether the eigenpairs are to be refreshed at this step."""
         options, step = self._options, self._training.steps
         if options.wanted == 0 or step < options.first_refresh or not self._vector.params:
             return False
@@ -163,7 +163,7 @@ class Eigenpairs:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
 
         Args:
-            loss_fn: Evaluates that batch.
+            loss_fn: Evaluates the loss of that batch.
 
         Raises:
             CurvatureError: On every process, if the loss of one cannot be evaluated or
@@ -191,7 +191,7 @@ class Eigenpairs:
         )
 
     def _start(self, space: RowSpace) -> Tensor:
-        """The sum of the last vectors, and a little of all others: what is new may be there."""
+        """The start vector: the sum of the last vectors, and a little of every direction."""
         seed, last = self._options.seed + self._training.steps, self.subspace
         fresh = space.random(seed, 1.0 / math.sqrt(space.size))
         if last is None or not self._options.warm_start:
@@ -216,7 +216,7 @@ class Eigenpairs:
             )
 
     def _adopt(self, pairs: Pairs) -> bool:
-        """Put them to use if their vectors are finite everywhere; whether they are."""
+        """Use new eigenpairs if they are finite on all processes; returns whether they are."""
         chunks, world, momentum = self._vector.chunks, self._training.world, None
         if self.subspace is not None and self.momentum_rule()[0] > 0.0:
             momentum = self.subspace.momentum_vector(chunks)
@@ -247,7 +247,7 @@ class Eigenpairs:
         return Subspace(basis, values, residuals, largest, rates, scale, torch.zeros_like(rates))
 
     def momentum_rule(self) -> tuple[float, float, bool]:
-        """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
+        """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
         training, chosen = self._training, self._options.subspace_momentum
         unlike = isinstance(chosen, str) and differs_in_momentum(training.groups)
         if unlike and training.first_time("momentum"):
@@ -258,14 +258,14 @@ class Eigenpairs:
         return momentum_rule(training.groups[0], chosen)
 
     def drop(self, why: str = "") -> None:
-        """Let the eigenpairs go, and say why."""
+        """Drop the eigenpairs, and warn of the reason if one is given."""
         self.subspace = None
         publish(self._training)
         if why:
             self._training.warn(why)
 
     def drop_unsound(self) -> None:
-        """Let them go if a Newton step has not been finite; the same everywhere."""
+        """Drop the eigenpairs if a Newton step was not finite; alike on all processes."""
         unsound = None if self.subspace is None else self.subspace.unsound
         if unsound is not None and bool(unsound):
             self.drop(
@@ -275,7 +275,7 @@ class Eigenpairs:
             )
 
     def counts(self) -> dict[str, float]:
-        """What a checkpoint counts of them."""
+        """The counts of refreshes and the guard that a checkpoint keeps."""
         return {
             "refreshed_at": self.tally.step,
             "batch_loss": self.batch_loss,
@@ -286,8 +286,8 @@ class Eigenpairs:
         """Go on from a checkpoint.
 
         Args:
-            saved: Each parameter's part.
-            taken: Whether its eigenpairs are taken over, if the same parameters trained.
+            saved: Each parameter's part of the checkpoint.
+            taken: Whether eigenpairs are loaded, if the same parameters trained.
         """
         counts, vector, world = counts_of(saved), self._vector, self._training.world
         self.subspace = None

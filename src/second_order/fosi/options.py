@@ -49,7 +49,7 @@ FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
 
 @dataclass(frozen=True, kw_only=True)
 class FOSIOptions:
-    """What the step is told; :class:`~second_order.DHO2` says what each means.
+    """The options of the FOSI step; :class:`~second_order.DHO2` says what each means.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -75,7 +75,7 @@ class FOSIOptions:
 
     @classmethod
     def of(cls: type[Options], values: Mapping[str, Any]) -> Options:
-        """From a mapping that has them among others, such as ``locals()``."""
+        """Take the options from a mapping that has others, too, such as ``locals()``."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def __post_init__(self) -> None:
@@ -122,12 +122,12 @@ class FOSIOptions:
 
     @property
     def wanted(self) -> int:
-        """How many eigenpairs there are to be, k + l."""
+        """Number of eigenpairs asked for, k + l."""
         return self.largest + self.smallest
 
     @property
     def first_refresh(self) -> int:
-        """W, the steps of the base alone."""
+        """The step of the first refresh: W, the number of steps of the base alone."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         interval = self.curvature_interval
@@ -142,7 +142,7 @@ class FOSIOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOptions(FOSIOptions):
-    """What MRDHO2 is told; without accelerators, an epoch is the interval of DHO2.
+    """The options of MRDHO2; without accelerators, an epoch is the interval of DHO2.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -175,7 +175,7 @@ def check_newton_scale(value: Any) -> None:
 
 
 def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> float | Tensor:
-    """α of a group of parameters at a step, negative where it goes uphill."""
+    """α of a group of parameters at a step, negative where the loss is maximized."""
     scale = value_at(option, step)
     check_newton_scale(scale)
     scale = -float(scale) if group.get("maximize") else float(scale)
@@ -207,7 +207,7 @@ def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def refuse_no_closure(name: str, step: int) -> NoReturn:
-    """Raise CurvatureError: there is nothing to ask for the curvature."""
+    """Raise CurvatureError, as there is no curvature closure."""
     raise CurvatureError(
         f"the curvature is due at step {step}, and there is no curvature closure: give "
         f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or call "

@@ -1,4 +1,4 @@
-"""The parameters' vector without a copy of it: who has which rows, and how to work on them.
+"""The parameters' vector without a copy: which process has which rows, and work on them.
 
 The vector is the parameters that train, group by group, each in the order of ``p.reshape(-1)``.
 A piece is what one process has of one parameter; a chunk is a run of pieces that is worked on at
@@ -33,7 +33,7 @@ class Piece:
         group: Index of its group.
         start: The first element.
         stop: The element after the last.
-        rank: The process that has it.
+        rank: The process that has the piece.
     """
 
     param: Tensor
@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the piece."""
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Piece:
         if mine.data_ptr() == values.data_ptr() and mine.dtype == values.dtype:
             return
         mine.copy_(values)
-        if not tensor.is_contiguous():  # it was a copy
+        if not tensor.is_contiguous():  # ``flat`` was a copy
             whole = tensor.detach().reshape(-1)
             whole[self.start : self.stop] = mine
             tensor.copy_(whole.view(tensor.shape))
@@ -69,13 +69,13 @@ class FlatLayout:
 
     Args:
         groups: The parameters that train, group by group.
-        processes: P.
+        processes: Number P of processes.
 
     Attributes:
-        groups: As they were given.
+        groups: The parameters that train, group by group.
         params: The parameters, in order.
-        size: n.
-        pieces: Of all processes, in order.
+        size: Number n of elements in all.
+        pieces: The pieces of all processes, in order.
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], processes: int) -> None:
@@ -98,7 +98,7 @@ class FlatLayout:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """In which vectors are computed with."""
+        """The dtype in which vectors are computed with."""
         return lanczos_dtype(self.params)
 
     def of(self, rank: int) -> list[Piece]:
@@ -111,8 +111,8 @@ class Chunk:
     """Neighbouring pieces of one group.
 
     Attributes:
-        pieces: In order.
-        start: Where they start in the vector of the pieces that were cut into chunks.
+        pieces: The pieces, in order.
+        start: Index of the first element in the vector of all pieces that were cut into chunks.
     """
 
     pieces: Sequence[Piece]
@@ -120,12 +120,12 @@ class Chunk:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Of the pieces."""
+        """Number of elements of each piece."""
         return [piece.size for piece in self.pieces]
 
     @cached_property
     def columns(self) -> slice:
-        """Where it is in that vector."""
+        """The chunk's columns in the vector of all pieces that were cut into chunks."""
         return slice(self.start, self.start + sum(self.sizes))
 
     @property
@@ -150,7 +150,7 @@ class Chunk:
         _put(self.pieces, [piece.param for piece in self.pieces], self._parts(flat, self.pieces))
 
     def gradients(self, dtype: torch.dtype) -> Tensor:
-        """The gradients, flat, as :meth:`values`; zeros where there is none."""
+        """The gradients, flat, a view or a copy as :meth:`values`; zeros without a gradient."""
         parts = [
             torch.zeros(piece.size, dtype=dtype, device=piece.param.device)
             if piece.param.grad is None
@@ -160,7 +160,7 @@ class Chunk:
         return self._flat(parts, dtype)
 
     def put_gradients(self, flat: Tensor) -> None:
-        """Write the gradients that there are."""
+        """Write the gradients of the parameters that have one."""
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         gradients = [g for piece in here if (g := piece.param.grad) is not None]
         _put(here, gradients, self._parts(flat, here))

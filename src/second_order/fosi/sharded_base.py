@@ -35,7 +35,7 @@ ELEMENTWISE = (
 
 
 def works_by_element(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether a base does to a part of a tensor what it does to it as part of the whole."""
+    """Whether a base steps each element by itself, so that parts of tensors can be stepped."""
     return base in ELEMENTWISE
 
 
@@ -43,10 +43,10 @@ class ShardedBase:
     """The base optimizer, stepping this process's pieces of the parameters.
 
     Args:
-        base: The optimizer as it was made for whole parameters.
-        state: Its state of whole parameters; cut to the pieces here.
-        groups: Its groups.
-        pieces: This process's.
+        base: The base optimizer, made for whole parameters.
+        state: The base's state of whole parameters; cut to the pieces here.
+        groups: The base's groups.
+        pieces: This process's pieces.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ShardedBase:
         for p in list(state):
             if p in here:
                 state[p] = cut_state(state[p], here[p])
-            elif p.requires_grad:  # that of a frozen one stays whole, for when it trains again
+            elif p.requires_grad:  # a frozen parameter's state stays whole, until it trains again
                 del state[p]
         own = [{**group, "params": part} for group, part in zip(groups, members, strict=True)]
         both = list(zip(self._stand_ins, pieces, strict=True))
@@ -113,9 +113,9 @@ def gather_state(
 
     Args:
         world: The processes.
-        pieces: Of all of them.
-        state: Cut to this process's pieces.
-        to: The ranks that get it; the others get nothing.
+        pieces: The pieces of all processes.
+        state: The base's state, cut to this process's pieces.
+        to: The ranks that get the state; the others get an empty one.
     """
     numbers = {p: i for i, p in enumerate(dict.fromkeys(piece.param for piece in pieces))}
     params = list(numbers)
@@ -173,14 +173,14 @@ def gather_state(
 def gather_parts(
     world: World, mine: Tensor, bounds: Sequence[int], dim: int, to: Sequence[int]
 ) -> Tensor:
-    """A tensor from every process's part of it, on some ranks; nothing on others; a collective.
+    """Gather a tensor from all processes' parts on the ranks ``to``; a collective.
 
     Args:
         world: The processes.
-        mine: This one's part.
-        bounds: Where in the whole each part begins, and the last one ends.
-        dim: Along which it is cut.
-        to: The ranks that want it.
+        mine: This process's part.
+        bounds: Index at which each part begins in the whole, and the end.
+        dim: Dimension along which the tensor is cut.
+        to: The ranks that want the whole; the others get an empty tensor.
     """
     shapes = [list(mine.shape) for _ in range(world.size)]
     for shape, (start, stop) in zip(shapes, pairwise(bounds), strict=True):

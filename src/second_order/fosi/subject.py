@@ -1,4 +1,4 @@
-"""What workers tell accelerators of the model, and accelerators take over."""
+"""The model as workers send it to accelerators, which take it over."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Subject"]
 
 
 class Subject:
-    """Whose curvature it is: the parameters that train, and the rest of the model.
+    """The model whose curvature is computed: parameters that train, and the rest.
 
     Args:
-        training: Whose model it is.
+        training: The training of the model.
         vector: The parameters that train, whole.
 
     Attributes:
-        training: As it was given.
-        vector: Likewise.
+        training: The training of the model.
+        vector: The parameters that train, whole.
     """
 
     def __init__(self, training: Training, vector: ParameterVector) -> None:
@@ -31,14 +31,14 @@ class Subject:
 
     @property
     def train(self) -> list[bool]:
-        """Which of the whole model train."""
+        """Whether each parameter and buffer of the whole model trains."""
         return [t.requires_grad for t in self.training.whole_model()]
 
     def follow(self, train: Sequence[bool]) -> None:
-        """Let the same train here from now on as on the workers.
+        """Freeze and unfreeze parameters as they are on the workers.
 
         Raises:
-            SecondOrderError: If they have more or fewer parameters and buffers.
+            SecondOrderError: If the workers have more or fewer parameters and buffers.
         """
         whole = self.training.whole_model()
         if len(train) != len(whole):
@@ -52,10 +52,10 @@ class Subject:
         self.vector.follow()
 
     def write(self, flat: Tensor) -> None:
-        """Set the parameters that train.
+        """Set the parameters that train to a flat vector.
 
         Raises:
-            SecondOrderError: If there are more or fewer of them elsewhere.
+            SecondOrderError: If the other processes have more or fewer elements.
         """
         n = self.vector.layout.size
         if len(flat) != n:
@@ -70,14 +70,14 @@ class Subject:
         return [t for t in self.training.whole_model() if id(t) not in mine]
 
     def rest(self) -> list[Tensor]:
-        """Copies of what does not train, one flat tensor for each dtype."""
+        """Copies of frozen parameters and buffers, one flat tensor for each dtype."""
         return pack_by_dtype(self._rest())
 
     def write_rest(self, flats: Sequence[Tensor]) -> None:
-        """Set what does not train.
+        """Set frozen parameters and buffers, from one flat tensor for each dtype.
 
         Raises:
-            SecondOrderError: If there is more or less of it elsewhere.
+            SecondOrderError: If the other processes have more or fewer elements.
         """
         rest = self._rest()
         sizes = dict.fromkeys((t.dtype for t in rest), 0)

@@ -7,8 +7,8 @@ A basis keeps V̂ in one of two layouts, behind the same three verbs:
     row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
 
-What is not finite on one process is so in these sums, and with them on all: nothing is added then,
-on none of them.
+A number that is not finite on one process makes these sums so on all: then none of them adds
+anything.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Basis(ABC):
     """V̂, wherever its parts are; vectors are lists of this process's chunks.
 
     Args:
-        vectors: ``(rows of V̂ᵀ here, columns here)``.
-        chunks: Of the columns.
+        vectors: The part of V̂ᵀ here, ``(rows here, columns here)``.
+        chunks: The chunks of the columns.
         world: The processes that have the other parts.
-        mine: Which of the r vectors the coefficients here are of.
+        mine: The slice of the r vectors whose coefficients are here.
     """
 
     def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, mine: slice) -> None:
@@ -54,27 +54,27 @@ class Basis(ABC):
 
     @abstractmethod
     def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
-        """V̂ᵀx, of the vectors that are ``mine``.
+        """The coefficients V̂ᵀx of the vectors that are ``mine``.
 
         Args:
-            x: The vector.
-            witness: Where it is not finite on a process, neither are the coefficients there, nor
-                what :meth:`add` makes of them anywhere.
+            x: The vector, chunk by chunk.
+            witness: A tensor; if it is not finite on a process, neither are the coefficients there,
+                nor the sums that :meth:`add` makes of them anywhere.
         """
 
     @abstractmethod
     def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
-        """Add V̂c to x in place, where it is finite; ``()``, whether it is, the same everywhere.
+        """Add V̂c to x in place if it is finite; returns whether, a scalar equal on all processes.
 
         Args:
-            x: The vector.
-            c: Coefficients, of the vectors that are ``mine``, one set of them or several.
-            of: Which of them each chunk takes, if there are several.
+            x: The vector, chunk by chunk.
+            c: Coefficients of the vectors that are ``mine``, one set or several.
+            of: Index of the set that each chunk takes, if there are several.
         """
 
     @abstractmethod
     def rows_of_sum(self, rows: slice) -> Tensor:
-        """Some rows of the sum of all the vectors, to start a recurrence from."""
+        """Some rows of the sum of all vectors, to start a recurrence from."""
 
     def _dots(self, x: Sequence[Tensor], witness: Tensor | None) -> Tensor:
         total = self.vectors.new_zeros(len(self.vectors))
@@ -83,7 +83,7 @@ class Basis(ABC):
         return total if witness is None else total.add_(0.0 * witness.sum())
 
     def _sums(self, c: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
-        """V̂c, of the vectors that are here."""
+        """V̂c by chunk and set, of the vectors that are here."""
         which = of or [0] * len(self._parts)
         return [part.t() @ c[i] for part, i in zip(self._parts, which, strict=True)]
 
@@ -92,8 +92,8 @@ class RowBasis(Basis):
     """This process's rows of all vectors; with one process, all of V̂.
 
     Args:
-        vectors: ``(r, rows)``.
-        chunks: Of the rows.
+        vectors: V̂ᵀ, ``(r, rows here)``.
+        chunks: The chunks of the rows here.
         world: The processes that have the other rows.
     """
 
@@ -101,13 +101,13 @@ class RowBasis(Basis):
         super().__init__(vectors, chunks, world, slice(0, len(vectors)))
 
     def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
-        """V̂ᵀx, ``(r,)``."""
+        """The coefficients V̂ᵀx, ``(r,)``, summed over processes."""
         c = self._dots(x, witness)
         self._world.all_reduce([c]).wait()
         return c
 
     def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
-        """Add V̂c to x in place, where c is finite: V̂ is, wherever V̂ᵀx has been."""
+        """Add V̂c to x in place if c is finite: V̂ is finite wherever V̂ᵀx has been."""
         sound = torch.isfinite(torch.stack(list(c)).sum())
         if sound.device.type != "cpu":  # where an answer would be waited for
             _add_where(sound, x, self._sums(c, of))
@@ -118,7 +118,7 @@ class RowBasis(Basis):
         return sound
 
     def rows_of_sum(self, rows: slice) -> Tensor:
-        """The sum of the vectors; ``rows`` are those that are here."""
+        """The rows here of the sum of the vectors; ``rows`` must be these."""
         return self.vectors.sum(0)
 
 
@@ -126,10 +126,10 @@ class ColumnBasis(Basis):
     """Some of the vectors, whole (DHO2, algorithm 3).
 
     Args:
-        vectors: ``(r_p, n)``.
-        chunks: Of all n.
+        vectors: This process's vectors, ``(r_p, n)``.
+        chunks: The chunks of all n elements.
         world: The processes that have the other vectors.
-        count: r.
+        count: Number r of all vectors.
     """
 
     def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, count: int) -> None:
@@ -139,7 +139,7 @@ class ColumnBasis(Basis):
 
     @classmethod
     def of_rows(cls, rows: Tensor, chunks: Sequence[Chunk], size: int, world: World) -> ColumnBasis:
-        """From every process's rows, ``(r, rows)``: about n r (P − 1)/P² elements each."""
+        """Make it of all processes' rows, ``(r, rows)``; about n r (P − 1)/P² each."""
         count, everybody = len(rows), range(world.size)
         bounds, cuts = row_bounds(size, world.size), row_bounds(count, world.size)
         items = [
@@ -163,17 +163,17 @@ class ColumnBasis(Basis):
 
     @classmethod
     def of_all(cls, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> ColumnBasis:
-        """From all vectors, ``(r, n)``."""
+        """Make the basis from all vectors, ``(r, n)``."""
         cuts = row_bounds(len(vectors), world.size)
         mine = vectors[cuts[world.rank] : cuts[world.rank + 1]]
         return cls(mine.clone(), chunks, world, len(vectors))
 
     def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
-        """V̂^{(p)ᵀ}x, ``(r_p,)``; what is not finite among them shows in :meth:`add`."""
+        """The coefficients V̂^{(p)ᵀ}x, ``(r_p,)``; :meth:`add` checks that they are finite."""
         return self._dots(x, witness)
 
     def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
-        """Add V̂c to x in place, where it is finite."""
+        """Add V̂c to x in place if it is finite; returns whether it is."""
         sums = self._sums(c, of)
         self._world.all_reduce(sums).wait()
         sound = torch.isfinite(torch.stack([each.sum() for each in sums]).sum())
@@ -202,8 +202,8 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
     """``1 / max(|û|, floor · max|û|)``: the steps that Newton's method takes in a subspace.
 
     Args:
-        values: ``(r,)`` eigenvalues.
-        floor: Relative to the largest in size; near-zero eigenvalues would give endless steps.
+        values: Eigenvalues û, ``(r,)``.
+        floor: Share of max|û| that counts at least: eigenvalues near 0 would give endless steps.
     """
     sizes = values.abs()
     largest = sizes.max() if len(sizes) else sizes.new_zeros(())
@@ -212,12 +212,12 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
 
 
 def rest_scale(values: Tensor, largest: int, clip: float) -> float:
-    """How much longer steps outside the subspace may be: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
+    """The stretch of steps outside the subspace: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
 
     Args:
-        values: ``(r,)`` eigenvalues, the largest first, in descending order.
-        largest: k.
-        clip: The most that s may be.
+        values: Eigenvalues û, ``(r,)``, the largest first, in descending order.
+        largest: Number k of largest eigenvalues.
+        clip: Upper bound on s.
     """
     if largest < 1:
         return 1.0
@@ -231,10 +231,10 @@ def differs_in_momentum(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float, float, bool]:
-    """(β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg.
+    """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg.
 
     Args:
-        group: The base's.
+        group: A parameter group of the base.
         chosen: A number: a running average with that β; "average": with the base's; "base": as the
             base does it.
     """
@@ -251,13 +251,13 @@ def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float,
 
 
 def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: bool) -> Tensor:
-    """‖V̂ᵀg‖² / ‖g‖², on the device.
+    """The share of the gradient in the subspace, ‖V̂ᵀg‖² / ‖g‖², on the device.
 
     Args:
-        c: V̂ᵀg, of the vectors that are here.
-        gradients: g, of the rows that are here.
+        c: V̂ᵀg, the coefficients of the vectors that are here.
+        gradients: g, the rows that are here.
         world: The processes.
-        rows: Whether it is the rows that are spread over them, and not the vectors.
+        rows: Whether the rows of V̂ are spread over the processes, and not its vectors.
     """
     inside = c.double().square().sum()
     whole = torch.zeros_like(inside)
@@ -272,22 +272,22 @@ def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: 
 
 @dataclass
 class Subspace:
-    """What is kept of the last refresh, and the momentum of the gradient inside it.
+    """The eigenpairs of the last refresh, and the momentum of the gradient in their span.
 
     The momentum of g₁ lives in R^n and outlasts refreshes: it is V̂ ``momentum`` + ``decayed`` ·
     ``carried``, the second part, of earlier subspaces, being orthogonal to V̂.
 
     Attributes:
-        basis: V̂.
+        basis: V̂, in one of the two layouts.
         values: ``(r,)`` û, the largest first; float64 on the CPU.
-        residuals: ``(r,)``, float64 on the CPU.
-        largest: k.
+        residuals: ``(r,)`` residuals of the eigenpairs, float64 on the CPU.
+        largest: Number k of largest eigenpairs.
         rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
-        rest_scale: s.
+        rest_scale: s, by which the base's step is stretched.
         momentum: Coefficients of the vectors that are ``basis.mine``.
-        carried: This process's part of a vector, or None for zero.
-        decayed: What is left of ``carried``.
-        unsound: ``()``, whether a step has not been finite; the same on all processes.
+        carried: This process's part of the vector of earlier subspaces, or None for zero.
+        decayed: The factor of ``carried`` that is left.
+        unsound: Whether a step was not finite, a scalar tensor, equal on all processes.
     """
 
     basis: Basis
@@ -304,9 +304,9 @@ class Subspace:
     def accumulate(
         self, c: Tensor, decay: float, gain: float, nesterov: bool, sound: Tensor
     ) -> Tensor:
-        """The momentum takes in V̂ᵀg; returns what the Newton step is made of.
+        """Add V̂ᵀg to the momentum; returns the coefficients that the Newton step is made of.
 
-        Where V̂ᵀg is not ``sound`` the momentum stays, and what is returned is not finite.
+        Where V̂ᵀg is not ``sound`` the momentum stays, and the coefficients are not finite.
         """
         taken = self.momentum.mul(decay).add_(c, alpha=gain)
         newton = taken * decay + gain * c if nesterov else taken
@@ -315,7 +315,7 @@ class Subspace:
         return torch.where(sound, newton, torch.nan)
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
-        """The momentum in full, this process's part."""
+        """This process's part of the momentum in R^n."""
         size = sum(sum(chunk.sizes) for chunk in chunks)
         vector = self.momentum.new_zeros(size)
         self.basis.add([vector[c.columns] for c in chunks], [self.momentum])
@@ -324,7 +324,7 @@ class Subspace:
         return vector
 
     def carry(self, vector: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Take over a momentum in full, its part in V̂ and what is left, if it is finite."""
+        """Take over a momentum in R^n, split into its part in V̂ and the rest, if it is finite."""
         parts = [vector[chunk.columns] for chunk in chunks]
         c = self.basis.coefficients(parts)
         sound = self.basis.add(parts, [-c])
@@ -345,13 +345,13 @@ class Subspace:
 
         Args:
             values: The parameters after the base's step; changed in place.
-            moved: What that was; used up.
-            newton: As :meth:`accumulate` has returned it.
+            moved: The base's step; overwritten.
+            newton: The coefficients from :meth:`accumulate`.
             scales: α of each group of parameters.
-            of: The group of each chunk.
+            of: Index of each chunk's group.
 
         Returns:
-            ``()``, whether the step was finite, the same on all processes.
+            Whether the step was finite, a scalar tensor, equal on all processes.
         """
         step = newton * self.rates
         c = self.basis.coefficients(moved, witness=step)

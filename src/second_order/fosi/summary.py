@@ -22,9 +22,9 @@ def parameter_rows(
     """A line for each parameter.
 
     Args:
-        groups: Of the optimizer.
-        names: Of the parameters, by their id.
-        pieces: What this process has of the parameters.
+        groups: The optimizer's parameter groups.
+        names: Names of the parameters, by their id.
+        pieces: This process's pieces of the parameters.
         vectors: Eigenvectors here, a row each; None before the first refresh.
     """
     here = {piece.param: piece.size for piece in pieces}
@@ -47,7 +47,7 @@ def parameter_rows(
 
 
 def eigenpair_notes(report: CurvatureReport) -> list[str]:
-    """The eigenvalues, and what they took."""
+    """Closing lines of the summary: the eigenvalues, and the products they took."""
     found = "no eigenpairs yet: the base steps alone"
     if len(report.eigenvalues):
         values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())

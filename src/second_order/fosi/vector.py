@@ -27,19 +27,19 @@ __all__ = ["ParameterVector"]
 
 
 class ParameterVector:
-    """The vector, who has which rows of it, and the base on them.
+    """The vector of parameters, the rows of each process, and the base that steps them.
 
     Args:
-        training: Whose parameters they are.
+        training: The training of the parameters.
         spread: Whether to spread rows over the processes, if there are several.
-        dtype: To compute in; None for float64 where a parameter is, else float32.
+        dtype: Dtype of vectors; None for float64 where a parameter is, else float32.
 
     Attributes:
-        spread: Whether rows are.
-        layout: Of everybody's rows.
-        pieces: What this process has.
-        chunks: The same, as it is worked on.
-        in_parts: Whether the base's state here is that of these rows alone.
+        spread: Whether rows are spread over the processes.
+        layout: The rows of all processes.
+        pieces: This process's pieces.
+        chunks: This process's pieces, cut into chunks.
+        in_parts: Whether the base's state here is cut to this process's rows.
 
     Raises:
         ValueError: If rows are to be spread and the base needs whole tensors.
@@ -77,7 +77,7 @@ class ParameterVector:
         A collective then, where the base's state is in parts.
 
         Returns:
-            Whether they were.
+            Whether the vector was cut anew.
         """
         now, before = (
             [[id(p) for p in g] for g in x] for x in (self._groups(), self.layout.groups)
@@ -91,7 +91,7 @@ class ParameterVector:
         return True
 
     def restart(self) -> None:
-        """Cut the vector anew: the base's state is whole."""
+        """Cut the vector anew after a load, with a base's state that is whole."""
         self.in_parts, self._stepper = False, None
         self._cut()
 
@@ -104,21 +104,21 @@ class ParameterVector:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which to compute with vectors."""
+        """The dtype in which vectors are computed with."""
         return self._dtype or self.layout.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self._training.device
 
     def plain(self) -> torch.autocast:
-        """Without autocast, should it be on."""
+        """A context without autocast."""
         return torch.autocast(self.device.type, enabled=False)
 
     @property
     def sign(self) -> float:
-        """−1 where the loss is maximized."""
+        """The sign of the loss: −1 where it is maximized, else 1."""
         return -1.0 if self._training.groups[0].get("maximize") else 1.0
 
     @property
@@ -133,7 +133,7 @@ class ParameterVector:
 
     @property
     def rows(self) -> slice:
-        """Which of the n elements are here."""
+        """The slice of the n elements that are here."""
         pieces, rank = self.layout.pieces, self._training.world.rank * self.spread
         start = sum(piece.size for piece in pieces if piece.rank < rank)
         return slice(start, start + sum(piece.size for piece in self.pieces))
@@ -143,7 +143,7 @@ class ParameterVector:
         return [chunk.values(self.dtype) for chunk in self.chunks]
 
     def gradients(self) -> list[Tensor]:
-        """Their gradients, likewise."""
+        """The gradients that are here, a tensor each chunk."""
         return [chunk.gradients(self.dtype) for chunk in self.chunks]
 
     def flat(self) -> Tensor:
@@ -158,10 +158,10 @@ class ParameterVector:
     # ---------------------------------------------------------------------------------- a step
 
     def check_gradients(self) -> None:
-        """Let gradients be such as parts can be sent and received of.
+        """Make gradients contiguous, so that their parts can be sent and received.
 
         Raises:
-            TypeError: If one is sparse.
+            TypeError: If a gradient is sparse.
         """
         for p in self.params:
             if p.grad is not None and p.grad.is_sparse:
@@ -181,19 +181,19 @@ class ParameterVector:
         return [piece.of(of[id(piece.param)]) for piece in pieces], [piece.rank for piece in pieces]
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Step the base on what is here; its state is cut to that, too."""
+        """Step the base on this process's pieces, to which its state is cut."""
         if not self.spread:
             step()
             return
         training = self._training
-        if self._stepper is None:  # or this is a copy, whose state is in parts already
+        if self._stepper is None:  # or in a copy, whose state is cut already
             base, groups = training.base, training.groups
             self._stepper = ShardedBase(base, base.state, groups, self.pieces)
             self.in_parts = True
         self._stepper.step(training.groups)
 
     def share(self) -> None:
-        """Everybody gets everybody's rows of the parameters."""
+        """Give every process all rows of the parameters; a collective if they are spread."""
         if not self.spread:
             return
         pieces = self.layout.pieces
@@ -204,7 +204,7 @@ class ParameterVector:
                 piece.put(piece.param, part)
 
     def base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
-        """The base's whole state, on some ranks; a collective where it is in parts."""
+        """Gather the base's whole state on some ranks; a collective where it is in parts."""
         world, state = self._training.world, self._training.base.state
         if self.in_parts:
             return gather_state(world, self.layout.pieces, state, ranks)

@@ -4,7 +4,7 @@ begin   c <- w, p <- 0; worker 0 sends c and what does not train; all listen for
 add     p <- p + g, every step
 end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" asks for a verdict first
 
-What the workers do here they agree on, so that their weights stay equal.
+The workers agree on each of these, so that their weights stay equal.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from second_order.report import EpochReport
 __all__ = ["LEAST_FALL", "Epochs", "correction", "refusal"]
 
 ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
-# What "guarded" asks the loss of the accelerators' batch to fall by, relative to its size. Smaller
+# Share by which the loss of the accelerators' batch must fall for "guarded". Smaller
 # falls on one batch at one moment tell little of where training ends.
 LEAST_FALL = 0.5
-REMEMBERED = 1000  # epochs
+REMEMBERED = 1000  # number of reports kept
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 REFUSED = "what the accelerators have sent was refused"
 
@@ -45,21 +45,21 @@ REFUSED = "what the accelerators have sent was refused"
 class Epochs:
     """The epochs of one worker.
 
-    A copy talks to nobody, and has no point to return to.
+    A copy has no mailbox, and no point to return to.
 
     Args:
-        subject: What trains, among the workers.
-        options: Of eigenpairs and epochs.
+        subject: The model and the parameters that train, among the workers.
+        options: The options of eigenpairs and epochs.
 
     Attributes:
-        number: Of the epoch under way.
-        step: How many of its steps have been taken.
-        start: c, flat; None if there is to be no final update.
-        total: p, flat, likewise.
+        number: Number of the epoch under way.
+        step: Number of the epoch's steps that have been taken.
+        start: c, the epoch's first point, flat; None if there is to be no final update.
+        total: p, the sum of gradients, flat; None if there is to be no final update.
         helped: Whether accelerators are at work for this worker.
-        found: û and its residuals, those that came last.
-        reports: Of the last epochs. What is waited lasts until the workers agree on what has come,
-            so where one of them waits, all do.
+        found: û and the residuals of the last eigenpairs that came.
+        reports: Reports of the last epochs. Workers wait until they agree on what has come, so
+            ``waited`` is long on all where one waits.
     """
 
     def __init__(self, subject: Subject, options: EpochOptions) -> None:
@@ -70,17 +70,17 @@ class Epochs:
         self.number = self.step = 0
         self.start: Tensor | None = None
         self.total: Tensor | None = None
-        self._parts: list[Tensor] = []  # of p, as the parameters are
+        self._parts: list[Tensor] = []  # views of p with the parameters' shapes
         self.helped = False
         self.found: tuple[Tensor, Tensor] | None = None
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
         self._asked = -1  # the epoch whose eigenpairs are under way
-        self._request = -1  # which message that is
-        self._taken = 0  # steps, of this object
-        self._unsound = False  # whether eigenpairs have been
+        self._request = -1  # number of the message with these
+        self._taken = 0  # steps taken with this object
+        self._unsound = False  # whether eigenpairs ever were unsound
 
     def connect(self, mailbox: Mailbox) -> None:
-        """From now on accelerators help."""
+        """Begin to work with accelerators, over a mailbox."""
         self._mailbox, self.helped = mailbox, True
 
     @property
@@ -106,7 +106,7 @@ class Epochs:
             torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
 
     def _begin(self) -> None:
-        """Off with c; an epoch taken up from a checkpoint has c and p already."""
+        """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
         assert self._mailbox is not None
         subject, vector = self._subject, self._subject.vector
         if self.start is None or self.step == 0:
@@ -125,10 +125,10 @@ class Epochs:
         return [f"pairs/{self._request}/{self._team.rank}/{a}" for a in helpers]
 
     def stepped(self, scales: Callable[[], Sequence[float | Tensor]]) -> EpochReport | None:
-        """Count a step of the base, and end the epoch after its last; the report then.
+        """Count a step of the base; after the epoch's last, end it and return its report.
 
         Args:
-            scales: α of each group; asked for once an epoch.
+            scales: Gives α of each group; called once an epoch.
         """
         if not self.helped:
             return None
@@ -144,7 +144,7 @@ class Epochs:
         return report
 
     def _end(self, mailbox: Mailbox, scales: Sequence[float | Tensor]) -> EpochReport:
-        """The final update, if every worker has sound eigenpairs."""
+        """End the epoch, with the final update if every worker has sound eigenpairs."""
         begun, patience = time.monotonic(), Patience(self._patience)
         messages = [self._await(mailbox, name, patience) for name in self._expected()]
         found = [message for message in messages if message is not None]
@@ -220,7 +220,7 @@ class Epochs:
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
     def _sound(self, mailbox: Mailbox, found: Sequence[Message], size: int) -> bool:
-        """Whether all eigenpairs are finite; those that do not fit are refused."""
+        """Whether all eigenpairs that came are finite; malformed ones are refused."""
         wanted, workers = min(self._options.wanted, size), self._team.size
         cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._options.accelerators)
         mine, sound = cuts[self._team.rank + 1] - cuts[self._team.rank], True
@@ -241,29 +241,29 @@ class Epochs:
         return self._team.all_agree(mine, self._subject.vector.device)
 
     def _give_up(self, mailbox: Mailbox) -> None:
-        """Go on as the base alone."""
+        """Give up lost accelerators, and go on as the base alone."""
         why = f" ({mailbox.failure})" if mailbox.failure else ""
         self._warn(
             f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
             f"{self._subject.training.base_name} goes on alone"
         )
-        self._patience = 0.1  # there is nobody to say goodbye to
+        self._patience = 0.1  # no accelerator is left to say goodbye to
         self.close()
 
     def close(self) -> None:
-        """Say goodbye, and go on as the base alone."""
+        """Say goodbye to the accelerators, and go on as the base alone."""
         if self._mailbox is not None:
             self._mailbox.close(self._patience)
         self.helped = False
         self.let_go()
 
     def let_go(self) -> None:
-        """No final update this epoch, or no more."""
+        """Drop c and p: this epoch gets no final update."""
         self.start = self.total = None
         self._parts = []
 
     def resume(self, number: int, step: int) -> None:
-        """In the middle of an epoch, without its point; what is under way is of no use any more."""
+        """Go on in the middle of an epoch, without c; eigenpairs under way are not used."""
         under_way = self._asked == self.number
         self.number, self.step, self._asked = number, step, -1
         self.let_go()
@@ -272,12 +272,12 @@ class Epochs:
                 self._mailbox.decline(name)
 
     def counts(self) -> dict[str, float]:
-        """The epoch under way, how many of its steps are taken, whether c and p are saved."""
+        """The counts for a checkpoint: epoch, its steps taken, whether c and p are saved."""
         sums = float(self.start is not None)
         return {"epoch": self.number, "epoch_step": self.step, "epoch_sums": sums}
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Go on where a checkpoint was made, with its c and p if they are there."""
+        """Go on where a checkpoint was made, with its c and p if it has them."""
         counts, vector = counts_of(saved), self._subject.vector
         self.resume(counts.get("epoch", 0), counts.get("epoch_step", 0))
         if self.step and counts.get("epoch_sums", 1.0) and self.helped:
@@ -290,10 +290,10 @@ class Epochs:
 
 
 def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
-    """Whether there are eigenpairs in a message, by what it says.
+    """Check a message of eigenpairs; returns whether it has any.
 
     Raises:
-        MalformedError: If it is none of eigenpairs, or of others.
+        MalformedError: If the message is not of eigenpairs, or of others than wanted.
     """
     tensors, note = message
     require_form(note, finite=bool, products=int)
@@ -306,10 +306,10 @@ def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
 
 
 def _losses_in(message: Message) -> tuple[float, float]:
-    """The losses of a verdict; NaN where there was none.
+    """The losses of a verdict; NaN where none could be evaluated.
 
     Raises:
-        MalformedError: If it is no verdict.
+        MalformedError: If the message is no verdict.
     """
     require_form(message[1], losses=[float | int | None])
     losses = [math.nan if x is None else float(x) for x in message[1]["losses"]]
@@ -322,8 +322,8 @@ def refusal(before: float, after: float) -> str:
     """Why "guarded" does not make an update; "" if it does.
 
     Args:
-        before: The loss of the accelerators' batches without it.
-        after: The loss with it.
+        before: The loss of the accelerators' batches without the update.
+        after: The loss with the update.
     """
     what = "the loss of the accelerators' batches"
     if not math.isfinite(before):
@@ -344,18 +344,18 @@ def correction(
     chunks: Sequence[Chunk],
     scales: Sequence[float | Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2, or without its last term.
+    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2: the final update.
 
     Args:
-        moved: ``(n,)`` w_E − c; None to leave it as it is.
-        gradient: ``(n,)`` p.
-        basis: V̂.
-        rates: ``(r,)`` |û|⁻¹.
-        chunks: Of all n.
+        moved: w_E − c, ``(n,)``; None to leave out the last term.
+        gradient: p, ``(n,)``.
+        basis: V̂, this worker's vectors.
+        rates: |û|⁻¹, ``(r,)``.
+        chunks: The chunks of all n elements.
         scales: α of each group.
 
     Returns:
-        That, and ``()`` whether it is finite; zeros if not.
+        The update, zeros if it is not finite, and a scalar tensor: whether it is.
     """
 
     def coefficients(x: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ __all__ = [
     "intervals",
 ]
 
-LONGEST = 1000  # steps; older curvature is no guide, however dear the next
-FEWEST, MOST = 5, 20  # steps that are measured
+LONGEST = 1000  # steps at most: older curvature is no guide, whatever the next refresh costs
+FEWEST, MOST = 5, 20  # number of steps that are measured
 
 OVERHEAD = "overhead"
 SAVED = frozenset([OVERHEAD, *BUDGETED])
@@ -64,10 +64,10 @@ def intervals(
     does not hold where it would take more than 1,000 steps, or statistics rarer than refreshes.
 
     Args:
-        S: Seconds of an update of statistics.
-        R: Seconds of a refresh.
-        T: Seconds of a step of the base alone.
-        overhead: Of which so much may be spent, a share.
+        S: Cost of an update of statistics, seconds.
+        R: Cost of a refresh, seconds.
+        T: Time of a step of the base alone, seconds.
+        overhead: The share of T that statistics and refreshes may cost.
         f: Steps between statistics, where they are given.
         i: Steps between refreshes, where they are given.
     """
@@ -96,7 +96,7 @@ def _steps(cost: float, budget: float) -> int:
 
 
 class Account(Enum):
-    """What a moment of the training thread is spent on; see the top of this file."""
+    """The kinds of work that the training thread's time is spent on; see the top of this file."""
 
     STATISTICS = "S"
     REFRESH = "R"
@@ -105,70 +105,70 @@ class Account(Enum):
 
 
 class Clock(Protocol):
-    """Marks moments, and tells later how far they are apart."""
+    """A clock that marks moments, and tells later how far they are apart."""
 
     def mark(self) -> Any:
-        """Now."""
+        """The present moment."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one mark to another, once :meth:`settle` has been called."""
+        """Seconds from one mark to another, once :meth:`settle` has been called."""
 
     def settle(self) -> None:
-        """See to it that all moments that were marked have come."""
+        """Wait until the device has come to all moments that were marked."""
 
 
 class HostClock:
-    """The processor's.
+    """The clock of the CPU.
 
     Args:
-        now: Seconds, of any origin.
+        now: Returns the time in seconds, from any origin.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
 
     def mark(self) -> float:
-        """Now."""
+        """The present time in seconds."""
         return self._now()
 
     def seconds(self, start: float, end: float) -> float:
-        """From one mark to another."""
+        """Seconds from one mark to another."""
         return end - start
 
     def settle(self) -> None:
-        """Nothing is under way here."""
+        """Do nothing: the CPU's marks are complete at once."""
 
 
 class DeviceClock:
-    """That of a CUDA device: events on its current stream, which the host does not wait for.
+    """The clock of a CUDA device: events on its current stream, not waited for by the host.
 
     Args:
-        device: Which.
+        device: The CUDA device to measure.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
-        """The moment at which the device has done all that it was given so far."""
+        """The moment at which the device has done all work queued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """From one mark to another."""
+        """Seconds from one mark to another."""
         return float(start.elapsed_time(end)) / 1000
 
     def settle(self) -> None:
-        """Wait for the device."""
+        """Wait until the device is idle."""
         torch.cuda.synchronize(self._device)
 
 
 class Stopwatch:
-    """Lap times by account, of which exactly one is open at each moment: the base's, or another.
+    """Lap times by account; exactly one account is open at each moment, the base's or another.
 
     Args:
-        clock: By which.
+        clock: The clock to measure by.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -178,7 +178,7 @@ class Stopwatch:
 
     @contextmanager
     def on(self, account: Account) -> Iterator[None]:
-        """Have another account open meanwhile, and then again that which was."""
+        """Measure the enclosed work on another account, then go back to the one before."""
         before = self._open
         self._switch(account)
         try:
@@ -191,12 +191,12 @@ class Stopwatch:
         self._laps[-1].append((account, self._clock.mark()))
 
     def lap(self) -> None:
-        """A step ends, and the next begins."""
+        """End a lap, and begin the next: a lap is a step."""
         self._switch(Account.BASE)
         self._laps.append(self._laps[-1][-1:])
 
     def read(self) -> list[dict[Account, float]]:
-        """Seconds of each lap that has ended; waits for the device, if it is a device's clock."""
+        """Seconds by account of each lap that has ended; waits for the device, if any."""
         self._clock.settle()
         found = []
         for marks in self._laps[:-1]:
@@ -211,22 +211,22 @@ class Stopwatch:
 
 
 class Budget:
-    """The intervals that are "auto": measured for in the first steps, then fixed.
+    """Chooses the intervals that are "auto" from times measured in the first steps.
 
     All ranks choose the same: the times are averaged over them, after a step that all know by its
     number.
 
     Args:
-        training: Whose steps.
-        options: The intervals, and what may be spent.
-        elsewhere: Whether statistics are taken by other processes: they cost nothing here then.
-        clock: Measures; None for that of the training's device.
+        training: The training whose steps are measured.
+        options: The intervals, and the overhead allowed.
+        elsewhere: Whether other processes take the statistics, which then cost nothing here.
+        clock: Clock to measure by; None for that of the training's device.
 
     Attributes:
-        chosen: Steps, by the option's name; empty while it is measured, and without "auto".
+        chosen: Chosen intervals in steps, by option; empty during measurement or without "auto".
         measured: S, R and T in seconds, the ranks' mean; None where they have not been measured.
         until: The step up to which statistics and refreshes come at every step; 0 without "auto".
-        clock: As above.
+        clock: Clock to measure by; None for that of the training's device.
     """
 
     def __init__(
@@ -247,11 +247,11 @@ class Budget:
 
     @property
     def measuring(self) -> bool:
-        """Whether there is something to choose that has not been chosen."""
+        """Whether an interval is still to be chosen."""
         return bool(self._auto) and not self.chosen
 
     def begin(self) -> None:
-        """Measure from now on, unless there is nothing to choose."""
+        """Measure from now on, unless no interval is to be chosen."""
         self._begin_at(self._training.steps)
 
     def _begin_at(self, step: int) -> None:
@@ -264,11 +264,11 @@ class Budget:
         self.until = max(step + FEWEST, min(self._options.refresh_warmup_steps, step + MOST))
 
     def on(self, account: Account) -> AbstractContextManager[None]:
-        """Put the time meanwhile on an account."""
+        """Measure the enclosed work on an account."""
         return nullcontext() if self._watch is None else self._watch.on(account)
 
     def lap(self, working: bool) -> None:
-        """A step ends; a collective at the last one that is measured.
+        """End a step; a collective at the last step that is measured.
 
         Args:
             working: Whether there are layers to measure; the same on every rank.
@@ -308,11 +308,11 @@ class Budget:
             )
 
     def _given(self, name: str) -> int | None:
-        """The interval of an option that is not to be chosen, as it is at this step."""
+        """The interval of an option at this step; None if it is to be chosen."""
         if name in self._auto:
             return None
         if self._elsewhere and name == BUDGETED[0]:
-            return 1  # when they come is not known here
+            return 1  # the steps of these statistics are not known here
         every = value_at(getattr(self._options, name), self._training.steps)
         check_interval(f"{name} at step {self._training.steps}: {name}", every)
         return int(every)
@@ -320,7 +320,7 @@ class Budget:
     # ----------------------------------------------------------------------- state and summary
 
     def facts(self) -> list[tuple[str, Any]]:
-        """What ranks compare."""
+        """Chosen intervals and the like, which must be equal on all ranks."""
         return [("intervals by budget", self._state())] if self._auto else []
 
     def _state(self) -> str:
@@ -331,7 +331,7 @@ class Budget:
 
     @property
     def said(self) -> str:
-        """A line of the summary; "" without "auto"."""
+        """A line for the summary about the chosen intervals; "" without "auto"."""
         if not self._auto:
             return ""
         costs = ""
@@ -341,7 +341,7 @@ class Budget:
         return f"intervals by budget, overhead {self._options.overhead}: {self._state()}{costs}"
 
     def saved(self) -> dict[str, Any]:
-        """The intervals as a checkpoint has them, with every layer; 0 while they are measured."""
+        """The intervals as a checkpoint saves them with every layer; 0 during measurement."""
         if not self._auto:
             return {}
         return {OVERHEAD: self._options.overhead, **{n: self.chosen.get(n, 0) for n in self._auto}}

@@ -1,4 +1,4 @@
-"""Factors in checkpoints: saved, looked at, and loaded."""
+"""Factors in checkpoints: how they are saved, checked and loaded."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def saved_factors(
     """The factors that this process keeps, by the layers' weights; shared, not copied.
 
     Args:
-        layers: Of the model.
-        taken: Whether this process has anything of a layer.
-        common: What is saved with each.
+        layers: The layers of the model.
+        taken: Tells whether this process has any statistics of a layer.
+        common: Entries that are saved with every layer.
     """
     active = set(layers.active)
     return {
@@ -65,11 +65,11 @@ def check_saved_factors(
     """Raise ValueError unless every part is sound, and those of layers that train fit them.
 
     A layer that is frozen may have been saved with its bias, and one that has no block here with
-    any sizes: of these nothing is taken over that does not fit.
+    any sizes: of such layers, factors that do not fit are not loaded.
 
     Args:
         saved: The ``"curvature"`` parts of a checkpoint.
-        blocks: The layers.
+        blocks: The layers to be loaded.
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     check_saved_intervals(saved)
@@ -85,7 +85,7 @@ def check_saved_factors(
         for key in (*there, *([MEANS] if MEANS in part else [])):
             part.tensor(key)
         block = of.get(p)
-        # A frozen layer's bias is not in its A yet: what does not fit it is not taken over.
+        # A frozen layer's bias is not in its A yet: factors that do not fit are not loaded.
         if block is not None and (block.trainable or block.fits(part)):
             _check_fit(part, block, there)
         elif MEANS in part:

@@ -24,7 +24,7 @@ USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/kfac.
 
 
 def bound_for(examples: Tensor) -> Tensor:
-    """κ for a batch: 1e-4 (N / 64)^1.5, of N examples; that of 64 where their number is unknown.
+    """κ for a batch: 1e-4 (N / 64)^1.5, N its examples, 64 where their number is unknown.
 
     The noise of a mean gradient falls with the batch, and with it the need to be careful. The power
     is measured: benchmarks/progress/batch_scaling.py.
@@ -37,11 +37,11 @@ def bound_for(examples: Tensor) -> Tensor:
 
 
 class Clip:
-    """What ν = min(1, sqrt(κ / Σ lr² |P·∇|)) is made of at a step.
+    """The parts of ν = min(1, sqrt(κ / Σ lr² |P·∇|)) at a step: κ, and the change.
 
     Args:
-        training: Whose steps are clipped.
-        options: Of the bound.
+        training: The training whose steps are clipped.
+        options: The options, ``kl_clip`` among them.
         counted: Whose batches go into a layer's statistics: those of "all" processes that train, of
             "one" of them, or those of "helpers", which say nothing of the training's own.
     """
@@ -55,7 +55,7 @@ class Clip:
         self._training, self._options, self._counted = training, options, counted
 
     def bound(self) -> float | None:
-        """What the change may be at this step; None for no clip."""
+        """κ, the bound on the change at this step; None for no clip."""
         if self._options.kl_clip == AUTO:
             return 1.0
         kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
@@ -64,7 +64,7 @@ class Clip:
         return kl_clip
 
     def parts(self, ranks: int, device: torch.device) -> list[Tensor]:
-        """A zero for each rank's part of the sum."""
+        """Zero scalars, one for each rank's part of the sum."""
         wide = torch.promote_types(self._options.inv_dtype, torch.float32)
         return list(torch.zeros(ranks, dtype=wide, device=device).unbind())
 
@@ -74,8 +74,8 @@ class Clip:
         """Σ lr² |P·∇| over layers, over κ where that follows the batch; 0 for none.
 
         Args:
-            results: P of each layer.
-            gradients: ∇ of each.
+            results: P, the preconditioned gradient, of each layer.
+            gradients: ∇, the mean gradient, of each layer.
         """
         if not results:
             return torch.zeros(())

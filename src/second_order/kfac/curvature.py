@@ -49,16 +49,16 @@ __all__ = ["KFACCurvature", "System", "with_stats_workers"]
 
 @dataclass(frozen=True)
 class System:
-    """What tells the systems with Kronecker factors apart.
+    """The choices in which the systems with Kronecker factors differ.
 
     Attributes:
-        plan: Who does what.
-        rules: What becomes a block.
-        said: Its options, for comparison between ranks.
-        owners: Whether mean gradients go to the layers' owners: "owner", "all_reduce" where
-            everybody has them all the same, or None without owners.
-        conv_approximation: Of convolutions' statistics; None for that of other layers.
-        background: How inverses are solved on threads; None for at once.
+        plan: Makes the plan of the layers: which rank does what.
+        rules: Rules for which modules become blocks.
+        said: The system's own options, for comparison between ranks.
+        owners: Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to
+            all ranks although layers have owners; None without owners.
+        conv_approximation: Approximation for convolutions; None for that of other layers.
+        background: How inverses are computed on threads; None to compute them at once.
     """
 
     plan: Planner
@@ -73,18 +73,18 @@ class KFACCurvature(Curvature):
     """The layers of a training, their factors and inverses.
 
     Args:
-        training: Which.
-        options: Of every system with Kronecker factors.
-        system: Which one.
-        helpers: Those that take statistics for this one's training, if there are any.
+        training: The training to serve.
+        options: The options that all systems with Kronecker factors share.
+        system: The choices of KAISA, DPKFAC or DistKFAC.
+        helpers: The stats workers that take statistics for this training, or None.
 
     Attributes:
-        layers: Of the model.
-        plan: Who does what for those that train.
-        solves: Their inverses.
-        gradients: How preconditioned gradients get everywhere.
-        helpers: The stats workers.
-        budget: Of the intervals that are "auto".
+        layers: The layers of the model.
+        plan: The plan of each layer that trains: which rank does what.
+        solves: The layers' inverses, and the solves under way.
+        gradients: The exchange of preconditioned gradients between ranks.
+        helpers: The stats workers, or None.
+        budget: Chooses the intervals that are "auto".
     """
 
     scaler_matters = "the gradients it has captured carry the scale"
@@ -107,7 +107,7 @@ class KFACCurvature(Curvature):
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
-        self._shapes: dict[KroneckerBlock, Any] = {}  # likewise
+        self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
         clip = Clip(training, options, counted if helpers is None else "helpers")
@@ -152,7 +152,7 @@ class KFACCurvature(Curvature):
         self.watch()
 
     def replan(self) -> None:
-        """Look for layers again."""
+        """Look for the model's layers again."""
         if not self._closed:
             self.layers.find()
             self._look()
@@ -165,7 +165,7 @@ class KFACCurvature(Curvature):
         self.gradients.follow_moved(self.plan)
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Whose each mean gradient is."""
+        """The rank that each mean gradient goes to."""
         return self.gradients.route(self.plan, params, gradients)
 
     def start_bucket(self, bucket: Any) -> Any:
@@ -174,7 +174,7 @@ class KFACCurvature(Curvature):
         return self.gradients.start_bucket(self.plan, bucket)
 
     def precondition(self, average: Callable[[], None]) -> None:
-        """``p.grad`` <- ν P; see the top of this file."""
+        """Set ``p.grad`` to ν P; see the top of this file."""
         on = self.budget.on
 
         def averaged() -> None:
@@ -195,14 +195,14 @@ class KFACCurvature(Curvature):
             self._precondition()
 
     def take_statistics(self) -> None:
-        """Running averages take in the statistics of the step's passes, and of helpers."""
+        """Update the running averages by the statistics of the step's passes and of helpers."""
         helpers, exchange = self.helpers, self._exchange
         assert exchange is not None
         taken = [block for block in self.plan if self._takes(block)]
         fed = [block for block in taken if not block.staged.empty]
         own = self._due("factor_update_steps")
         if helpers is not None:
-            own = own and helpers.own_passes and self.layers.capture.enabled  # while they ran
+            own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
         if own:
             sums = self.layers.sums(taken)
             for block in self.plan:
@@ -223,7 +223,7 @@ class KFACCurvature(Curvature):
         helpers.tell(self.training)
 
     def _precondition(self) -> None:
-        """P where this rank is a gradient worker, then everybody's P, clipped, into ``p.grad``."""
+        """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""
         assert self._exchange is not None
         solved = [block for block in self.plan if block.solved]
         found = {block: block.gradient(block.work_dtype) for block in solved}
@@ -242,7 +242,7 @@ class KFACCurvature(Curvature):
         self.budget.lap(working=bool(self.plan))
 
     def averaging_processes(self) -> int:
-        """Those that train."""
+        """The processes that train, whose gradients are averaged."""
         count = 0 if self.helpers is None else self.helpers.count
         return self.training.world.size - count
 
@@ -258,7 +258,7 @@ class KFACCurvature(Curvature):
         return self.training.world.rank
 
     def _due(self, option: str) -> bool:
-        """Whether an interval's turn has come; ``option`` is its name."""
+        """Whether this step is one of an interval's, by the name of its option."""
         steps = self.training.steps
         if steps < self._dense_until or steps == self.layers.newcomers_at:
             return True
@@ -266,11 +266,11 @@ class KFACCurvature(Curvature):
 
     @property
     def _dense_until(self) -> int:
-        """The step before which both come at every step."""
+        """The step before which statistics and refreshes both come at every step."""
         return max(self._options.refresh_warmup_steps, self.budget.until)
 
     def _every(self, option: str) -> int:
-        """An interval, by its name, as it is at this step."""
+        """An interval at this step, by the name of its option."""
         if option in self.budget.chosen:
             return self.budget.chosen[option]
         steps = self.training.steps
@@ -279,7 +279,7 @@ class KFACCurvature(Curvature):
         return int(every)
 
     def _decay(self) -> float:
-        """Weight of the past at an update from the training passes."""
+        """The averages' weight of the past at an update from the training passes."""
         every, steps = 1, self.training.steps
         dense = self._dense_until
         counts_steps = isinstance(self._options.factor_decay, PerStep)
@@ -288,7 +288,7 @@ class KFACCurvature(Curvature):
         return self._decay_after(every)
 
     def _decay_after(self, steps: int) -> float:
-        """Weight of the past at an update, so many steps after the last."""
+        """The averages' weight of the past at an update, ``steps`` after the last one."""
         if isinstance(self._options.factor_decay, PerStep):
             return self._options.factor_decay.after(steps)
         decay: float = value_at(self._options.factor_decay, self.training.steps)
@@ -305,7 +305,7 @@ class KFACCurvature(Curvature):
         """Plan anew if layers were frozen or unfrozen since the last step."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
         if not layers.follow():
-            if self._exchange is None:  # in a copy, whose inverses are good
+            if self._exchange is None:  # in a copy, whose inverses remain valid
                 self._connect()
             return
         shapes = {block: block.shape for block in layers.active}
@@ -329,7 +329,7 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             self.helpers.begin_anew()
         if steps > 0:
-            self.training.publish()  # which lets go of what is kept elsewhere now
+            self.training.publish()  # frees factors that other ranks keep now
 
     def _connect(self) -> None:
         """Make the groups of processes by which the plan is carried out."""
@@ -345,7 +345,7 @@ class KFACCurvature(Curvature):
         self.layers.drop_pending()
 
     def facts(self) -> list[tuple[str, Any]]:
-        """What decides which collectives a step has, by name; primitives."""
+        """The values, by name, that decide which collectives a step has."""
         wanted = ("inverses wanted at once", self.solves.wanted)
         newcomers = ("anew at", self.layers.newcomers_at)
         scheduled = self._options.scheduled(self.training.steps)
@@ -354,7 +354,7 @@ class KFACCurvature(Curvature):
     # ------------------------------------------------------------------------ state and summary
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The factors that this process keeps."""
+        """The factors that this process keeps, by the layers' weights."""
         return saved_factors(self.layers, self._takes, self.budget.saved())
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -369,7 +369,7 @@ class KFACCurvature(Curvature):
             if block.factors is None and layer.source is not None:
                 factors = block.ensure_factors()
                 if self.training.steps > 0 and self._takes(block):
-                    factors.stored.update(A=None, G=None)  # lost: the next refresh finds and tells
+                    factors.stored.update(A=None, G=None)  # lost: the next refresh tells
         self.solves.restart()
         self.budget.load(saved)
         self._updated_at = self.training.steps
@@ -377,20 +377,20 @@ class KFACCurvature(Curvature):
 
     @property
     def kept_elsewhere(self) -> str:
-        """The factors, where not all are kept by all."""
+        """A name for the factors if some are kept by other ranks alone; "" otherwise."""
         spread = any(layer.keepers is not None for layer in self.known.values())
         here = self.training.world.size > 1 and spread
         return "the factors that other processes keep" if here else ""
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Copies of the factors that other ranks keep; a collective."""
+        """Collect copies of the factors that other ranks keep; a collective."""
         if not self._closed:
             self._follow()
         found = gather_factors(self.training.world, self.known, ranks)
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
     def awake(self) -> None:
-        """Watch the copied model; groups of processes are made again at the next step."""
+        """Watch the model of a copied optimizer; process groups are made at the next step."""
         if self.helpers is not None:
             self.helpers.awake(self.training)
         self._exchange = None
@@ -409,11 +409,11 @@ class KFACCurvature(Curvature):
         self.solves.close()
         self.layers.close()
         self._closed = True
-        self.plan.clear()  # which the exchange has, too
+        self.plan.clear()  # the exchange holds it, too
         self.known, self._shapes = {}, {}
 
     def preconditioned(self) -> list[Tensor]:
-        """Those of the layers that train, and of which statistics come."""
+        """The parameters of layers that train, and of which statistics come."""
         return self.layers.preconditioned()
 
     def summary(self) -> Summary:
@@ -427,14 +427,14 @@ class KFACCurvature(Curvature):
 def with_stats_workers(
     training: Training, options: KFACOptions, system: System, count: int, patience: float
 ) -> Curvature:
-    """The part of this process where the last ranks compute statistics for the others' training.
+    """Make this rank's curvature where the last ranks compute statistics for the others.
 
     Args:
-        training: Of the others.
-        options: Of the K-FAC step.
-        system: Which one.
-        count: How many compute statistics.
-        patience: Seconds without a sign of life after which one is given up.
+        training: The training of the other ranks.
+        options: The options of the K-FAC step.
+        system: The choices of the system.
+        count: Number of ranks that compute statistics.
+        patience: Seconds without a sign of life after which a rank is given up.
     """
     if system.background is not None and system.background.device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
@@ -463,7 +463,7 @@ def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> l
 def _described(
     training: Training, options: KFACOptions, system: System, layers: Layers
 ) -> list[str]:
-    """What all ranks must have alike."""
+    """The lines that must be equal on all ranks: options and layers."""
     shown = {k: v for k, v in vars(options).items() if not callable(v)}
     said = f"options: {training.base_name} {shown} {system.rules} {system.said}"
     return [said, *layers.description()]

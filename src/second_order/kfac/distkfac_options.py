@@ -35,13 +35,13 @@ class DecayingClip:
     """The paper's bound on a step's squared Fisher norm, c₀ ζᵏ (Ba et al. 2017, section 5).
 
     Attributes:
-        start: c₀.
-        decay: ζ, by which it shrinks every so many steps.
-        every: How many; the paper takes half an epoch.
+        start: c₀, the bound at the first step.
+        decay: ζ, the factor by which the bound shrinks every ``every`` steps.
+        every: Number of steps between two decays; the paper takes half an epoch.
 
     Raises:
         TypeError: For a value that is no number.
-        ValueError: For one outside its bounds.
+        ValueError: For a value outside its bounds.
     """
 
     start: float = 0.01
@@ -54,12 +54,12 @@ class DecayingClip:
         check_count("every", self.every, "steps")
 
     def __call__(self, step: int) -> float:
-        """κ at a step."""
+        """The bound κ at a step."""
         return max(self.start * self.decay ** (step // self.every), sys.float_info.min)
 
 
 def half_the_cores() -> int:
-    """Threads that leave half of this process's share of the cores to others; 1 to 4."""
+    """Number of threads that leave half of this process's share of the cores to others; 1 to 4."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = int(local) if local.isdigit() and int(local) > 0 else 1
     affinity = getattr(os, "sched_getaffinity", None)
@@ -68,7 +68,7 @@ def half_the_cores() -> int:
 
 
 def check_distkfac_options(keywords: Mapping[str, Any]) -> None:
-    """Raise unless those of an optimizer's keywords make sense that no other system has."""
+    """Raise unless the keywords that only DistKFAC has make sense."""
     check_whole("stats_workers", keywords["stats_workers"], 0, "0 for none")
     if keywords["stats_workers"] and keywords["factor_update_steps"] == AUTO:
         raise ValueError(
@@ -88,7 +88,7 @@ def check_distkfac_options(keywords: Mapping[str, Any]) -> None:
 def checked_staleness(
     async_inverse: bool, max_staleness: int | None, deterministic: bool, stats_workers: int
 ) -> int | None:
-    """``max_staleness``, 0 for the synchronous algorithm.
+    """Check ``max_staleness`` and return it; 0 for the synchronous algorithm.
 
     Raises:
         ValueError: If the options contradict each other.
@@ -116,7 +116,7 @@ def checked_staleness(
 
 
 def checked_doubly_factored(chosen: Any) -> Mapping[str, tuple[int, int]] | str:
-    """``doubly_factored``, a mapping or "auto".
+    """Check ``doubly_factored`` and return it, a mapping or "auto".
 
     Raises:
         ValueError: If it is neither.

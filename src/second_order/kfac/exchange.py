@@ -33,12 +33,12 @@ Item: TypeAlias = tuple[KroneckerBlock, str]
 
 
 class Exchange:
-    """What ranks tell each other of factors and inverses.
+    """Collectives between ranks for statistics, decompositions and the clip.
 
     Args:
         world: The ranks. Every rank asks for the groups of its row and its column here.
-        grid: Of them.
-        layers: Who does what, of the layers that train.
+        grid: The grid of ranks; a row of it preconditions a layer.
+        layers: The plan of each layer that trains.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Exchange:
         """Add statistics over the ranks that contribute, in place.
 
         Args:
-            sums: Of the layers whose statistics this rank takes.
+            sums: Sums of the layers whose statistics this rank takes.
         """
         tensors: list[Tensor] = []
         keepers: list[int | None] = []
@@ -76,10 +76,10 @@ class Exchange:
         """Give every gradient worker the decompositions of its layers.
 
         Args:
-            mine: What this rank has solved.
-            shapes: Of the parts of all items that have been, the same on every rank.
-            dtype: That they travel in.
-            device: Where they are wanted.
+            mine: The decompositions that this rank has computed.
+            shapes: Shapes of the parts of all factors solved, the same on every rank.
+            dtype: Dtype in which decompositions are sent.
+            device: The device that is to have the decompositions.
         """
         if self._row.size == 1:
             return dict(mine)
@@ -93,7 +93,7 @@ class Exchange:
 
 
 class ResultGradients:
-    """Preconditioned gradients as they are sent to those that have not made them.
+    """Preconditioned gradients that gradient workers send to the other ranks.
 
     Every rank has the mean gradients, gets all results, and clips by itself.
     """
@@ -110,11 +110,11 @@ class ResultGradients:
         params: Sequence[Tensor],
         gradients: Sequence[Tensor],
     ) -> Routed:
-        """All ranks get the mean of all gradients."""
+        """None: all ranks get the mean of all gradients."""
         return None
 
     def follow_moved(self, layers: Mapping[KroneckerBlock, LayerPlan]) -> None:
-        """Nothing: no gradient is at one rank alone."""
+        """Do nothing: no gradient is at one rank alone."""
 
     def finish(
         self,
@@ -126,10 +126,10 @@ class ResultGradients:
         """Exchange the results, clip them, and write them where the gradients were.
 
         Args:
-            layers: Who does what.
-            exchange: Between the ranks.
-            mine: What this rank has preconditioned, ``(groups, out, in)``.
-            gradients: The layers' mean gradients, likewise.
+            layers: The plan of each layer.
+            exchange: The collectives between the ranks.
+            mine: Gradients that this rank has preconditioned, ``(groups, out, in)``.
+            gradients: The layers' mean gradients, ``(groups, out, in)``.
         """
         with record_function("second_order.exchange"):
             results = self._exchanged(layers, exchange.column, mine)
@@ -180,9 +180,9 @@ class OwnerGradients:
     """Gradients that go to their owners, and come back preconditioned.
 
     Args:
-        training: Whose gradients they are.
-        clip: Of the steps.
-        only_to_owners: Whether a mean gradient is its owner's alone; everybody's otherwise.
+        training: The training that the gradients are of.
+        clip: The clip of the steps.
+        only_to_owners: Whether a mean gradient goes to its owner alone; to all ranks otherwise.
 
     Attributes:
         hooked: Whether DistributedDataParallel sends gradients to their owners.
@@ -202,13 +202,13 @@ class OwnerGradients:
         params: Sequence[Tensor],
         gradients: Sequence[Tensor],
     ) -> Routed:
-        """Each mean gradient goes to its owner."""
+        """Each mean gradient's rows and owner; None where all ranks get all gradients."""
         return (gradients, self._owners(layers, params)) if self.only_to_owners else None
 
     def _owners(
         self, layers: Mapping[KroneckerBlock, LayerPlan], params: Sequence[Tensor]
     ) -> list[int]:
-        """Whose each gradient is; parameters of no layer go where the least is to be sent."""
+        """The owner of each gradient; for parameters of no layer, the rank that gets the least."""
         owner_of = {id(p): layer.workers[0] for b, layer in layers.items() for p in b.params}
         load = [0] * self._training.world.size
         for p in params:
@@ -258,10 +258,10 @@ class OwnerGradients:
         """Write the owners' results, send them to all with the clip's sums, and clip them.
 
         Args:
-            layers: Who does what.
-            exchange: Between the ranks.
-            mine: What this rank has preconditioned, ``(groups, out, in)``.
-            gradients: The layers' mean gradients where they are, likewise.
+            layers: The plan of each layer.
+            exchange: The collectives between the ranks.
+            mine: Gradients that this rank has preconditioned, ``(groups, out, in)``.
+            gradients: The layers' mean gradients that are here, ``(groups, out, in)``.
         """
         world, solved = self._training.world, [block for block in layers if block.solved]
         ranks = range(world.size)
@@ -286,7 +286,7 @@ class OwnerGradients:
     def _sent(
         self, layers: Mapping[KroneckerBlock, LayerPlan], solved: Sequence[KroneckerBlock]
     ) -> list[tuple[Tensor, int]]:
-        """The gradients that come back, and from whom."""
+        """The gradients to be sent back to all ranks, and the rank that sends each."""
         if self.hooked or (self._training.averages and self.only_to_owners):
             params = self._training.averaged_params()
             pairs = zip(params, self._owners(layers, params), strict=True)

@@ -1,4 +1,4 @@
-"""Factors that only one process keeps: who has them, how they move, how they come together.
+"""Factors that only one process keeps: how they move, and how they are gathered.
 
 Moving and gathering are collectives: every rank calls them with the same layers, and what is sent
 depends on nothing that a rank alone knows.
@@ -25,12 +25,12 @@ def move_factors(
     plan: Mapping[KroneckerBlock, LayerPlan],
     before: Mapping[KroneckerBlock, LayerPlan],
 ) -> None:
-    """Take the factors of layers whose keepers have changed to the new ones.
+    """Send the factors of layers whose keepers have changed to the new keepers.
 
     Args:
         world: The processes.
-        plan: Of the layers, in the same order on every rank.
-        before: That from before, of the layers that had one.
+        plan: The plan of the layers, in the same order on every rank.
+        before: The plan before this one, of the layers that had one.
     """
     routes: dict[_Item, tuple[int, Sequence[int]]] = {}
     for block, layer in plan.items():
@@ -55,16 +55,16 @@ def move_factors(
 def gather_factors(
     world: World, plan: Mapping[KroneckerBlock, LayerPlan], ranks: Sequence[int]
 ) -> dict[KroneckerBlock, dict[str, Tensor]]:
-    """Copies of the factors that other ranks keep.
+    """Collect copies of the factors that other ranks keep.
 
     Args:
         world: The processes.
-        plan: Of every layer, in the same order on every rank.
-        ranks: Those that want them.
+        plan: The plan of every layer, in the same order on every rank.
+        ranks: The ranks that want the factors.
 
     Returns:
-        By layer, what this rank does not keep itself, under "A" and "G"; nothing where other ranks
-        want them. A factor that its keeper has lost is missing.
+        By layer, the factors that this rank does not keep, under "A" and "G"; empty on ranks not
+        in ``ranks``. A factor that its keeper has lost is missing.
     """
     routes = {
         (block, letter): (keeper, ranks)
@@ -89,7 +89,7 @@ _Arrived: TypeAlias = tuple[Tensor | None, Tensor, Tensor, Tensor]
 def _deliver_factors(
     world: World, routes: Mapping[_Item, tuple[int, Sequence[int]]]
 ) -> dict[_Item, _Arrived]:
-    """What has arrived here, by layer and factor: it, or None if it is lost, and three heads.
+    """Send factors along routes; returns those arrived here, None if lost, each with three heads.
 
     Weights, means and numbers of examples travel in float32 at least, and so not with the factors.
     """

@@ -39,18 +39,18 @@ class Layers:
     """The blocks of a model, and the statistics that its passes leave in them.
 
     Args:
-        training: Whose model it is.
-        options: Of the statistics.
-        rules: What becomes a block.
-        conv_approximation: Of convolutions; None for the same as of other layers.
-        timed: Measures the work of the hooks.
+        training: The training of the model.
+        options: The options, those of statistics among them.
+        rules: Rules for which modules become blocks.
+        conv_approximation: Approximation for convolutions; None for that of other layers.
+        timed: Makes a context manager that measures the work of the hooks.
 
     Attributes:
-        blocks: All of them, frozen ones too.
-        active: Those that train now.
-        left: What is left to the base, and why.
+        blocks: The blocks of all layers, frozen ones too.
+        active: The blocks that train now.
+        left: The parameters left to the base, and why.
         newcomers_at: The first step whose passes are sure to have been captured for layers that
-            began to train in mid-run, or lost what they had.
+            began to train in mid-run, or lost their factors.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Layers:
         self._overflown: dict[KroneckerBlock, Tensor] = {}
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
-        """Look through the model.
+        """Find the layers of the model that have blocks.
 
         Args:
             optimized: The parameters whose layers are looked for; those in the groups if None.
@@ -95,7 +95,7 @@ class Layers:
         return [*(f"layer {b.name}: {kind} {b.shape}" for b, kind in pairs), *left]
 
     def name_those_left(self) -> None:
-        """Name, once each, the modules that are trained without curvature."""
+        """Warn, once each, of the modules that are trained without curvature."""
         training, skipped = self._training, self._options.skip_layers
         for pattern in unmatched_patterns(training.model, skipped):
             if training.first_time(f"pattern:{pattern}"):
@@ -112,7 +112,7 @@ class Layers:
             )
 
     def follow(self) -> bool:
-        """Look at what trains now; whether that is other than before."""
+        """Look at which layers train now; returns whether others than before."""
         for block in self.blocks:
             block.follow_requires_grad()
         signature = tuple((block.training, block.shape) for block in self.blocks)
@@ -123,13 +123,13 @@ class Layers:
         return True
 
     def forget_plan(self) -> None:
-        """Take whatever trains at the next look for new."""
+        """Let the next :meth:`follow` take all layers that train for new ones."""
         self._signature = None
 
     # -------------------------------------------------------------------------------- statistics
 
     def connect(self) -> None:
-        """Make what turns the model's passes into statistics."""
+        """Make the capture that turns the model's passes into statistics."""
         options = self._options
         sampled, divided_by = options.fisher == "sampled", options.accumulation_steps
         scaler = None if sampled else self._training.scaler
@@ -171,7 +171,7 @@ class Layers:
                 block.staged.clear()
 
     def sums(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, StatisticsSums]:
-        """The statistics of some layers since the last step; those of all are let go."""
+        """The statistics of some layers since the last step; those of all layers are cleared."""
         parts, dtype = self._micro_batches(blocks), self._options.factor_dtype
         sums = {block: block.staged.sums(parts).to(dtype) for block in blocks}
         for block in self.active:
@@ -179,20 +179,20 @@ class Layers:
         return sums
 
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
-        """Running averages take in sums over all processes, weighted by their examples.
+        """Update the running averages by sums over all processes, weighted by their examples.
 
         Args:
-            sums: Of some layers; used up.
-            decay: Weight of the past.
+            sums: Sums of some layers; emptied here.
+            decay: Weight of the past in the averages.
         """
         self._drop_overflow(sums)
         self.collector.settle()
-        while sums:  # the last one's go first
+        while sums:  # the last layer's sums are freed first
             block, each = sums.popitem()
             block.ensure_factors().update(each, decay)
 
     def _micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
-        """What the loss of each pass has been divided by, where that is to be found out."""
+        """The number that each pass's loss was divided by: the passes with "auto", else 1."""
         options, training = self._options, self._training
         told = options.accumulation_steps != "auto" or options.loss_reduction == "sum"
         if told or options.fisher == "sampled":
@@ -209,7 +209,7 @@ class Layers:
     # ------------------------------------------------------------------------- what goes wrong
 
     def _drop_overflow(self, sums: Mapping[KroneckerBlock, StatisticsSums]) -> None:
-        """Drop sums that do not fit their dtype, and remember whose; no device is waited for."""
+        """Drop sums that do not fit their dtype, and note their layers; no device is waited for."""
         for block, each in sums.items():
             over = drop_overflow(each, block.shape)
             if over.device.type != "cpu" or bool(over):
@@ -217,13 +217,13 @@ class Layers:
                 self._overflown[block] = over | self._overflown.get(block, over)
 
     def tell_of_overflow(self) -> None:
-        """Name the layers whose sums have been dropped since the last refresh."""
+        """Warn of the layers whose sums have been dropped since the last refresh."""
         training, noted = self._training, self._overflown
         self._overflown = {}
         over = torch.stack(list(noted.values())).tolist() if noted else []
         names = [block.name for block, dropped in zip(noted, over, strict=True) if dropped]
         for name in names:
-            training.first_time(f"no:{name}")  # it is not that none have arrived
+            training.first_time(f"no:{name}")  # its statistics did arrive
         if len(names) == len(self.active) > 0:
             training.first_time("no statistics")
         new = [repr(name) for name in names if training.first_time(f"overflow:{name}")]
@@ -235,7 +235,7 @@ class Layers:
             )
 
     def tell_of_silence(self, silent: Sequence[KroneckerBlock]) -> None:
-        """Name, once each, the layers of which no statistic has ever come."""
+        """Warn, once each, of the layers of which no statistic has ever come."""
         if not silent:
             return
         if len(silent) == len(self.active):
@@ -279,10 +279,10 @@ class Layers:
         return [p for block in heard for p in block.params]
 
     def summary(self, said: Mapping[str, str]) -> Summary:
-        """A table of every layer, and of what is left to the base.
+        """A table of every layer, and of the parameters left to the base.
 
         Args:
-            said: Who works on a layer, by its name.
+            said: The ranks that work on a layer, in words, by its name.
         """
         return Summary(
             self._training.titled(self._options.solver),

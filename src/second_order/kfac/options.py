@@ -48,13 +48,13 @@ class PerStep:
     """A weight of the past that counts steps, however rare updates are.
 
     Attributes:
-        decay: In [0, 1); factors remember some 1 / (1 - decay) steps.
+        decay: Weight of the past per step, in [0, 1); some 1 / (1 - decay) steps are remembered.
     """
 
     decay: float
 
     def after(self, steps: int) -> float:
-        """The weight at an update, so many steps after the last one."""
+        """The weight of the past at an update, ``steps`` after the last one."""
         return self.decay ** max(steps, 1)
 
 
@@ -91,9 +91,9 @@ inside them.""",
 Arguments of ``rest`` where the two are to differ, as ``{"lr": 1e-3}``.""",
     "damping": """\
 γ, added to the curvature before it is inverted; number or callable, at least 0.
-Larger is more cautious: the step turns from the natural to the plain gradient. "auto":
+A larger γ is more cautious: the step turns from the natural to the plain gradient. "auto":
 0.1 under a base that scales its steps itself, as Adam does, and 2 under others; without
-``relative_damping`` it has to be given.""",
+``relative_damping`` a value has to be given.""",
     "relative_damping": """\
 γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G / (dim A dim
 G), which frees it of the scale of the loss. False: γ is ``damping`` itself, as in the
@@ -101,7 +101,7 @@ papers. KAISA's published code has smaller factors, and so another γ for the sa
 step: see "Where it differs from the paper" in its docs.""",
     "factor_decay": """\
 Weight of the past in the running averages of A and G at an update, in [0, 1); number
-or callable. "auto": as many steps are remembered whatever the intervals are: some
+or callable. "auto": the number of steps remembered does not depend on the intervals: some
 twenty (0.95 to the power of the steps since the last update) under a base that scales
 its steps itself, as Adam does, and two hundred (0.995) under others.""",
     "kl_clip": """\
@@ -118,26 +118,26 @@ who do not see the training's batches, it is 1e-4.""",
 (A ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of
 the tasks that the defaults were chosen on.""",
     "factor_update_steps": """\
-Statistics are taken every so many steps; number or callable, or "auto": as often as
+Steps from one update of statistics to the next; number or callable, or "auto": as often as
 ``overhead`` allows.""",
     "inv_update_steps": """\
-Inverses are refreshed every so many steps; number or callable, or "auto": as often as
+Steps from one refresh of the inverses to the next; number or callable, or "auto": as often as
 ``overhead`` allows.""",
     "overhead": """\
 With an interval that is "auto": the share of a step of the base alone that statistics and
-refreshes may cost together, on average, above 0 and up to 10. What they cost is measured
+refreshes may cost together, on average, above 0 and up to 10. Their cost is measured
 in the first steps, those of the warm-up, 5 at least and 20 at most, and the intervals are
 kept from then on, in checkpoints, too. Not used without "auto".""",
     "refresh_warmup_steps": """\
-During the first steps, so many, both are refreshed at every step: a first inverse
-from a single batch is no guide for the next hundred steps.""",
+Number of first steps with statistics and a refresh at every step: a first inverse
+from a single batch is no guide for the steps until the next.""",
     "fisher": """\
 "empirical" takes the gradients of your own backward; "sampled" draws labels from the
 model's predictions and takes the gradients of those, at the price of a further
 backward pass to the layers' outputs whenever statistics are due.""",
     "likelihood": """\
-For the sampled Fisher, what the outputs mean: "categorical" (logits, classes on the
-last dimension), "bernoulli" (logits), "gaussian" (means), or a callable ``output ->
+Distribution that the outputs give the sampled Fisher: "categorical" (logits, classes on
+the last dimension), "bernoulli" (logits), "gaussian" (means), or a callable ``output ->
 summed negative log-likelihood of labels it has drawn``.""",
     "kfac_approx": """\
 For layers applied at many positions: "expand" if each position has a loss term
@@ -145,10 +145,10 @@ For layers applied at many positions: "expand" if each position has a loss term
     "eigen_refresh": """\
 "full" computes eigenvectors anew at each refresh. "warm" takes one step of orthogonal
 iteration from the last ones where that is accurate.""",
-    "symmetry_aware": "Keep and send the upper triangles of symmetric matrices.",
+    "symmetry_aware": "Whether to keep and send symmetric matrices as upper triangles.",
     "max_factor_dim": """\
-Layers with a larger factor, A of the inputs or G of the outputs, are left to the
-base, and named: memory grows with its square, a solve with its cube. The A of an
+Largest size of a factor. Layers with a larger one, A of the inputs or G of the outputs,
+are left to the base, and named: memory grows with its square, a solve with its cube. The A of an
 embedding is diagonal, of any size.""",
     "skip_layers": """\
 Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``, that
@@ -160,10 +160,10 @@ losses taken to be divided by their number.""",
     "loss_reduction": """\
 "mean" if the loss is a mean over its terms, "sum" if it is a sum.""",
     "grad_scaler": "The ``GradScaler`` that scales the loss, if there is one.",
-    "factor_dtype": "Factors are kept and sent in it: float32, float64 or bfloat16.",
-    "inv_dtype": "Inverses are kept, sent and applied in it; decompositions use float32 or more.",
+    "factor_dtype": "Dtype in which factors are kept and sent: float32, float64 or bfloat16.",
+    "inv_dtype": "Dtype in which inverses are kept, sent and applied; solves use float32 or more.",
     "max_consecutive_failures": """\
-So many refreshes in a row without a sound decomposition of a layer raise
+Number of refreshes in a row without a sound decomposition of a layer that raise
 :class:`~second_order.DecompositionError` on every process.""",
     "gradient_averaging": """\
 "auto" averages gradients over the processes, after giving all of them the first one's
@@ -173,7 +173,7 @@ parameters, unless DistributedDataParallel does; True or False: always or never.
 Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on; with ``rest``, of
 whichever of the two has them, or of both.""",
 }
-"""What the keywords mean that all systems share, by name."""
+"""The meanings of the keywords that all systems share, by name."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class KFACOptions:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
-        """Those of an optimizer's keywords that belong here.
+        """Take the shared options from an optimizer's keywords, and check them.
 
         Raises:
             TypeError: For a value of the wrong type.
@@ -228,7 +228,7 @@ class KFACOptions:
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
 
     def scheduled(self, step: int) -> list[tuple[str, Any]]:
-        """The values at a step of what is given as callables, by name; for comparison."""
+        """The values at a step of options given as callables, by name; for comparison."""
         return scheduled(self, SCHEDULES, step)
 
     @property
@@ -247,7 +247,7 @@ class KFACOptions:
 
     @property
     def solve_dtype(self) -> torch.dtype:
-        """Factors are decomposed in it."""
+        """The dtype in which factors are decomposed."""
         dtype = torch.promote_types(self.factor_dtype, self.inv_dtype)
         return torch.promote_types(dtype, torch.float32)
 
@@ -311,7 +311,7 @@ def check_clip(value: Any) -> None:
 
 
 def documented(optimizer: type[T]) -> type[T]:
-    """Put what shared keywords mean into a docstring, where it has their names in braces."""
+    """Replace names of shared keywords in braces, in a class's docstring, by their meanings."""
     assert optimizer.__doc__ is not None
     lines = []
     for line in optimizer.__doc__.splitlines():

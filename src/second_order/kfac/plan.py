@@ -1,4 +1,4 @@
-"""Who does what for each layer, as data: the same answer on every rank, without asking any.
+"""Plans: which rank does what for each layer, found alike on every rank without messages.
 
 | system   | statistics from | factors kept by   | solved by        | preconditioned by            |
 |----------|-----------------|-------------------|------------------|------------------------------|
@@ -44,14 +44,14 @@ Pair: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Who works on a layer.
+    """The ranks that work on a layer.
 
     Attributes:
-        source: The rank whose batches alone make its statistics; None if all ranks' do.
+        source: The rank whose batches alone make the statistics; None if all ranks' do.
         keepers: The ranks that keep A and G; None if every rank keeps both.
         solvers: The ranks that decompose A and G.
-        workers: The ranks that precondition its gradient.
-        said: The same in words, for :meth:`summary`.
+        workers: The gradient workers: the ranks that precondition the layer's gradient.
+        said: The ranks in words, for :meth:`summary`.
     """
 
     source: int | None
@@ -82,11 +82,11 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who works on which layer.
+    """The ranks that work on each layer.
 
     Attributes:
         grid: The ranks; a row of it preconditions a layer.
-        layers: One plan a layer.
+        layers: The plan of each layer, in order.
     """
 
     grid: Grid
@@ -109,10 +109,10 @@ def kaisa_plan(
     """Plan as KAISA does: longest processing time first, rows of the grid as gradient workers.
 
     Args:
-        layers: In an order that all ranks share.
-        ranks: How many there are.
-        fraction: Of the ranks, that precondition a layer.
-        cost: What is balanced.
+        layers: Sizes of the layers, in an order that all ranks share.
+        ranks: Number of ranks.
+        fraction: The share of the ranks that precondition a layer.
+        cost: The cost that is balanced over the ranks.
         colocate: Whether one rank decomposes both factors of a layer.
         keeps_all: Whether every rank keeps every factor.
     """
@@ -128,12 +128,12 @@ def kaisa_plan(
 
 
 def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAssignment) -> Plan:
-    """Plan as DPKFAC does: all of a layer is its owner's.
+    """Plan as DPKFAC does: a layer's owner does all the work on it.
 
     Args:
-        layers: In an order that all ranks share.
-        ranks: How many there are.
-        assignment: Which layer is whose.
+        layers: Sizes of the layers, in an order that all ranks share.
+        ranks: Number of ranks.
+        assignment: How layers are given to owners.
     """
     owners = assign_owners(layers, ranks, assignment)
     plans = (LayerPlan(o, (o, o), (o, o), (o,), f"owner {o}") for o in owners)
@@ -144,8 +144,8 @@ def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -
     """Plan as DistKFAC does: solves spread over the ranks, all of which precondition everything.
 
     Args:
-        layers: In an order that all ranks share.
-        ranks: How many there are.
+        layers: Sizes of the layers, in an order that all ranks share.
+        ranks: Number of ranks.
         keeps_all: Whether every rank keeps every factor; only its solver otherwise.
     """
     everybody = tuple(range(ranks))
@@ -159,14 +159,14 @@ def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -
 
 
 def dims_of(block: KroneckerBlock) -> LayerDims:
-    """What a plan needs to know of a layer."""
+    """The sizes of a layer that a plan is made from."""
     shape = block.shape
     cost = solve_cost_of(block)
     return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
 
 
 def solve_cost_of(block: KroneckerBlock) -> float:
-    """Of a layer's factors together: the sum of n³."""
+    """The cost of solving a layer: the sum of n³ over its factors."""
     shape = block.shape
     powers = {letter: 1 if shape.is_diagonal(letter) else 3 for letter in shape.letters}
     return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers.items()))

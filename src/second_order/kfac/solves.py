@@ -47,37 +47,37 @@ from second_order.options import value_at
 
 __all__ = ["Background", "Solves", "solve"]
 
-PART_BYTES = 64 * 2**20  # of full matrices that are refreshed together on one process
+PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
 Solved: TypeAlias = dict[str, Decomposition]
 """A layer's decompositions, by the factors' letters; without those that failed."""
 
 
 class Verdict(IntEnum):
-    """What a rank says of a layer that is to be solved: the greatest of all ranks' is true.
+    """A rank's verdict on a layer that is to be solved; the greatest of all ranks' counts.
 
-    Whoever solves it knows whether there are statistics; whether pairs without an example have ever
-    come, any rank may know.
+    The layer's solvers know whether there are statistics; any rank may know whether pairs without
+    an example have ever been captured.
     """
 
-    FLYING = 0  # not yet, or not by this rank
+    FLYING = 0  # not solved yet, or not by this rank
     SILENT = 1  # no pair of statistics has ever come
-    UNSEEN = 2  # none with an example
+    UNSEEN = 2  # pairs have come, but none with an example
     SOUND = 3
     FAILED = 4
     LOST = 5  # a factor is missing where it should be kept
-    RAISED = 6  # on a thread
+    RAISED = 6  # an exception on a thread
 
 
 @dataclass(frozen=True)
 class Background:
-    """How inverses are solved beside training.
+    """Settings for inverses that are computed on threads beside training.
 
     Attributes:
-        threads: Of this process.
-        device: Where they are solved: "cpu" or "cuda".
+        threads: Number of threads of this process.
+        device: The device that factors are decomposed on: "cpu" or "cuda".
         max_staleness: Steps after which a layer that is under way is waited for; None: never.
-        deterministic: Layers land exactly then, not before.
+        deterministic: Whether layers land exactly after ``max_staleness`` steps, not before.
     """
 
     threads: int
@@ -91,11 +91,11 @@ class Flight:
     """A layer's solve under way.
 
     Attributes:
-        step: Of the factors.
-        damping: γ of then, where it is known.
-        verdict: What is known without a thread.
-        solved: What this rank has solved.
-        ticket: Of a thread's work.
+        step: The step at which the factors were taken.
+        damping: γ at that step, on ranks that know it.
+        verdict: The verdict, as far as it is known without a thread.
+        solved: The decompositions that this rank has computed.
+        ticket: The ticket of a thread's work, or None.
     """
 
     step: int
@@ -109,18 +109,18 @@ class Solves:
     """The inverses of a training's layers.
 
     Args:
-        training: Which.
-        options: Of the solves.
-        layers: Its layers.
-        background: How, on threads; None for at once.
-        budget: Of intervals: while it is measured, every solve is waited for.
+        training: The training to serve.
+        options: The options, those of solves among them.
+        layers: The layers of the model.
+        background: Settings to solve on threads; None to solve at once.
+        budget: The budget of intervals; every solve is waited for while it measures.
 
     Attributes:
         wanted: Whether a refresh is due out of turn.
-        flights: What is under way.
-        taken_at: By layer, the step whose factors' inverse is in use.
-        landed_at: By layer, the step at which it was put to use.
-        exchange: Between the ranks.
+        flights: The solves under way, by layer.
+        taken_at: By layer, the step whose factors the inverse in use was made from.
+        landed_at: By layer, the step at which that inverse was put to use.
+        exchange: The collectives between the ranks.
     """
 
     exchange: Exchange
@@ -148,14 +148,14 @@ class Solves:
         self._begin()
 
     def _begin(self) -> None:
-        """Have threads, and know of no statistics."""
+        """Start with a pool of threads, and without knowledge of statistics."""
         self._pool = None if self._background is None else WorkerPool(self._background.threads)
         self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
 
     def follow(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
         """Go on by another plan, with everything to be solved anew."""
         self._plan = plan
-        self.flights.clear()  # of other factors, or other layers
+        self.flights.clear()  # verdicts on other factors or layers
         self.wanted = True
         known = set(self._layers.blocks)
         for steps in (self.landed_at, self.taken_at):
@@ -163,7 +163,7 @@ class Solves:
                 del steps[block]
 
     def restart(self) -> None:
-        """Solve everything anew, of other factors."""
+        """Solve all layers anew, from other factors."""
         self.flights.clear()
         self.landed_at, self.taken_at, self.wanted = {}, {}, True
 
@@ -173,10 +173,10 @@ class Solves:
         """Submit the layers if they are due, and install what the ranks agree is solved.
 
         Args:
-            due: Whether it is their turn.
+            due: Whether a refresh of the layers is due at this step.
             average: Waits for the gradients: nothing may be under way in the world while a part of
                 it communicates, since NCCL's communicators are not to be used at the same time.
-            news: What else this rank has to say; of the same length everywhere.
+            news: Further numbers for the ranks to agree on; of the same length on every rank.
 
         Returns:
             The news of all ranks, the largest of each.
@@ -192,7 +192,7 @@ class Solves:
             heard, hopeless, silent = self._refresh(due, average, news)
         except DecompositionError:
             raise
-        except BaseException:  # what was under way may have lost its results
+        except BaseException:  # solves under way may have lost their results
             self.flights.clear()
             self.wanted = True
             raise
@@ -208,7 +208,7 @@ class Solves:
     def _refresh(
         self, due: bool, average: Callable[[], None], news: Sequence[float]
     ) -> tuple[Sequence[float], list[str], list[KroneckerBlock]]:
-        """Do it; the news, the layers that have failed too often, and those without statistics."""
+        """Do the refresh; returns all ranks' news, layers failed too often, and silent layers."""
         damping = 0.0
         if due:
             damping = value_at(self._options.damping, self._training.steps)
@@ -234,9 +234,10 @@ class Solves:
         return heard, hopeless, silent
 
     def _parts(self, due: bool) -> Iterable[list[KroneckerBlock]]:
-        """Layers that are refreshed together: with others, all, so that few messages do.
+        """The layers in parts that are refreshed together: with several ranks, all in one part.
 
-        Alone, a few: an old inverse can go before the next layers' new ones come.
+        That takes few messages. One process takes a few layers at a time, so that old inverses are
+        freed before the next new ones are made.
         """
         if self._background is not None:
             yield [block for block in self._plan if block not in self.flights] if due else []
@@ -266,11 +267,11 @@ class Solves:
         others = [b for b in blocks if b not in mine and rank in self._plan[b].workers]
         try:
             for block in blocks:
-                block.ensure_factors()  # everywhere: checkpoints have the same entries on all ranks
+                block.ensure_factors()  # on every rank: checkpoints have the same entries on all
             ready = self._with_factors(mine)
             known = [*ready, *(others if self._background is None else [])]
             dampings = self._dampings(known, damping)
-        except Exception as error:  # which must not part this rank from the others
+        except Exception as error:  # an exception must not part this rank from the others
             self._tell_of_error(mine, error)
             return
         for block, of_layer in dampings.items():
@@ -283,7 +284,7 @@ class Solves:
             self.flights[block].ticket = self._launched(block)
 
     def _with_factors(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """Those that can be solved; the others get their verdicts."""
+        """The layers that this rank can solve; the others get their verdicts."""
         device = self._training.device
         factors = {b: b.ensure_factors() for b in blocks}
         news = [b for b in blocks if factors[b] not in self._seen]
@@ -299,14 +300,14 @@ class Solves:
                 silent = block.state.asked and not block.state.heard
                 self.flights[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
             else:
-                self._seen.add(factors[block])  # which needs no second look at the device
+                self._seen.add(factors[block])  # known to be so: the device need not be read again
                 ready.append(block)
         return ready
 
     def _dampings(
         self, blocks: Sequence[KroneckerBlock], damping: float
     ) -> dict[KroneckerBlock, Damping]:
-        """γ of each layer: a number, or that many times its mean curvature."""
+        """γ of each layer: ``damping``, or ``damping`` times the layer's mean curvature."""
         if not self._options.relative_damping:
             return dict.fromkeys(blocks, float(damping))
         curvatures = {block: block.ensure_factors().mean_curvature() for block in blocks}
@@ -347,13 +348,13 @@ class Solves:
         build: Callable[[], Tensor],
         device: torch.device,
     ) -> Problem:
-        """A factor to decompose.
+        """Describe a factor to decompose, with its damping and guess.
 
         Args:
-            block: Whose it is.
-            letter: Of the factor.
-            build: Makes it, in the solves' dtype.
-            device: Where.
+            block: The layer of the factor.
+            letter: The factor's letter.
+            build: Makes the factor, in the solves' dtype.
+            device: The device on which it is decomposed.
         """
         options, shape, inverse = self._options, block.shape, block.inverse
         damping = self.flights[block].damping
@@ -377,14 +378,14 @@ class Solves:
         )
 
     def _launched(self, block: KroneckerBlock) -> Ticket[Solved]:
-        """The ticket of a layer's solve; of an error, all are told as of one on a thread."""
+        """Submit a layer; an error here becomes a failed ticket, as if it came from a thread."""
         try:
             return self._give_to_threads(block)
         except Exception as error:
             return Ticket.failed(error)
 
     def _give_to_threads(self, block: KroneckerBlock) -> Ticket[Solved]:
-        """Submit a layer's factors, as they are now."""
+        """Hand a snapshot of a layer's factors to a thread; returns the ticket."""
         assert self._background is not None
         assert self._pool is not None
         factors, letters = block.ensure_factors(), block.shape.letters
@@ -404,14 +405,14 @@ class Solves:
         return self._pool.submit(partial(solve, fetch, of, factors.triangular, decompose, streams))
 
     def streams(self) -> Streams | None:
-        """What copies and solves beside training; None without CUDA."""
+        """The CUDA streams that copy and solve beside training; None without CUDA."""
         device = self._training.device
         if self._made_streams is None and device.type == "cuda":
             self._made_streams = Streams(*(torch.cuda.Stream(device) for _ in range(3)))
         return self._made_streams
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies from the CPU; those on a device by a thread, so that nobody waits for it."""
+        """Send copies of tensors from the CPU; copies on CUDA by a thread that waits for them."""
         if self.streams() is None or self._pool is None:
             send(copies)
             return
@@ -419,7 +420,7 @@ class Solves:
         self._posting = self._pool.submit(lambda: send(fetch()))
 
     def check_device(self) -> None:
-        """Raise ValueError if inverses are to be solved on a device that there is not."""
+        """Raise ValueError if inverses are to be solved on a device that does not exist."""
         device = self._training.device
         wanted = "cpu" if self._background is None else self._background.device
         if wanted == "cuda" and device.type != "cuda":
@@ -441,7 +442,7 @@ class Solves:
     def _start_agreement(
         self, news: Sequence[float]
     ) -> Callable[[], tuple[dict[KroneckerBlock, Verdict], Sequence[float]]]:
-        """Begin to hear the verdict on each layer, and the news."""
+        """Start the collective on verdicts and news; returns a function that waits for them."""
         blocks, background, world = list(self._plan), self._background, self._training.world
         exactly = background is not None and background.deterministic
         if not news and (not self.flights or (exactly and not any(map(self._waits, self.flights)))):
@@ -466,10 +467,10 @@ class Solves:
         return agreed
 
     def _verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
-        """What this rank has to say of a layer."""
+        """This rank's verdict on a layer."""
         ticket = flight.ticket
         if ticket is None and flight.verdict is Verdict.FLYING and self._waits(block):
-            if self._training.world.backend == "fake":  # where those that solve it are not heard
+            if self._training.world.backend == "fake":  # solvers' verdicts never come
                 return Verdict.SOUND
             return Verdict.UNSEEN if block.state.heard else Verdict.FLYING
         if ticket is None:
@@ -489,7 +490,7 @@ class Solves:
     def _install(
         self, verdicts: Mapping[KroneckerBlock, Verdict]
     ) -> tuple[list[KroneckerBlock], list[str]]:
-        """Put what is solved to use; the layers that land, and those that fail too often."""
+        """Install solved layers; returns layers that land, and names of those failing too often."""
         raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
         if raised:
             self._raise(raised)
@@ -513,7 +514,7 @@ class Solves:
     ) -> dict[KroneckerBlock, tuple[Damping, Solved]]:
         """γ and decompositions of the layers that this rank preconditions."""
         options, device = self._options, self._training.device
-        travels = self._background is not None and self._training.world.size > 1  # γ of then
+        travels = self._background is not None and self._training.world.size > 1  # γ of the flight
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
         for block in sound:
@@ -545,7 +546,7 @@ class Solves:
             if self._training.world.rank in self._plan[block].workers:
                 parts = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
                 known = self.flights[block].damping
-                if travels:  # what is rounded on its way is rounded on its solver, too
+                if travels:  # decompositions are rounded on their solver as they are by being sent
                     known, *rest = parts["A"]
                     known, parts["A"] = known.to(options.inv_dtype), tuple(rest)
                 assert known is not None
@@ -553,7 +554,7 @@ class Solves:
         return received
 
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
-        """What becomes of a layer that was not solved; its name, if it has failed too often."""
+        """Treat a layer that was not solved; returns its name if it has failed too often."""
         training = self._training
         block.find_silent(verdict is Verdict.SILENT)
         if verdict is Verdict.LOST:
@@ -564,7 +565,7 @@ class Solves:
             )
             block.forget()
             self._layers.newcomers_at = training.steps + 1
-            training.publish()  # without what is lost
+            training.publish()  # without the lost factors
         elif verdict is not Verdict.FAILED:
             block.drop_inverse()
         else:
@@ -582,12 +583,12 @@ class Solves:
         return []
 
     def _raise(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Tell the caller of step() of an error on a thread, on every rank."""
+        """Raise DecompositionError on every rank for an error on some rank's thread."""
         names = ", ".join(repr(block.name) for block in blocks)
         tickets = [self.flights[block].ticket for block in blocks]
         errors = [ticket.error for ticket in tickets if ticket is not None and ticket.done]
         error = next(filter(None, errors), None)
-        self.flights.clear()  # the others', too: one error is told once
+        self.flights.clear()  # other layers' flights, too: one error is raised once
         where = "a thread of another process" if error is None else "a thread"
         said = "" if error is None else f": {type(error).__name__}: {error}"
         raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
@@ -595,7 +596,7 @@ class Solves:
     # --------------------------------------------------------------------------------- the rest
 
     def close(self) -> None:
-        """End the threads."""
+        """End the pool of threads."""
         if self._pool is not None:
             self._pool.close()
         self.flights.clear()
@@ -623,7 +624,7 @@ def solve(
     decompose: Callable[[Sequence[Problem]], list[Decomposition | None]],
     streams: Streams | None,
 ) -> Solved:
-    """Decompose a layer's factors from the snapshot of them, on a thread."""
+    """Decompose a layer's factors from a snapshot; runs on a thread."""
     snapshot = fetch()
     added = iter(snapshot[len(problems) :])
     built = [
@@ -646,7 +647,7 @@ def solve(
 
 
 def _matrix(stored: Tensor, problem: Problem, triangular: bool) -> Tensor:
-    """A factor of a snapshot, in full."""
+    """A factor of a snapshot as a full matrix, or as a diagonal."""
     if not triangular or problem.is_diagonal:
         return stored.to(problem.dtype, copy=True)
     return unpack_upper_triangular(stored.to(problem.dtype), problem.dim)

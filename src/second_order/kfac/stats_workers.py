@@ -1,4 +1,4 @@
-"""Gradient workers and stats workers: what each says to the others, and who is still there.
+"""Gradient workers and stats workers: their messages, and which of them are alive.
 
     want        k, by a stats worker: the number of the point that it wants next
     point/k     the newest parameters and buffers, by worker 0,
@@ -43,7 +43,7 @@ REMEDY = (
     "layers, and add their groups when they are to train"
 )
 ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hungry
-FAREWELL_SECONDS = 5.0  # that a store outlives its host's own goodbye at most
+FAREWELL_SECONDS = 5.0  # seconds for which a store outlives its host's own goodbye at most
 
 
 def _divide(
@@ -52,7 +52,7 @@ def _divide(
     """Give every process its role, and stores to talk by; a collective.
 
     Raises:
-        ValueError: If none would be left to train, or the model is in DistributedDataParallel.
+        ValueError: If no process would train, or the model is in DistributedDataParallel.
     """
     world = training.world
     roles = assign_roles(world.size, count, "stats", training.under_ddp)
@@ -63,12 +63,12 @@ def _divide(
 
 
 def _model_of(training: Training) -> list[Tensor]:
-    """What points are of: the model, whatever else is optimized."""
+    """The model's parameters and buffers, which points hold."""
     return [*training.model.parameters(), *training.model.buffers()]
 
 
 def _rejoin(training: Training, count: int) -> None:
-    """Find the processes of one's own role again, in a pickle."""
+    """Find the processes of this role again, in an unpickled copy."""
     if training.world.size > 1 and training.world.whole is None:
         roles = assign_roles(training.world.size, count, "stats")
         training.world = roles.team(training.world)
@@ -79,11 +79,11 @@ class Helper:
     """One stats worker, as a gradient worker sees it.
 
     Attributes:
-        name: Of the stats worker.
-        mailbox: To it.
-        asked: Points that it has been sent, on worker 0.
-        heard: Statistics that have come from it.
-        expected: The message from it that is listened for.
+        name: Name of the stats worker.
+        mailbox: The mailbox to the stats worker.
+        asked: Number of points sent to the stats worker, on worker 0.
+        heard: Number of statistics that have come from the stats worker.
+        expected: Name of the message that is listened for.
     """
 
     name: str
@@ -97,21 +97,21 @@ class StatsWorkers:
     """The stats workers, as a gradient worker knows them.
 
     Args:
-        count: How many.
-        patience: Seconds without a sign of life after which one is given up.
+        count: Number of stats workers.
+        patience: Seconds without a sign of life after which a stats worker is given up.
 
     Attributes:
-        active: Those that are there.
-        mailboxes: To all of them, those that are gone included.
-        shapes: Of the model's parameters and buffers, as all have them.
+        active: The stats workers that are alive.
+        mailboxes: The mailboxes to all stats workers, those that are gone included.
+        shapes: Shapes of the model's parameters and buffers, as all processes have them.
         own_passes: Whether statistics come from the training passes.
         hungry: Whether there are layers of this process without statistics.
-        messages: How many have come.
-        last: By layer of this process, which message was the last with sound statistics of it.
+        messages: Number of messages that have come.
+        last: By layer of this process, the number of the last message with its sound statistics.
         known: Layers that have ever had statistics, from whatever passes.
         foreign: Messages in a row that spoke of layers that this process does not own.
-        edition: How often the layers have changed. What was on its way at a change is dropped.
-        nonfinite: Statistics that were dropped.
+        edition: Number of changes of the layers. Messages on their way at a change are dropped.
+        nonfinite: Number of statistics that were dropped because they were not finite.
     """
 
     def __init__(self, count: int, patience: float) -> None:
@@ -126,7 +126,7 @@ class StatsWorkers:
         self.known: set[str] = set()
 
     def check_processes(self, training: Training) -> None:
-        """Raise ValueError if none would be left to train."""
+        """Raise ValueError if no process would be left to train."""
         assign_roles(training.world.size, self.count, "stats", training.under_ddp)
 
     def begin(self, training: Training) -> None:
@@ -148,11 +148,11 @@ class StatsWorkers:
 
     @property
     def refused(self) -> int:
-        """Messages that were not as they have to be."""
+        """Number of malformed messages that were refused."""
         return sum(mailbox.refused for mailbox in self.mailboxes)
 
     def tell(self, training: Training) -> None:
-        """Warn, once each, of what is wrong with the messages that have come."""
+        """Warn, once each, of faults in the messages that have come."""
         found = {}
         if self.foreign >= ENOUGH_MESSAGES:
             found["foreign"] = (
@@ -171,7 +171,7 @@ class StatsWorkers:
                 training.warn(warning)
 
     def require_no_growth(self, training: Training) -> None:
-        """Raise SecondOrderError if the model is another, and there is somebody who lacks it."""
+        """Raise SecondOrderError if the model has changed, and stats workers lack the new one."""
         if self.active and self.shapes != [t.shape for t in _model_of(training)]:
             raise SecondOrderError(f"the model has changed; {REMEDY}")
 
@@ -179,8 +179,8 @@ class StatsWorkers:
         """Send the newest parameters to the stats workers that want them; worker 0 does.
 
         Args:
-            training: Whose they are.
-            send: Takes copies of tensors, and what is to be done with them on the CPU.
+            training: The training that has the parameters.
+            send: Takes copies of tensors, and a function to call with them on the CPU.
         """
         if self._rank != 0:
             return
@@ -201,7 +201,7 @@ class StatsWorkers:
     def statistics(
         self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
     ) -> Iterator[Sums]:
-        """What has come since the last step, the sums of each message.
+        """The sums of each message that has come since the last step.
 
         Args:
             mine: The layers that this process owns, by name.
@@ -219,9 +219,9 @@ class StatsWorkers:
                 tensors, note = _statistics_in(message)
             except MalformedError as why:
                 helper.mailbox.refuse(name, why)
-                self.messages += 1  # of nothing: who gets nothing else is to be hungry
+                self.messages += 1  # of nothing, so that hunger grows
                 continue
-            if note["edition"] < self.edition:  # of layers as they were
+            if note["edition"] < self.edition:  # statistics from before the layers changed
                 continue
             self.messages += 1
             found = _unpack_statistics(tensors, note["layers"], mine)
@@ -236,7 +236,7 @@ class StatsWorkers:
         self.hungry = self.messages == 0 or any(self.last.get(k, -1) <= due for k in wanting)
 
     def begin_anew(self) -> None:
-        """Other layers train, or others own them: take statistics oneself until all are fed."""
+        """After a change of layers or owners, take statistics here until all layers have some."""
         if self.active:
             self.last, self.messages, self.hungry = {}, 0, True
             self.own_passes = True
@@ -245,20 +245,20 @@ class StatsWorkers:
     def _expected_from(self, helper: Helper) -> str:
         """The name of the next statistics for this worker, which is listened for from now on."""
         name = f"stats/{helper.heard}/{self._rank}"
-        if helper.expected != name:  # once: what has come is not to be listened for again
+        if helper.expected != name:  # listen once to each name
             helper.expected = name
             helper.mailbox.expect(name)
         return name
 
     def news(self) -> list[float]:
-        """What all workers have to agree on: whether all are fed, and which helpers are gone."""
+        """Numbers to agree on with all workers: whether hungry, and which helpers are gone."""
         if not self.active:
             return []
         mailboxes = [helper.mailbox for helper in self.active]
         return [float(self.hungry), *(float(c.lost or c.closed_there) for c in mailboxes)]
 
     def hear(self, news: Sequence[float], training: Training) -> None:
-        """Draw the consequences, the same ones on every worker."""
+        """Act on the numbers agreed on, alike on every worker."""
         if not news:
             return
         hungry, *gone = news
@@ -279,7 +279,7 @@ class StatsWorkers:
         self.own_passes = not self.active or bool(hungry)
 
     def close(self) -> None:
-        """Say goodbye to those that are there, and wait for all of them together."""
+        """Say goodbye to the stats workers that are alive, and wait for all of them together."""
         for helper in self.active:
             helper.mailbox.leave()
         for helper in self.active:
@@ -295,15 +295,15 @@ class StatsWorker(Curvature):
     """A process that computes statistics for the others' training, and does not train.
 
     Args:
-        training: Theirs, in which this process has its copy of the model.
-        layers: Of that model.
-        description: What all processes must have alike.
-        owners: Gives the rank that owns each layer, of so many workers.
-        count: How many stats workers there are.
+        training: The workers' training, with this process's copy of the model.
+        layers: The layers of that model.
+        description: The lines that must be equal on all processes.
+        owners: Gives the rank that owns each layer, for a number of workers.
+        count: Number of stats workers.
         patience: Seconds without a sign of life after which the workers are given up.
 
     Attributes:
-        mailbox: To the workers; None before the roles are given, and after a goodbye.
+        mailbox: The mailbox to the workers; None before roles are given, and after a goodbye.
         optimized: Which parameters and buffers the workers optimize.
     """
 
@@ -337,11 +337,11 @@ class StatsWorker(Curvature):
         return self._description(self.layers)
 
     def averaging_processes(self) -> int:
-        """Those that train."""
+        """The processes that train, whose gradients are averaged."""
         return self._workers
 
     def check_processes(self) -> None:
-        """Raise ValueError if none would be left to train."""
+        """Raise ValueError if no process would be left to train."""
         assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
 
     def begin(self) -> None:
@@ -388,7 +388,7 @@ class StatsWorker(Curvature):
         self._fetch()
 
     def awake(self) -> None:
-        """Watch the copied model; a copy talks to nobody."""
+        """Watch the model of a copied optimizer, which has no mailbox."""
         _rejoin(self.training, self._count)
         self._look()
 
@@ -413,7 +413,7 @@ class StatsWorker(Curvature):
             loss_fn: The loss of a batch, neither scaled nor divided.
 
         Returns:
-            How many batches' statistics have been sent.
+            Number of batches whose statistics have been sent.
 
         Raises:
             ValueError: If there is no batch.
@@ -423,7 +423,7 @@ class StatsWorker(Curvature):
             for batch in endless(batches):
                 if not self._fetch():
                     break
-                # Of a loss that is neither scaled nor divided.
+                # The loss is neither scaled nor divided.
                 self.layers.collector.gradient_scale = GradientScale(1, None)
                 with torch.enable_grad():
                     found = loss_fn(batch)
@@ -444,11 +444,11 @@ class StatsWorker(Curvature):
     def _fetch(self) -> bool:
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
-        Those that are frozen there are frozen here. What is malformed is refused, and answered by
+        Parameters frozen there are frozen here. A malformed point is refused, and answered by
         statistics of no layer.
 
         Raises:
-            SecondOrderError: If they are of another model.
+            SecondOrderError: If the parameters are of another model.
         """
         mailbox, into = self.mailbox, _model_of(self.training)
         message = None
@@ -487,7 +487,7 @@ class StatsWorker(Curvature):
         return True
 
     def _deliver(self) -> None:
-        """Send what has been captured since to the layers' owners."""
+        """Send the statistics captured since the last message to the layers' owners."""
         self.layers.follow()
         active = self.layers.active
         sums = self.layers.sums([block for block in active if not block.staged.empty])
@@ -513,12 +513,12 @@ class StatsWorker(Curvature):
 
     @property
     def refused_messages(self) -> int:
-        """Messages that were not as they have to be, and connections without the key."""
+        """Number of malformed messages, and of connections without the key."""
         strangers = 0 if self._store is None else self._store.refused
         return strangers + (0 if self.mailbox is None else self.mailbox.refused)
 
     def preconditioned(self) -> list[Tensor]:
-        """Those of the layers, whose statistics it takes."""
+        """The parameters of the layers whose statistics this process takes."""
         return self.layers.preconditioned()
 
     def summary(self) -> Summary:
@@ -526,7 +526,7 @@ class StatsWorker(Curvature):
         return self.layers.summary({})
 
     def close(self) -> None:
-        """Say goodbye, and let go of the model."""
+        """Say goodbye to the workers, and release the model."""
         self._leave(self._patience)
         self.layers.close()
 
@@ -536,7 +536,7 @@ class StatsWorker(Curvature):
             return
         mailbox.leave()
         mailbox.close(patience)
-        if self._store is not None and mailbox.closed_there:  # others still listen
+        if self._store is not None and mailbox.closed_there:  # other workers still listen
             await_goodbyes(self._store, self._everybody, min(patience, FAREWELL_SECONDS))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -544,10 +544,10 @@ class StatsWorker(Curvature):
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches, over and over.
+    """Yield the batches, over and over.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no batch.
     """
     while True:
         empty = True
@@ -564,10 +564,10 @@ def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
 
 
 def _point_in(message: Message, into: Sequence[Tensor]) -> Message:
-    """A point, whose tensors fit the model, or are of another one.
+    """Check that a message is a point, and return it; its tensors fit the model, or another one.
 
     Raises:
-        MalformedError: If it is none.
+        MalformedError: If the message is no point.
     """
     tensors, note = message
     require_form(note, edition=int, train=[bool], optimized=[bool])
@@ -587,10 +587,10 @@ def _point_in(message: Message, into: Sequence[Tensor]) -> Message:
 
 
 def _statistics_in(message: Message) -> Message:
-    """Statistics, of whatever layers.
+    """Check that a message is statistics, of any layers, and return it.
 
     Raises:
-        MalformedError: If they are none.
+        MalformedError: If the message is no statistics.
     """
     tensors, note = message
     require_form(note, edition=int, layers=[str])
@@ -607,9 +607,9 @@ def _statistics_in(message: Message) -> Message:
 def _unpack_statistics(
     tensors: Sequence[Tensor], layers: Sequence[str], mine: Mapping[str, KroneckerBlock]
 ) -> dict[str, StatisticsSums | None]:
-    """The sums of a message; nothing if it speaks of other layers, or of other sizes, than ours.
+    """The sums of a message by layer; empty if its layers or their sizes are not this process's.
 
-    None where they are not finite, or of no example: those that are not finite count none.
+    Sums are None where they are not finite, or of no example.
     """
     if not layers or any(layer not in mine for layer in layers):
         return {}

@@ -21,8 +21,8 @@ def layer_rows(
 
     Args:
         blocks: Preconditioned and frozen layers.
-        left: What the base trains alone.
-        computed_by: Who works on a block, by its name; absent for frozen ones.
+        left: The parameters that the base trains alone.
+        computed_by: The ranks that work on a block, in words, by its name; not of frozen blocks.
     """
     rows = [
         LayerRow(
@@ -42,7 +42,7 @@ def layer_rows(
 
 
 def _factors(shape: FactorShape) -> str:
-    """The sizes of a layer's factors."""
+    """The sizes of a layer's factors, in words."""
     if shape.exact:
         size = shape.groups * shape.out_dim
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"

@@ -25,10 +25,10 @@ from torch.nn.grad import conv2d_weight
 
 __all__ = ["patch_second_moment"]
 
-# Positions. oneDNN adds one after the other: half a million in float32 were off by 2e-4.
+# Positions to a piece: oneDNN adds one after the other: half a million in float32 were off by 2e-4.
 LONGEST_SUM = 2**14
 
-BAND_ROWS = 256  # that are copied at a time
+BAND_ROWS = 256  # rows that are copied at a time
 
 
 def patch_second_moment(
@@ -36,8 +36,8 @@ def patch_second_moment(
 ) -> Iterator[tuple[int, Tensor]]:
     """Sum over examples and output positions of the outer products of the patches, at stride 1.
 
-    It comes by rows: a matrix of ``(groups, c k₁ k₂, c k₁ k₂)``, the taps of a channel next to each
-    other, as in ``weight.flatten(1)``, need not exist.
+    The sum is made in bands of rows, so that the whole ``(groups, c k₁ k₂, c k₁ k₂)`` need not
+    exist; the taps of a channel are next to each other, as in ``weight.flatten(1)``.
 
     Args:
         x: Padded input, ``(N, C, H', W')``.
@@ -65,11 +65,11 @@ def _tap_blocks(
     """Blocks of the second moment by pairs of taps.
 
     Args:
-        x: As for :func:`patch_second_moment`.
+        x: Padded input, as for :func:`patch_second_moment`.
         y: ``x`` with a sign for each example, its weight in the sum.
-        kernel: As for :func:`patch_second_moment`, like the arguments below.
-        dilation: Of rows and columns.
-        groups: Of channels.
+        kernel: ``(k₁, k₂)``.
+        dilation: ``(d₁, d₂)``.
+        groups: Number of groups of channels.
 
     Returns:
         Shape ``(k₁, k₂, g, c, k₁, k₂, c)``: [i', j', :, a, i, j, b] is the sum of
@@ -99,7 +99,7 @@ def _tap_blocks(
 def _correlation(
     x: Tensor, y: Tensor, taps: tuple[int, int], dilation: tuple[int, int], groups: int
 ) -> Tensor:
-    """[i', j', :, a, b] is the sum of y[a, s] x[b, s + (i', j')], for all i', j' below ``taps``."""
+    """Correlate: [i', j', :, a, b] sums y[a, s] x[b, s + (i', j')], all i', j' below ``taps``."""
     c = x.shape[1] // groups
     examples = max(1, LONGEST_SUM // y[0, 0].numel())
     parts = [
@@ -117,7 +117,7 @@ def _ends(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
 def _column_change(
     x: Tensor, y: Tensor, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
 ) -> Tensor:
-    """What the blocks of the first row of taps gain when both taps move a column to the right.
+    """The change of the blocks of the first row of taps when both taps move a column to the right.
 
     Returns:
         Shape ``(k₁, k₂ - 1, g, c, k₂ - 1, c)``: [i', j', ..., j, :] leads from j, j' to the next.
@@ -152,7 +152,7 @@ def _shift_columns(blocks: Tensor, change: Tensor) -> None:
 def _row_change(
     x: Tensor, y: Tensor, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
 ) -> Tensor:
-    """What the blocks gain when both taps move a row down.
+    """The change of the blocks when both taps move a row down.
 
     Returns:
         Shape ``(k₁ - 1, k₂, g, k₁ - 1, c, k₂, c)``: [i', ..., i, :, :, :] leads from i, i' to the

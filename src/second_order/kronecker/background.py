@@ -27,7 +27,7 @@ __all__ = ["Streams", "Ticket", "WorkerPool", "retrieve", "take_snapshot"]
 
 T = TypeVar("T")
 
-FAREWELL_SECONDS = 3.0  # that close(), or the interpreter's end, waits for what is under way
+FAREWELL_SECONDS = 3.0  # for which close(), or the interpreter's end, waits for running work
 
 
 class Ticket(Generic[T]):
@@ -41,7 +41,7 @@ class Ticket(Generic[T]):
 
     @classmethod
     def failed(cls, error: BaseException) -> Ticket[T]:
-        """One that is done, with an error."""
+        """Make a ticket that is done, with an error."""
 
         def fail() -> T:
             raise error
@@ -52,24 +52,24 @@ class Ticket(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the result is there, or the error."""
+        """Whether the work has ended, with a result or an error."""
         return self._finished.is_set()
 
     def wait(self) -> None:
-        """Wait until it is done."""
+        """Wait until the work is done."""
         self._finished.wait()
 
     @property
     def error(self) -> BaseException | None:
-        """What the work has raised, were it SystemExit; waits until it is done."""
+        """The error that the work has raised, be it SystemExit, or None; waits for the work."""
         self.wait()
         return self._error
 
     def result(self) -> T:
-        """What the work has returned.
+        """The value that the work has returned; waits for the work.
 
         Raises:
-            BaseException: What it has raised.
+            BaseException: The error that the work has raised.
         """
         error = self.error
         if error is not None:
@@ -77,7 +77,7 @@ class Ticket(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def drop(self) -> None:
-        """Let whoever waits know that it will not be done."""
+        """Tell whoever waits for the work that it will not be done."""
         self._work, self._error = None, RuntimeError("the pool of threads is closed")
         self._finished.set()
 
@@ -95,7 +95,7 @@ class WorkerPool:
     """Threads that take up work in the order in which it comes.
 
     Args:
-        threads: How many.
+        threads: Number of threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -107,7 +107,7 @@ class WorkerPool:
         self._farewell: Farewell | None = None
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
-        """Have a piece of work done.
+        """Queue a piece of work, and return its ticket.
 
         Raises:
             RuntimeError: After :meth:`close`, or if no thread can be started.
@@ -132,7 +132,7 @@ class WorkerPool:
     def _start(self) -> None:
         if self._threads:
             return
-        # They know the queue, not the pool, so that the pool can go.
+        # Threads know the queue, not the pool, so that the pool can go.
         self._threads = _started(
             [
                 threading.Thread(
@@ -149,7 +149,7 @@ class WorkerPool:
         weakref.finalize(self, self._farewell.begin).atexit = False
 
     def close(self) -> None:
-        """Drop what has not been begun, and end the threads.
+        """Drop the work that has not been begun, and end the threads.
 
         A thread that does not end within seconds, as it hangs or computes for long, stays behind
         with its work: neither this nor the interpreter's end waits for it any more.
@@ -160,17 +160,17 @@ class WorkerPool:
 
 
 def _started(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
-    """Those that could be started: fewer do as well.
+    """Start the threads, and return those that could be started: fewer do as well.
 
     Raises:
-        RuntimeError: If none could.
+        RuntimeError: If no thread could be started.
     """
     running: list[threading.Thread] = []
     try:
         for thread in threads:
             thread.start()
             running.append(thread)
-    except RuntimeError:  # the system has no more of them
+    except RuntimeError:  # the system has no more threads
         if not running:
             raise
     return running
@@ -180,14 +180,14 @@ def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> Non
     _use_one_core(others)
     while (ticket := tickets.get()) is not None:
         ticket._run()
-        del ticket  # with what it holds
+        del ticket  # with the tensors that its work holds
 
 
 def _use_one_core(others: int) -> None:
-    """Compute with one thread in this thread, and with as many as before in those to come."""
+    """Make this thread compute on one core, and keep the setting ``others`` for new threads."""
     torch.set_num_threads(1)
     torch.get_num_threads()
-    # The setting is this thread's, and the default of new ones, which a new one puts back.
+    # torch's setting is this thread's and the default of new threads: a new thread restores it.
     restorer = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
     with suppress(RuntimeError):  # there may be no more threads
         restorer.start()
@@ -195,7 +195,7 @@ def _use_one_core(others: int) -> None:
 
 
 def _dismiss(tickets: queue.SimpleQueue[Ticket[object] | None], threads: int) -> None:
-    """Let threads end after what they are at."""
+    """Let threads end after their present pieces of work."""
     with suppress(queue.Empty):
         while True:
             dropped = tickets.get_nowait()
@@ -207,12 +207,12 @@ def _dismiss(tickets: queue.SimpleQueue[Ticket[object] | None], threads: int) ->
 
 @dataclass(frozen=True)
 class Streams:
-    """What copies and solves on CUDA beside the stream that trains.
+    """CUDA streams for copies and solves beside the stream that trains.
 
     Attributes:
-        snapshots: Copies to the CPU.
-        solves: Decompositions, where the device does them.
-        returns: Copies from the CPU, which are not to wait for the others.
+        snapshots: Stream of copies to the CPU.
+        solves: Stream of decompositions, where the device does them.
+        returns: Stream of copies from the CPU, which are not to wait for the others.
     """
 
     snapshots: torch.cuda.Stream
@@ -223,15 +223,15 @@ class Streams:
 def take_snapshot(
     tensors: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> Callable[[], list[Tensor]]:
-    """Copies of tensors as they are now, on a device.
+    """Begin to copy tensors as they are now, to a device.
 
     Args:
-        tensors: Of one device. They may change as soon as this returns.
-        device: Where the copies are wanted.
-        streams: Where the tensors are on CUDA.
+        tensors: Tensors of one device. They may change as soon as this returns.
+        device: The device of the copies.
+        streams: Streams for the copies if the tensors are on CUDA, else None.
 
     Returns:
-        To be called on the thread that needs them: waits for the copies, and gives them.
+        A function for the thread that needs the copies: it waits for them, and returns them.
     """
     copies = [t.clone() for t in tensors]
     if streams is None:
@@ -263,12 +263,12 @@ def _to_pinned(copy: Tensor, stream: torch.cuda.Stream) -> Tensor:
 def retrieve(
     parts: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> tuple[Tensor, ...]:
-    """A thread's results, where they are wanted; on CUDA without waiting for the device.
+    """Move a thread's results to a device; on CUDA without waiting for it.
 
     Args:
-        parts: In pinned memory where they have to travel; complete where they have not.
-        device: Where they are wanted.
-        streams: Where they are wanted on CUDA.
+        parts: The results: in pinned memory if they are to be copied, else complete.
+        device: The device that is to have the results.
+        streams: Streams for the copies if the device is CUDA, else None.
     """
     if streams is None:
         return tuple(parts)

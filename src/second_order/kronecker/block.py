@@ -41,15 +41,15 @@ __all__ = [
 
 @dataclass
 class LayerState:
-    """What a layer has been through. Others read it; only its block writes it.
+    """The history of a layer's statistics and refreshes; only its block writes it.
 
     Attributes:
-        solved: Whether its gradient workers, whichever they are, hold an inverse.
+        solved: Whether the layer's gradient workers, whichever ranks, hold an inverse.
         silent: Whether the last refresh found that no statistic had ever arrived.
-        asked: Whether statistics have been due since there was a block.
-        heard: Whether a pair has ever come, be it one without an example.
-        failures: Refreshes in a row that gave no sound decomposition.
-        complaint: Why the last one did not, where an error tells.
+        asked: Whether statistics have ever been due since the block was made.
+        heard: Whether a pair has ever been captured, be it one without an example.
+        failures: Number of refreshes in a row that gave no sound decomposition.
+        complaint: Why the last refresh gave none, where an error tells; "" otherwise.
     """
 
     solved: bool = False
@@ -65,14 +65,14 @@ class KroneckerBlock:
 
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
-        modules: Those modules.
+        modules: The modules that share the weight.
         weight: The shared weight.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
         held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
-        inverse: Held by the layer's gradient workers once it is solved.
-        state: What it has been through; to be read.
+        inverse: The damped inverse, on the layer's gradient workers once it is solved.
+        state: The history of statistics and refreshes; read-only for others.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class KroneckerBlock:
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
-        self._expected_version = 0  # of the weight's gradient, when the next pass comes
+        self._expected_version = 0  # version of the weight's gradient at the next pass
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
@@ -116,7 +116,7 @@ class KroneckerBlock:
 
     @property
     def work_dtype(self) -> torch.dtype:
-        """Gradients are clipped and exchanged in it: float32 at least."""
+        """The dtype in which gradients are clipped and exchanged: float32 at least."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
@@ -126,7 +126,7 @@ class KroneckerBlock:
 
     @property
     def training(self) -> tuple[bool, ...]:
-        """Which of its parameters train now."""
+        """Whether the weight trains now, and whether the bias does."""
         return self.trainable, self.trains_bias
 
     @property
@@ -140,13 +140,13 @@ class KroneckerBlock:
 
     @property
     def without_gradient(self) -> bool:
-        """Whether no parameter has one."""
+        """Whether no parameter of the block has a gradient."""
         return all(p.grad is None for p in self.params)
 
     def starts_anew(self) -> bool:
         """Whether gradients of staged statistics have been thrown away: set to None, or to zero.
 
-        To be asked once at the beginning of each pass. An accumulation adds 1 to a gradient's
+        Call this once at the beginning of each pass. An accumulation adds 1 to a gradient's
         version, so that only gradients that something else has changed are looked at: a device is
         not waited for in a loop that merely accumulates.
         """
@@ -166,7 +166,7 @@ class KroneckerBlock:
     def follow_requires_grad(self) -> None:
         """Start anew if the bias was frozen or unfrozen, or the layer moved: A has another size.
 
-        A layer that is frozen as a whole keeps what it has until it thaws.
+        A layer that is frozen as a whole keeps its averages until it thaws.
         """
         if not self.trainable:
             return
@@ -210,18 +210,18 @@ class KroneckerBlock:
         )
 
     def keep(self, held: tuple[bool, bool]) -> None:
-        """Keep A, or G, or both, or neither from now on; what is not kept is let go."""
+        """Keep A, or G, or both, or neither from now on; factors that are not kept are freed."""
         self.held = held
         if self.factors is not None:
             for letter, factor in self.factors.stored.items():
                 self.factors.stored[letter] = factor if held[letter == "G"] else None
 
     def stored(self, which: str) -> Tensor | None:
-        """A factor, by its letter, as stored; None if it is not kept here, or is lost."""
+        """The factor of a letter, as stored; None if it is not kept here, or is lost."""
         return None if self.factors is None else self.factors.stored[which]
 
     def stored_shape(self, which: str) -> tuple[int, ...]:
-        """Its shape, wherever it is kept."""
+        """The shape of a stored factor, also if another process keeps it."""
         return self.shape.stored_shape(which, self._triangular)
 
     @property
@@ -232,7 +232,7 @@ class KroneckerBlock:
         return any(self.held[k == "G"] and self.stored(k) is None for k in self.shape.letters)
 
     def saved_factors(self) -> dict[str, Tensor]:
-        """The running averages as a checkpoint has them, shared; what is kept elsewhere is not."""
+        """The factors kept here, as a checkpoint has them; tensors are shared, not copied."""
         factors = self._blank_factors() if self.factors is None else self.factors
         parts = {
             "average_weight": factors.weight,
@@ -245,8 +245,8 @@ class KroneckerBlock:
     def load_factors(self, saved: Mapping[str, Any]) -> None:
         """Take over saved averages, stored as triangles or not, whatever their dtype.
 
-        A factor that is to be kept here and is not among them is lost, and found to be so at the
-        next refresh.
+        A factor that is to be kept here and is not in ``saved`` counts as lost, which the next
+        refresh reports.
 
         Raises:
             ValueError: If their sizes are not this layer's.
@@ -305,35 +305,35 @@ class KroneckerBlock:
         self.drop_inverse()
 
     def expect(self) -> None:
-        """Statistics are due: the averages have a place, and a layer without any is noticed."""
+        """Note that statistics are due: make the averages, so that a layer without any is found."""
         self.ensure_factors()
         self.state.asked = True
 
     def hear(self) -> None:
-        """A pair has come."""
+        """Note that a pair has been captured."""
         self.state.heard = True
 
     def find_silent(self, silent: bool) -> None:
-        """A refresh has found out whether any statistic has ever arrived."""
+        """Note whether a refresh has found that no statistic has ever arrived."""
         self.state.silent = silent
 
     def complain(self, why: str) -> None:
-        """An error, here, says why the coming refresh will fail."""
+        """Keep the text of an error on this process, which makes the coming refresh fail."""
         self.state.complaint = why
 
     def fail(self) -> None:
-        """A refresh has failed: what is left of an earlier one is kept."""
+        """Count a failed refresh; an inverse of an earlier one is kept."""
         self.state.failures += 1
 
     def install(self, inverse: Inverse | None) -> None:
-        """The layer is solved; the inverse is None where this process does not precondition it."""
+        """Mark the layer as solved; ``inverse`` is None where this rank is no gradient worker."""
         self.inverse = inverse
         self.state = replace(self.state, solved=True, silent=False, failures=0, complaint="")
 
     def precondition(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Apply the inverse to a gradient as a matrix, in a dtype; zeros for none.
+        """The inverse applied to a gradient matrix, in a dtype; zeros if the gradient is None.
 
-        Nobody has a gradient then, but the others expect a message of this size.
+        Then no rank has a gradient, but the others expect a message of this size.
         """
         if gradient is None:
             size = (self.shape.groups, self.shape.out_dim, self.shape.in_dim)
@@ -348,13 +348,13 @@ class KroneckerBlock:
 
     @property
     def solved(self) -> bool:
-        """Whether its gradient workers, whichever they are, hold an inverse."""
+        """Whether the layer's gradient workers, whichever ranks, hold an inverse."""
         return self.state.solved
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """The gradient as a matrix ``(groups, out, in)``; None if the weight has none.
 
-        It may be a view of the gradient: not to be changed in place.
+        The matrix may be a view of the gradient: do not change it in place.
         """
         if self.weight.grad is None:
             return None
@@ -365,7 +365,7 @@ class KroneckerBlock:
         return gradient_to_matrix(self.weight.grad, bias, self.shape, dtype)
 
     def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
-        """Put a preconditioned matrix, times a coefficient, where the gradient was."""
+        """Overwrite the gradient by a preconditioned matrix times a coefficient."""
         assert self.weight.grad is not None
         bias = self.bias.grad if self.trains_bias and self.bias is not None else None
         if bias is None and self.trains_bias:
@@ -374,7 +374,7 @@ class KroneckerBlock:
 
     @property
     def size(self) -> int:
-        """How many parameters it stands for."""
+        """Number of scalar parameters in the block."""
         bias = self.bias if self.trains_bias else None
         return self.weight.numel() + (0 if bias is None else bias.numel())
 
@@ -390,7 +390,7 @@ class KroneckerBlock:
 
 
 class GradientScale:
-    """What captured gradients are multiplied by, besides the number of the loss's terms."""
+    """The factor for captured gradients that undoes a GradScaler and accumulation."""
 
     def __init__(self, accumulation_steps: int, scaler: Any) -> None:
         self._accumulation_steps = accumulation_steps
@@ -412,12 +412,12 @@ class StatisticsCollector:
 
     Attributes:
         approximation: "expand" or "reduce".
-        factor_dtype: Statistics are formed in this dtype, or float32 if that is wider.
+        factor_dtype: Dtype in which statistics are formed, or float32 if that is wider.
         mean_reduction: Whether the captured gradients are of a mean over the loss's terms.
-        gradient_scale: A further factor of the captured gradients, asked for at every pair.
-        conv_approximation: That of convolutions; None for the same.
-        warn: Tells of statistics that cannot be had.
-        blocks: Those of each module.
+        gradient_scale: Gives a further factor of the captured gradients, called at every pair.
+        conv_approximation: The approximation for convolutions; None for the same.
+        warn: Issues a warning of statistics that cannot be had.
+        blocks: The blocks of each module.
     """
 
     approximation: Approximation
@@ -432,14 +432,14 @@ class StatisticsCollector:
     _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Give the pairs of a module to the blocks that have it."""
+        """Set the blocks that get the pairs of their modules from now on."""
         self.blocks.clear()
         for block in blocks:
             for module in block.modules:
                 self.blocks.setdefault(module, []).append(block)
 
     def settle(self) -> None:
-        """Forget the passes so far."""
+        """Forget the backward passes so far."""
         self._last_a = None
 
     def wants(self, module: nn.Module) -> bool:
@@ -447,7 +447,7 @@ class StatisticsCollector:
         return any(block.trainable for block in self.blocks.get(module, ()))
 
     def lose(self, module: nn.Module, reason: str) -> None:
-        """Count a pair that cannot be had, and name its layer once."""
+        """Count a pair that cannot be had, and warn of its layer once."""
         for block in self.blocks.get(module, ()):
             if not bool(block.staged.dropped):
                 self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")

@@ -47,7 +47,7 @@ NOT_ACCUMULATED = (
 
 
 class PairConsumer(Protocol):
-    """Whoever turns pairs into statistics."""
+    """The receiver of pairs, which turns them into statistics."""
 
     def consume(
         self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
@@ -55,16 +55,16 @@ class PairConsumer(Protocol):
         """Take one pair.
 
         Args:
-            module: The layer.
-            x: Its input.
-            d: The gradient of its output.
-            pass_id: The same for all pairs of one backward pass.
-            source: The same for layers that were called one after the other on the same tensor.
+            module: The layer that was called.
+            x: The layer's input.
+            d: The gradient with respect to the layer's output.
+            pass_id: A number of the backward pass, the same for all its pairs.
+            source: A number of the input, the same for layers called in a row on the same tensor.
             again: Whether a backward pass has come through this call of the layer before.
         """
 
     def lose(self, module: nn.Module, reason: str) -> None:
-        """Hear of a pair that cannot be had, and why."""
+        """Note that a pair of a module cannot be had, for a reason."""
 
 
 class _SavedInput(torch.autograd.Function):
@@ -88,7 +88,7 @@ def _save(x: Tensor) -> Any:
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 _eager = cast(Callable[[_Hook], _Hook], torch.compiler.disable)
 
-# Who watches a module. One hook of a kind on it serves them all, and goes when the last has gone.
+# The captures that watch a module. One hook of a kind serves them all, and goes with the last.
 _captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
 _captures = weakref.WeakKeyDictionary()
 _REPEAT = CheckpointFunction.backward.__code__
@@ -120,11 +120,11 @@ class _Call:
     """A call of a layer whose output's gradient is awaited.
 
     Attributes:
-        module: The layer.
-        saved: What holds its input; empty once autograd has freed its own.
-        source: As for :meth:`PairConsumer.consume`.
-        outer: The backward pass in which the layer was called, if it was in one.
-        used: Whether a backward pass has come through.
+        module: The layer that was called.
+        saved: The node that holds the input; empty once autograd has freed its own.
+        source: A number of the input, as for :meth:`PairConsumer.consume`.
+        outer: The id of the backward pass in which the layer was called, if any.
+        used: Whether a backward pass has come through this call.
     """
 
     module: nn.Module
@@ -154,7 +154,7 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
-            # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
+            # Legal where the layer worked on a copy, as of a transposed input; our input is gone.
             alive._consumer.lose(call.module, "its input was changed in place after its forward")
             return
         again, call.used = call.used, True
@@ -166,7 +166,7 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
 
 
 def _repeating_checkpoints() -> list[Any]:
-    """The nodes of the reentrant checkpoints that repeat a forward just now, the outermost last."""
+    """The nodes of the reentrant checkpoints now repeating a forward, the outermost last."""
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] = []
     while frame is not None:
@@ -236,21 +236,21 @@ class Capture:
 
     Args:
         consumer: Receives every pair, under ``no_grad`` and without autocast.
-        sampler: For the sampled Fisher: ``sampler(model_output, call)`` draws labels from the
+        sampler: The sampled Fisher's: ``sampler(model_output, call)`` draws labels from the
             model's output and returns the summed negative log-likelihood. The pairs then carry that
             loss's gradients, taken as soon as the root module's forward returns and delivered when
             the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the
             gradients of the user's own backward.
-        wanted: Whether a module's pairs are wanted now; None: if its weight trains.
-        timed: Gives what surrounds the work of a hook that has something to do.
+        wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
+        timed: Makes a context manager around the work of a hook, to measure it.
 
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
             gradients in it are nobody else's.
         enabled: Pairs are captured only while this is True.
-        timed: As above.
-        root_calls: How often the root returned an output that labels were drawn from.
-        missed: Why a pair of a layer did not count, the last time.
+        timed: Makes the context manager around the work of a hook.
+        root_calls: Number of outputs of the root that labels were drawn from.
+        missed: By layer, why its last lost pair did not count.
     """
 
     sampling: ClassVar[bool] = False
@@ -280,7 +280,7 @@ class Capture:
         weakref.finalize(self, _release, self._watched)
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Watch exactly these layers; what was watched before is let go."""
+        """Watch exactly these layers, and no longer those from before."""
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
@@ -333,11 +333,11 @@ class Capture:
             self._pending.append((module, x.detach(), source, get_gradient_edge(output)))
 
     def _repeated_in(self) -> tuple[int, bool]:
-        """The backward pass that repeats the forward that is running, and if an earlier one has.
+        """The id of the backward pass that repeats this forward, and if an earlier pass has.
 
         A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
-        same. One inside another runs in a pass of its own, inside the one that is meant: that which
-        has been seen last from outside, where a layer is outside, as a head is.
+        same. A nested checkpoint runs in a pass of its own, inside the pass that is meant: the one
+        last seen at a layer outside of all checkpoints, such as a head.
         """
         outer = torch._C._current_graph_task_id()
         if outer == NO_BACKWARD:
@@ -350,7 +350,7 @@ class Capture:
         return outer, bool(metadata.setdefault(_FIRST_REPEATED, outer) != outer)
 
     def _source_of(self, x: Tensor) -> int:
-        """A number for an input as it is now, the same if the last layer has had it, too."""
+        """A number for an input as it is now, the same if the last layer had the same input."""
         last = self._last_input
         if last is None or last[0]() is not x or self._last_version != x._version:
             self._sources += 1
@@ -401,7 +401,7 @@ class Capture:
             for (layer, x, source, _), gradient in zip(pending, gradients, strict=True)
             if gradient is not None
         ]
-        # They count once the user's own backward comes by, and not if none ever does.
+        # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in _differentiable_tensors(output):
             tensor.register_hook(deliver)
@@ -438,7 +438,7 @@ def _differentiable_tensors(output: Any) -> list[Tensor]:
 
 
 def _as_used(x: Tensor) -> Tensor:
-    """The input in the precision the layer computes with.
+    """The layer's input in the precision that the layer computes with.
 
     Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
     place, or be freed, before the backward.

@@ -26,7 +26,7 @@ def kl_change(
     Args:
         preconditioned: P of each layer, any shapes; at least one.
         gradients: ∇ of each layer, shapes as in ``preconditioned``.
-        learning_rates: Of each layer's parameter group, at this step.
+        learning_rates: lr of each layer's parameter group, at this step.
 
     Returns:
         A scalar on the layers' device; nothing waits for it.
@@ -43,7 +43,7 @@ def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
     """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ.
 
     Args:
-        change: From :func:`kl_change`.
-        kl_clip: κ.
+        change: Σ lr² |P·∇|, from :func:`kl_change`.
+        kl_clip: κ, the bound.
     """
     return torch.sqrt(kl_clip / change).clamp(max=1.0)

@@ -39,7 +39,7 @@ RESIDUAL_TOLERANCE = 1e-3
 # the damped inverse.
 REFINEMENT_TOLERANCE = 0.2
 
-# Of the matrices that are decomposed together, unless one is larger. LAPACK takes one after the
+# Bytes of matrices decomposed together, unless one alone is larger. LAPACK takes one after the
 # other, so that on a CPU a batch only saves calls, and costs a copy.
 CPU_BATCH_BYTES, BATCH_BYTES = 2**20, 64 * 2**20
 
@@ -68,14 +68,14 @@ class Problem:
 
     Attributes:
         groups: Number of matrices.
-        dim: Their size.
-        dtype: They are decomposed in it, or a wider one.
-        device: Where they are.
-        build: Makes ``(groups, n, n)``, or ``(groups, n)`` for a diagonal; the caller's to change.
-        added: What is added to the diagonals, ``(groups,)``, or None.
+        dim: Size n of each matrix.
+        dtype: The narrowest dtype in which the matrices are decomposed.
+        device: The device of the matrices.
+        build: Makes ``(groups, n, n)``, or ``(groups, n)`` for a diagonal, a new tensor.
+        added: Damping added to the diagonals, ``(groups,)``, or None.
         guess: Eigenvectors of an earlier version, ``(groups, n, n)``, or None.
         is_diagonal: Whether ``build`` makes a diagonal.
-        scale: For a guess: what the inverse will have on the diagonals in the end, ``(groups,)``.
+        scale: With a guess: the damping of the whole inverse, ``(groups,)``, or None.
     """
 
     groups: int
@@ -90,20 +90,20 @@ class Problem:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What the members of a batch have in common."""
+        """Size, dtype, device and the like, which all members of a batch have in common."""
         return self.dim, self.dtype, self.device, self.guess is None, self.is_diagonal
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its matrices."""
+        """Bytes of the problem's matrices."""
         return self.groups * self.dim**2 * self.dtype.itemsize
 
     def on(self, build: Callable[[], Tensor], added: Tensor | None) -> Problem:
-        """The same problem of other copies of what it is made of."""
+        """The same problem with another ``build`` and ``added``, made of copies."""
         return replace(self, build=build, added=added)
 
     def damped(self) -> Tensor:
-        """The matrices, or the diagonal, with the damping on."""
+        """The matrices, or the diagonal, with the damping added."""
         matrix = self.build()
         if self.added is not None:
             diagonal(matrix).add_(self.added.to(matrix.dtype).unsqueeze(-1))
@@ -217,9 +217,9 @@ def decompose_batched(
     """Decompose many factors, those of one size, dtype and device together.
 
     Args:
-        problems: What to decompose. Those with a guess are first refined from it, in a batch.
-        decompose: What to do with matrices.
-        decompose_diagonal: What to do with diagonals.
+        problems: The factors to decompose; first refined from their guesses where they have any.
+        decompose: Decomposes a batch of matrices.
+        decompose_diagonal: Decomposes a diagonal.
         keep: Brings a decomposition into the form in which it is kept; the rest is let go before
             the next batch.
 
@@ -251,7 +251,7 @@ def decompose_batched(
 
 
 def _batches(problems: Sequence[Problem]) -> list[list[int]]:
-    """Runs of problems of one kind, within the bytes of a batch or of one problem each."""
+    """Indices of problems of one kind, cut into batches of bounded bytes."""
     batches: list[list[int]] = []
     current: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
@@ -317,7 +317,7 @@ def _climb(
 
 
 def _with_finite_members(batch: Tensor) -> tuple[Tensor, list[bool]]:
-    """The batch with the identity for members that are not finite, and which were."""
+    """The batch with the identity for members that are not finite, and which are finite."""
     finite: list[bool] = torch.isfinite(_norm(batch)).tolist()
     if all(finite):
         return batch, finite
@@ -332,7 +332,7 @@ _Place: TypeAlias = tuple[torch.device, torch.dtype]
 def _attempt(
     decompose: Decompose, place: _Place, members: Tensor
 ) -> tuple[Decomposition, list[bool]]:
-    """One rung: the whole batch, and one by one if that raises."""
+    """Try one rung of the ladder: the whole batch at once, or one by one if that raises."""
     try:
         parts, sound = decompose(members.to(*place))
         return parts, sound.tolist()
@@ -353,7 +353,7 @@ def _attempt(
 def _attempt_refinement(
     refine: Decompose, place: _Place, members: Tensor
 ) -> tuple[Decomposition, list[bool]]:
-    """The rung below the ladder: eigenvectors from those of an earlier refresh."""
+    """Try the rung below the ladder: eigenvectors from those of an earlier refresh."""
     try:
         parts, sound = refine(members.to(*place))
         return parts, sound.tolist()

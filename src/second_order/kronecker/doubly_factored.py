@@ -49,11 +49,11 @@ class DoublyFactoredBlock(KroneckerBlock):
     """A Linear's weight; its bias has a block of its own.
 
     Args:
-        names: As for any block.
-        modules: As for any block.
-        locations: T. The input is flattened from (channels, locations), as ``nn.Flatten`` does.
-        factor_dtype: Factors are kept in it.
-        triangular: Keep upper triangles.
+        names: Names of the modules that share the weight.
+        modules: The Linears that share the weight.
+        locations: Number T of locations; ``nn.Flatten`` makes the input of (channels, locations).
+        factor_dtype: Dtype in which factors are kept.
+        triangular: Whether to keep upper triangles of factors.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DoublyFactoredBlock(KroneckerBlock):
         rows = d.to(dtype).reshape(-1, d.shape[-1])
         live = live_rows(rows)
         maps = live.pick(x.to(dtype).reshape(-1, self.shape.dim("A"), self.locations))
-        # What is not finite fails in eigh, and is for the statistics to drop.
+        # Inputs that are not finite fail in eigh; the statistics drop them.
         finite = torch.isfinite(maps).flatten(1).all(1)
         psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
         psi = torch.where(finite[:, None], psi, torch.nan)

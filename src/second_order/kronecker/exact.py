@@ -30,12 +30,12 @@ __all__ = ["ExactBlock", "is_normalisation"]
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
-CANCELLED = 1e-4  # of a mean's square: a smaller variance is not to be had from sums of squares
+CANCELLED = 1e-4  # share of a mean's square: sums of squares cannot resolve a smaller variance
 
 
 def is_normalisation(module: nn.Module) -> bool:
     """Whether the gain and the bias of a module can have an exact block."""
-    # What SyncBatchNorm has divided by is known to all processes together only.
+    # The variance that SyncBatchNorm divides by is known to all processes together only.
     if not isinstance(module, NORMALISATIONS) or isinstance(module, nn.SyncBatchNorm):
         return False
     kind = next(k for k in type(module).__mro__ if k.__module__.startswith("torch.nn"))
@@ -47,7 +47,7 @@ def is_normalisation(module: nn.Module) -> bool:
 
 
 def normalised(module: nn.Module, x: Tensor) -> Tensor:
-    """What a normalisation multiplies by its gain: x̂, of the shape of ``x``."""
+    """x̂, the normalised input, which is multiplied by the gain; of the shape of ``x``."""
     if isinstance(module, nn.LayerNorm):
         return layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.RMSNorm):
@@ -65,12 +65,12 @@ def gain_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     """Per-example gradients of a batch norm's gain: the sums of d x̂ over locations.
 
     Args:
-        module: The batch norm.
-        x: Its input, ``(N, C, ...)``.
-        d: The gradient of its output.
+        module: A batch norm.
+        x: The module's input, ``(N, C, ...)``.
+        d: The gradient of the module's output.
 
     Returns:
-        ``(N, C)``.
+        The gradients, ``(N, C)``.
     """
     x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))
     norm = cast(nn.BatchNorm2d, module)
@@ -94,12 +94,12 @@ class ExactBlock(KroneckerBlock):
     """Gain and bias of a normalisation, or the bias of any layer, and their exact curvature.
 
     Args:
-        name: Of the module.
-        module: Whose they are.
-        owned: Its parameters in the optimizer's care that belong to the block, gain first.
-        most: d, beyond which the diagonal alone is kept.
-        factor_dtype: The block is kept in it.
-        triangular: Keep the upper triangle.
+        name: Name of the module.
+        module: The module that has the gain and the bias.
+        owned: The optimizer's parameters of the module that belong to the block, gain first.
+        most: Number d of entries beyond which the diagonal alone is kept.
+        factor_dtype: Dtype in which the block is kept.
+        triangular: Whether to keep the upper triangle.
     """
 
     def __init__(
@@ -134,29 +134,29 @@ class ExactBlock(KroneckerBlock):
         super()._reset()
 
     def follow_requires_grad(self) -> None:
-        """Start anew if other parameters train: those of a gain and a bias are as many."""
+        """Start anew if other parameters train now, also if as many entries as before."""
         if self.trainable and self._staged_for != [id(p) for p in self.params]:
             self._reset()
         super().follow_requires_grad()
 
     @property
     def trains_bias(self) -> bool:
-        """Never: there is no homogeneous coordinate."""
+        """False: there is no homogeneous coordinate."""
         return False
 
     @property
     def training(self) -> tuple[bool, ...]:
-        """Which of its parameters train now."""
+        """Whether each parameter of the block trains now."""
         return tuple(p.requires_grad for p in self.owned)
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Those that train now."""
+        """The block's parameters that train now."""
         return [p for p in self.owned if p.requires_grad]
 
     @property
     def size(self) -> int:
-        """How many parameters it stands for."""
+        """Number of scalar parameters in the block."""
         return sum(p.numel() for p in self.owned)
 
     def _current_shape(self) -> FactorShape:
@@ -193,7 +193,7 @@ class ExactBlock(KroneckerBlock):
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
-        """``(examples, entries)``: ĝ of each, of what trains now."""
+        """ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             sums = [
                 gain_gradients(module, x, d)
@@ -221,7 +221,7 @@ class ExactBlock(KroneckerBlock):
         return p is self.modules[0]._parameters.get("weight")
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """All gradients in one column, ``(1, d, 1)``, or ``(d, 1, 1)``; None if there are none."""
+        """All gradients in one column, ``(1, d, 1)`` or ``(d, 1, 1)``; None without gradients."""
         params = self.params
         if self.without_gradient:
             return None
@@ -229,7 +229,7 @@ class ExactBlock(KroneckerBlock):
         return torch.cat(flat).to(dtype).view(self.shape.gradient_size)
 
     def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
-        """Put a preconditioned column, times a coefficient, where the gradients were."""
+        """Overwrite the gradients by a preconditioned column times a coefficient."""
         params = self.params
         parts = matrix.reshape(-1).split([p.numel() for p in params])
         for p, part in zip(params, parts, strict=True):

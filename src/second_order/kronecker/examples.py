@@ -1,4 +1,4 @@
-"""Which rows of a captured pair are examples: those whose output gradient is not exactly zero.
+"""The rows of a captured pair that are examples: their output gradient is not zero.
 
 A padded token, a label that the loss ignores, or an example beyond a hinge has no part in the loss.
 Counted as an example it would thin A by inputs that teach nothing, and a mean over N terms would be
@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["LiveRows", "live_rows"]
 
-LOOKED_AT = 32  # entries of each row, before all of them are
+LOOKED_AT = 32  # entries of each row that are looked at before all are
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class LiveRows:
     """The rows that are examples.
 
     Attributes:
-        mask: ``(rows,)``, True where a row is one; None if all are known to be.
-        count: Their number; on a device a scalar tensor, for which nobody waits.
+        mask: ``(rows,)``, True where a row is an example; None if all rows are known to be.
+        count: Number of examples; on a device a scalar tensor, which the host does not read.
     """
 
     mask: Tensor | None
@@ -32,7 +32,7 @@ class LiveRows:
     def pick(self, rows: Tensor) -> Tensor:
         """The examples among ``(rows, ...)``; on a device all rows, the others being zero.
 
-        A row that is none and not finite becomes NaN, as it does in the weight's gradient.
+        A row that is no example and not finite becomes NaN, as it does in the weight's gradient.
         """
         if self.mask is None:
             return rows
@@ -41,7 +41,7 @@ class LiveRows:
         return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
     def same(self, other: LiveRows) -> bool:
-        """Whether both are known to be the same rows, without waiting for a device."""
+        """Whether both are known to be the same rows; False where a device would have to tell."""
         if self.mask is None or other.mask is None:
             return self.mask is other.mask and bool(self.count == other.count)
         return _answers_at_once(self.mask.device) and torch.equal(self.mask, other.mask)
@@ -52,7 +52,7 @@ def live_rows(d: Tensor) -> LiveRows:
     if not _answers_at_once(d.device):
         mask = d.flatten(1).abs().amax(1) != 0
         return LiveRows(mask, mask.sum())
-    # Few rows are zero wherever one looks first: the others need not be looked at.
+    # Few rows have zeros in all their first entries: only those are looked at in full.
     look = d[:, :LOOKED_AT]
     while look.dim() > 2:
         look = look.select(-1, look.shape[-1] // 2)
@@ -68,5 +68,5 @@ def live_rows(d: Tensor) -> LiveRows:
 
 
 def _answers_at_once(device: torch.device) -> bool:
-    """Whether a question about values costs no waiting."""
+    """Whether values on a device can be read without waiting, as on the CPU."""
     return device.type == "cpu"

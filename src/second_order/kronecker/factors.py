@@ -26,10 +26,10 @@ __all__ = ["KroneckerFactors", "StagedStatistics", "StatisticsSums", "mean_eigen
 
 @dataclass
 class StatisticsSums:
-    """One step's statistics of a layer: what the ranks add up.
+    """One step's statistics of a layer, as the ranks add them up.
 
     Attributes:
-        factors: By letter, the sum of a factor's examples, as the running average is stored.
+        factors: By letter, the sum over examples of a factor, stored as the running average is.
         head: ``(1 + 2 groups,)``: the number of examples, and the sums of the mean eigenvalues of
             A's groups and of G's; ``(4,)`` with those of L.
     """
@@ -60,7 +60,7 @@ class StagedStatistics:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every pair since the last step."""
+        """Drop every pair since the last step."""
         self._sums: dict[str, Tensor] = {}
         head = 1 + len(self.shape.letters) * self.shape.groups
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
@@ -71,7 +71,7 @@ class StagedStatistics:
 
     @property
     def micro_batches(self) -> int:
-        """The backward passes so far that were the first ones of some forward."""
+        """Number of backward passes so far that were the first through some forward."""
         return len(self._first_passes)
 
     def knows(self, pass_id: int) -> bool:
@@ -96,14 +96,14 @@ class StagedStatistics:
 
         Args:
             pair: Sums over the pair's examples.
-            gradient_scale: What the captured gradient is to be multiplied by to give the gradient
-                of the pass's loss; G takes its square.
+            gradient_scale: Factor that turns the captured gradient into the gradient of the pass's
+                loss; G takes its square.
             pass_id: The backward pass the pair came from.
-            again: Whether an earlier one has come through the same forward.
+            again: Whether an earlier pass has come through the same forward.
             mean: Whether that loss is a mean over the examples.
         """
         if mean:
-            # Over the rows, at first: what share of them are examples the whole step tells, so that
+            # Over the rows, at first: the whole step tells what share of them counts, so that
             # it does not matter how a batch was cut.
             gradient_scale = gradient_scale * pair.rows
         found = {k: _stored(factor, self.triangular) for k, factor in pair.factors.items()}
@@ -132,7 +132,7 @@ class StagedStatistics:
             self._first_passes.add(pass_id)
 
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
-        """What is to be added over ranks, and then divided by the number of examples.
+        """The sums of the step, to be added over ranks and divided by the number of examples.
 
         A module used U times in a pass gives A averaged over its uses and G summed over them
         (the lumped statistics of Ba et al. 2017, appendix C). A use without an example is none,
@@ -156,7 +156,7 @@ class StagedStatistics:
         return StatisticsSums({**self._sums, "G": self._sums["G"] * scale}, head)
 
     def _share_of_examples(self, rows: float | Tensor) -> float | Tensor:
-        """How many of the rows are examples; a number where that costs no waiting."""
+        """The share of the rows that are examples; a number where that costs no waiting."""
         if isinstance(rows, Tensor):
             return self._head[0] / rows.clamp_min(1.0)
         return float(self._head[0]) / max(rows, 1.0)
@@ -165,7 +165,7 @@ class StagedStatistics:
 def _uses_and_rows(
     calls: Sequence[tuple[float | Tensor, Tensor]],
 ) -> tuple[float | Tensor, float | Tensor]:
-    """How often a pass used a module and on how many rows; numbers where that costs no waiting.
+    """Uses of a module in a pass, and its rows; numbers where that costs no waiting.
 
     A call without an example (one beyond the end of every sequence, or one whose output's gradient
     a derivative of ReLU has zeroed) counts only where all calls are like it.
@@ -185,13 +185,13 @@ class KroneckerFactors:
     """Running averages of the factors, each on the ranks that keep it, and their traces, on all.
 
     Attributes:
-        shape: Sizes of the factors.
-        dtype: The factors are stored in it.
+        shape: Sizes of the layer's factors.
+        dtype: Dtype in which the factors are stored.
         triangular: Whether only upper triangles are stored.
-        weight: How much has gone in: the sum of the decays' powers.
+        weight: W of the top of this file, a scalar; 0 before the first statistic.
         means: ``(2, groups)``: the mean eigenvalues of A and of G, averaged as they are; ``(3, 1)``
             with that of L.
-        examples: How many an update takes in, averaged as the factors are; 0 before there was one.
+        examples: Number of examples in an update, averaged as the factors are; 0 before the first.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
 
@@ -237,8 +237,8 @@ class KroneckerFactors:
         """Take in one step's sums, which are used up; nothing changes where nobody had an example.
 
         Args:
-            sums: Over all ranks; of factors that are not kept here, anything.
-            decay: Weight of the past.
+            sums: Sums over all ranks; the values for factors that are not kept here do not matter.
+            decay: Weight of the past, β.
         """
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
@@ -251,17 +251,17 @@ class KroneckerFactors:
         for letter, total in sums.factors.items():
             average = self.stored[letter]
             if average is not None:
-                # The number is not rounded to what the factors are kept in.
+                # The number of examples is not rounded to the factors' dtype.
                 narrow = total.dtype != examples.dtype
                 mean = total.to(examples.dtype) / examples if narrow else total.div_(examples)
                 average.lerp_(mean.to(average.dtype), step.to(average.dtype))
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
-        """A new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal, of a factor kept here.
+        """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal.
 
         Args:
-            which: Its letter.
-            dtype: What it is wanted in.
+            which: The factor's letter.
+            dtype: Dtype of the result.
         """
         stored, dim = self.stored[which], self.shape.dim(which)
         assert stored is not None, f"factor {which} is kept elsewhere"
@@ -270,13 +270,13 @@ class KroneckerFactors:
         return unpack_upper_triangular(stored.to(dtype), dim)
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and G by :meth:`matrix`."""
+        """A and G, each as :meth:`matrix` gives it."""
         return self.matrix("A", dtype), self.matrix("G", dtype)
 
     def mean_curvature(self) -> Tensor:
         """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar.
 
-        Of all three, where a layer is doubly factored.
+        For a doubly factored layer, that of A ⊗ L ⊗ G.
         """
         return self.means.prod(0).mean()
 
@@ -307,6 +307,6 @@ def _stored(matrix: Tensor, triangular: bool) -> Tensor:
 def _blanks(
     shape: FactorShape, device: torch.device, dtype: torch.dtype, triangular: bool
 ) -> dict[str, Callable[[], Tensor]]:
-    """By letter, what makes a factor of zeros, as it is stored."""
+    """Functions, by letter, that make a factor of zeros as it is stored."""
     zeros = partial(torch.zeros, dtype=dtype, device=device)
     return {k: partial(zeros, shape.stored_shape(k, triangular)) for k in shape.letters}

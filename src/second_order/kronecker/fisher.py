@@ -95,7 +95,7 @@ class LabelSampler:
     """Draws labels whose seed is a function of the step, the pass and the rank alone.
 
     Attributes:
-        step: Set by the optimizer before the passes of a step.
+        step: Number of the step, set by the optimizer before the step's passes.
     """
 
     def __init__(self, likelihood: Likelihood, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""How each module type turns (input, gradient of the output) into Kronecker statistics.
+"""Kronecker statistics from (input, gradient of the output), for each type of module.
 
 A layer computes s = W a, with a the input and, where the layer has a bias, a 1 appended. All
 factors carry a leading dimension of groups (1 except for grouped convolutions), so that every
@@ -56,7 +56,7 @@ __all__ = [
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
 
-AUTOCORRELATION_ELEMENTS = 2**20  # of the patch matrix that they spare
+AUTOCORRELATION_ELEMENTS = 2**20  # least elements of a patch matrix spared
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class FactorShape:
         return "AGL" if self.locations else "AG"
 
     def dim(self, letter: str) -> int:
-        """Size of a factor."""
+        """Size n of a factor, by its letter."""
         if letter == "A":
             return self.in_dim // (self.locations or 1)
         return self.out_dim if letter == "G" else self.locations
 
     def is_diagonal(self, letter: str) -> bool:
-        """Whether a factor is kept as its diagonal."""
+        """Whether a factor, by its letter, is kept as its diagonal."""
         return letter == "A" and self.diagonal_a
 
     def stored_shape(self, letter: str, triangular: bool) -> tuple[int, ...]:
@@ -109,14 +109,14 @@ class PairStatistics:
     """Sums over one captured pair.
 
     Attributes:
-        factors: By the factors' letters. A ``(groups, in, in)``, or that as triangles, or
+        factors: The sums, by letter. A ``(groups, in, in)``, or that as triangles, or
             ``(groups, in)`` where it is diagonal; divided by ``examples`` it is this pair's
             estimate of A, and so with L. G ``(groups, out, out)``, or that as triangles; times
             ``examples`` it is the estimate of G when the loss is a mean over the examples, divided
             by them when it is a sum.
-        examples: Their number; on a device a scalar tensor, for which nobody waits.
-        rows: Their number with those that have no gradient.
-        live: Which of the input's rows A is of, where another layer may be given it.
+        examples: Number of examples; on a device a scalar tensor, which the host does not read.
+        rows: Number of rows, those without a gradient included.
+        live: The rows that A is a sum over, if another layer with the same input may use A.
     """
 
     factors: dict[str, Tensor]
@@ -133,8 +133,8 @@ def gram(
     Args:
         x: Shape ``(groups, rows, dim)``.
         homogeneous: Append a 1 to every row, without a copy of the rows.
-        triangular: Give triangles.
-        ones: The number of rows that have it, where the others are zero; None for all.
+        triangular: Whether to return upper triangles.
+        ones: Number of rows that get the 1, if the others are zero; None for all.
 
     Returns:
         Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``; or those as triangles.
@@ -159,15 +159,15 @@ def _symmetric(
     rows: int | Tensor,
     triangular: bool,
 ) -> Tensor:
-    """The matrix of bands of its rows, and of what the homogeneous coordinate adds.
+    """Assemble a symmetric matrix from bands of its rows and the homogeneous coordinate.
 
     Args:
-        bands: As :func:`write_band` takes them, with their first rows.
-        x: A tensor of the dtype and the device that are wanted.
-        dim: Size without the homogeneous coordinate.
+        bands: First row and values of each band, as for :func:`write_band`.
+        x: A tensor with the dtype and the device of the result.
+        dim: Size of the matrix without the homogeneous coordinate.
         column: ``(groups, dim)``, the sum of the rows; None without that coordinate.
-        rows: Their number; a scalar tensor on a device.
-        triangular: Give triangles.
+        rows: Number of rows summed over; a scalar tensor on a device.
+        triangular: Whether to return upper triangles.
     """
     total, matrix = dim + (column is not None), None
     if triangular and total <= GATHERED_UP_TO:
@@ -191,7 +191,7 @@ def _small_triangle(
     column: Tensor | None,
     rows: int | Tensor,
 ) -> Tensor:
-    """As :func:`_symmetric`, where the matrix may as well exist."""
+    """The triangle of :func:`_symmetric` by way of the whole matrix, where it is small."""
     upper, total = None, dim + (column is not None)
     for start, band in bands:
         if upper is None and band.shape[-2] == total:
@@ -300,7 +300,7 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
 def _autocorrelation_gram(
     x: Tensor, conv: Convolution, homogeneous: bool, triangular: bool, examples: int | Tensor
 ) -> Tensor:
-    """What :func:`gram` gives for the patches of the padded input ``x``, without them."""
+    """:func:`gram` of the patches of the padded input ``x``, computed without patches."""
     if x.dim() == 3:  # of one dimension: an image of one row
         x = x.unsqueeze(2)
     (k1, k2), (d1, d2) = (1, *conv.kernel_size)[-2:], (1, *conv.dilation)[-2:]
@@ -329,7 +329,7 @@ def _conv_statistics(
     live, rows = live_rows(d), len(d)
     if live.mask is not None:
         x = live.pick(x)
-        d = live.pick(d) if len(x) < rows else d  # which is zero where x is not left out
+        d = live.pick(d) if len(x) < rows else d  # d is zero where x is not left out
     if len(d) == 0:
         x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
     count, examples = len(d), live.count
@@ -413,15 +413,15 @@ def pair_statistics(
     """Statistics of one captured pair.
 
     Args:
-        module: A supported layer.
+        module: A layer that has Kronecker factors.
         x: The layer's input.
         d: The gradient with respect to the layer's output, same leading shape as the output.
         bias: Whether the homogeneous coordinate belongs to A.
         approximation: How dimensions that share the weight are treated (Eschenhagen et al. 2023).
-        dtype: The sums are formed in this dtype, never in a narrower one than float32.
-        triangular: Give symmetric sums as triangles.
-        known: Of another Linear with the same input; its ``a`` serves if both have the same
-            examples, and ``live`` is then its, too.
+        dtype: Dtype in which the sums are formed, if it is not narrower than float32.
+        triangular: Whether to give symmetric sums as upper triangles.
+        known: Statistics of another Linear with the same input; its A and ``live`` are used
+            if both layers have the same examples.
     """
     kind = _registered_type(module)
     assert kind is not None
@@ -436,7 +436,7 @@ def gradient_to_matrix(
 ) -> Tensor:
     """Gradients of weight and bias as one matrix of shape ``(groups, out, in)``.
 
-    Without a bias it is a view of the weight's gradient wherever that is possible.
+    Without a bias the matrix is a view of the weight's gradient wherever that is possible.
     """
     groups, out = shape.groups, shape.out_dim
     if shape.diagonal_a:

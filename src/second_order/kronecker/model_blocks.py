@@ -1,4 +1,4 @@
-"""Which of a model's modules have curvature, and what is left to the base optimizer."""
+"""Division of a model's modules into blocks with curvature, and the base optimizer's rest."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class LeftToBase:
     """Parameters that the base optimizer trains alone, and why.
 
     Attributes:
-        name: Of their module.
-        kind: Of their module.
-        reason: Why.
-        parameters: How many.
+        name: Name of the parameters' module.
+        kind: Class of the module.
+        reason: Why the module has no block.
+        parameters: Number of scalar parameters.
         unexpected: Whether the module would have a block, but for its size or its state.
     """
 
@@ -43,7 +43,7 @@ class LeftToBase:
 
 @dataclass(frozen=True)
 class BlockRules:
-    """What becomes of layers that are not plain Kronecker blocks.
+    """Rules for layers that are not plain Kronecker blocks.
 
     Attributes:
         max_factor_dim: Layers with a larger factor are left to the base; None for no bound.
@@ -58,12 +58,12 @@ class BlockRules:
     max_exact_dim: int | None = None
 
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
-        """T of a Linear that is to be doubly factored; 0 of any other module.
+        """Number T of locations of a Linear to be doubly factored; 0 for any other module.
 
         Args:
-            name: Of the module.
-            module: It.
-            channels: Of the last convolution before it.
+            name: Name of the module.
+            module: The module.
+            channels: Output channels of the last convolution before the module, or None.
         """
         if not isinstance(module, nn.Linear):
             return 0
@@ -108,12 +108,12 @@ def find_blocks(
         skip: Patterns (shell style) of module names or class names to leave to the base, with all
             that is inside them.
         known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
-        factor_dtype: For new blocks.
-        triangular: For new blocks.
-        rules: Beyond Kronecker blocks; None for nothing.
+        factor_dtype: Dtype of the factors of new blocks.
+        triangular: Whether new blocks keep upper triangles.
+        rules: Rules for layers that are not plain Kronecker blocks; None for none.
 
     Returns:
-        The blocks in the order of the model's modules, and the rest.
+        The blocks in the order of the model's modules, and the parameters left to the base.
 
     Raises:
         ValueError: If the rules do not fit the model.
@@ -123,7 +123,7 @@ def find_blocks(
     patterns, everything = list(skip), dict(model.named_modules(remove_duplicate=False))
     sharing: dict[int, list[tuple[str, nn.Module]]] = {}
     left: list[LeftToBase] = []
-    unexpected: set[str] = set()  # reasons
+    unexpected: set[str] = set()  # reasons that make a row an unexpected one
     counted: set[int] = set()
     locations: dict[nn.Module, int] = {}
     exact: dict[int, ExactBlock] = {}  # by what they come after
@@ -137,7 +137,7 @@ def find_blocks(
         left.append(LeftToBase(name or "(model)", kind, reason, count, odd))
 
     def add_exact(name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
-        """An exact block of some of a module's parameters, if there is to be one."""
+        """Add an exact block of some of a module's parameters, if the rules ask for one."""
         named = [module._parameters.get(letter) for letter in letters]
         params = [p for p in named if p is not None and id(p) in owned and id(p) not in counted]
         if rules.max_exact_dim is None or not params:
@@ -189,7 +189,7 @@ def find_blocks(
         if not members:
             blocks.append(exact[key])
             continue
-        if key in exact:  # its curvature is not of what the other module does with the gain
+        if key in exact:  # an exact block would not see what the other module does with the gain
             tied, reason = exact[key], "its weight is tied to a module left to the base"
             count = sum(p.numel() for p in tied.owned)
             left.append(LeftToBase(tied.name, type(tied.modules[0]).__name__, reason, count))
@@ -234,7 +234,7 @@ def find_blocks(
 
 
 def _too_large(module: nn.Module, locations: int, rules: BlockRules) -> str | None:
-    """Why a layer's factors are not to be kept; None if they are."""
+    """Why a layer's factors are too large to be kept; None if they are not."""
     if rules.max_factor_dim is None:
         return None
     shape = factor_shape(module, module._parameters.get("bias") is not None)
@@ -249,7 +249,7 @@ def _too_large(module: nn.Module, locations: int, rules: BlockRules) -> str | No
 
 
 def _barred(module: nn.Module, weight: Tensor | None) -> str | None:
-    """Why a module is left to the base, whatever its type; None if nothing is in the way."""
+    """Why a module is left to the base, whatever its type; None if there is no reason."""
     if isinstance(module, torch.jit.ScriptModule):
         return "torch.jit has compiled it and runs no hooks; train the plain module"
     if weight is not None and weight.numel() == 0:

@@ -1,4 +1,4 @@
-"""Sums of statistics that are finite one by one, and not together."""
+"""Overflow in sums of statistics: each is finite, but not their sum."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["drop_overflow"]
 
 
 def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
-    """Zero sums of which an entry may no longer fit its dtype; ``()``, whether it has been done.
+    """Zero sums whose entries may not fit their dtype; returns whether, a scalar tensor.
 
     No entry of a positive semi-definite matrix exceeds its trace, which the head knows: on all
     ranks, whoever keeps the factors, so that all come to the same verdict.
 
     Args:
-        sums: Over all ranks; changed in place.
-        shape: Of the layer.
+        sums: A layer's sums over all ranks; changed in place.
+        shape: Sizes of the layer's factors.
     """
     widest = max(shape.dim(letter) for letter in shape.letters)
     bound = torch.finfo(sums.factors["A"].dtype).max / widest

@@ -70,8 +70,8 @@ def sum_patches(x: Tensor, conv: Convolution) -> Tensor:
     each dimension.
 
     Args:
-        x: As of :func:`extract_patches`.
-        conv: As there.
+        x: Input of shape ``(N, C, *spatial)``.
+        conv: The layer, as for :func:`extract_patches`.
 
     Returns:
         Shape ``(N, groups, in)``, with the order of ``conv.weight.flatten(1)``.
@@ -109,7 +109,7 @@ def _taps_met(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Shape ``(kernel, size)``: 1 where a tap meets an input, of one dimension."""
+    """A matrix ``(kernel, size)``: 1 where a tap meets an input along one dimension."""
     with torch.inference_mode(False):
         outputs = (size + sum(side) - dilation * (kernel - 1) - 1) // stride + 1
         met = torch.zeros(kernel, size, dtype=dtype, device="cpu")

@@ -49,11 +49,11 @@ class Inverse(Protocol):
     """A damped inverse of one layer's curvature block, ready to be applied."""
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Apply to a gradient of shape ``(groups, out, in)``."""
+        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that this inverse holds."""
+        """All tensors that this inverse holds."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class EigenInverse:
     solve with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
 
     Attributes:
-        vectors: By letter, eigenvectors ``(groups, n, n)``, one a column; none of a diagonal A.
+        vectors: By letter, eigenvectors ``(groups, n, n)`` as columns; none for a diagonal A.
         scale: 1 / (v_G vᵀ + γ), ``(groups, out, in)``, or ``(1, out, channels, locations)``.
     """
 
@@ -72,7 +72,7 @@ class EigenInverse:
     scale: Tensor
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Apply to a gradient of shape ``(groups, out, in)``."""
+        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
         q_a, q_g, q_l = (self.vectors.get(letter) for letter in "AGL")
         assert q_g is not None
         rotated = q_g.mT @ gradient
@@ -87,7 +87,7 @@ class EigenInverse:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that this inverse holds."""
+        """All tensors that this inverse holds."""
         return [*self.vectors.values(), self.scale]
 
 
@@ -105,7 +105,7 @@ class FactoredInverse:
     inverses: dict[str, Tensor]
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Apply to a gradient of shape ``(groups, out, in)``."""
+        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
         a, g, locations = (self.inverses.get(letter) for letter in "AGL")
         assert a is not None
         assert g is not None
@@ -121,7 +121,7 @@ class FactoredInverse:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that this inverse holds."""
+        """All tensors that this inverse holds."""
         return list(self.inverses.values())
 
 
@@ -138,47 +138,47 @@ def factored_damping(*means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
         damping: γ, a number or a scalar.
 
     Returns:
-        What is added to the diagonal of each factor, of shape ``(groups,)``.
+        The damping of each factor's diagonal, of shape ``(groups,)``.
     """
     stacked = torch.stack(means)
     usable = (stacked > 0).all(0)
-    logarithms = torch.where(usable, stacked, 1.0).log()  # of a product that may overflow
+    logarithms = torch.where(usable, stacked, 1.0).log()  # logarithms: the product may overflow
     pi = (logarithms - logarithms.mean(0)).exp()
     return tuple((pi * damping ** (1 / len(means))).unbind())
 
 
 def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, without the rest of the batch or message that it is a view of."""
+    """The tensor in a dtype, copied if it is a view of a larger batch or message."""
     part = part.to(dtype).contiguous()
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 class Solver(Protocol):
-    """How factors become something that preconditions."""
+    """A method that turns factors into a damped inverse."""
 
     def dampings(
         self, means: Tensor, damping: Damping, exact: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """What goes on the diagonals of the factors before they are decomposed.
+        """The damping that each factor's diagonal gets before it is decomposed.
 
         Args:
             means: Mean eigenvalues of A and of G, ``(2, groups)``, or of A, G and L.
-            damping: γ.
-            exact: Whether G is the whole curvature.
+            damping: γ, the layer's damping.
+            exact: Whether G is the whole curvature, as in an exact block.
 
         Returns:
-            Each ``(groups,)``, or None for nothing.
+            For each factor ``(groups,)``, or None for no damping.
         """
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
     ) -> list[Decomposition | None]:
-        """Decompose factors; None for those that cannot be.
+        """Decompose factors; None for each that has no sound decomposition.
 
         Args:
             problems: The damped factors.
-            dtype: Decompositions are kept and sent in it.
-            triangular: Large symmetric ones are kept and sent as triangles.
+            dtype: Dtype in which decompositions are kept and sent.
+            triangular: Whether large symmetric results are kept and sent as upper triangles.
         """
 
     def kept_shapes(
@@ -196,13 +196,13 @@ class EigenSolver:
     def dampings(
         self, means: Tensor, damping: Damping, exact: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """Nothing yet."""
+        """None for each factor: γ is added to the products of eigenvalues, in :meth:`combine`."""
         return (None,) * len(means)
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
     ) -> list[Decomposition | None]:
-        """``(eigenvectors, eigenvalues)`` each, or ``(eigenvalues,)`` of a diagonal factor."""
+        """Decompose into ``(eigenvectors, eigenvalues)``, a diagonal into ``(eigenvalues,)``."""
 
         def keep(parts: Decomposition) -> Decomposition:
             return tuple(_owned(part, dtype) for part in parts)
@@ -212,7 +212,7 @@ class EigenSolver:
     def kept_shapes(
         self, groups: int, dim: int, is_diagonal: bool, triangular: bool
     ) -> tuple[tuple[int, ...], ...]:
-        """Eigenvectors and eigenvalues."""
+        """Shapes of the eigenvectors, if any, and of the eigenvalues."""
         return ((groups, dim),) if is_diagonal else ((groups, dim, dim), (groups, dim))
 
     def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
@@ -228,7 +228,7 @@ class EigenSolver:
 
 
 def _reciprocal(curvature: Tensor, damping: Damping) -> Tensor:
-    """1 / (curvature + γ), in place."""
+    """Compute 1 / (curvature + γ), in place."""
     # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
     return curvature.add_(damping).reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
 
@@ -239,7 +239,7 @@ class InverseSolver:
     def dampings(
         self, means: Tensor, damping: Damping, exact: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """π √γ and √γ/π, or πᵢ γ^(1/3); on an exact block γ itself."""
+        """Split γ: π √γ and √γ/π, or πᵢ γ^(1/3) with an L; γ itself for an exact block."""
         if exact:
             return None, torch.zeros_like(means[1]) + damping
         return factored_damping(*means.unbind(), damping=damping)
@@ -247,7 +247,7 @@ class InverseSolver:
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
     ) -> list[Decomposition | None]:
-        """``(inverse,)`` each."""
+        """Decompose each factor into ``(inverse,)``."""
 
         def keep(parts: Decomposition) -> Decomposition:
             (inverse,) = parts
@@ -261,7 +261,7 @@ class InverseSolver:
     def kept_shapes(
         self, groups: int, dim: int, is_diagonal: bool, triangular: bool
     ) -> tuple[tuple[int, ...], ...]:
-        """The inverse."""
+        """Shape of the inverse, alone in a tuple."""
         if is_diagonal:
             return ((groups, dim),)
         if triangular and dim >= TRIANGULAR_FROM:
@@ -269,7 +269,7 @@ class InverseSolver:
         return ((groups, dim, dim),)
 
     def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
-        """Nothing is left to do, but that small factors beside an L are whole matrices."""
+        """Collect the factors' inverses; beside an L, triangles are unpacked."""
         inverses = {letter: _owned(part[0], part[0].dtype) for letter, part in parts.items()}
         if "L" in parts:
             inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
@@ -277,7 +277,7 @@ class InverseSolver:
 
 
 def _whole(inverse: Tensor) -> Tensor:
-    """The matrices of an inverse, be they triangles or not."""
+    """An inverse as whole matrices, unpacked if it is stored as triangles."""
     if inverse.dim() == 3:
         return inverse
     dim = (math.isqrt(8 * inverse.shape[-1] + 1) - 1) // 2

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MIRROR_BLOCK = 256
-HALVED_FROM = 1024  # below, four small products are slower than one and a copy
+HALVED_FROM = 1024  # size below which four small products are slower than one product and a copy
 # Packed by a gather: on one core 5 µs instead of 70 at n = 65, 45 instead of 120 at 320, 160 of 260
 # at 577. The indices of a size take 6 n² bytes.
 GATHERED_UP_TO = 320
@@ -53,13 +53,13 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
 
 
 def pack_from_upper(matrix: Tensor) -> Tensor:
-    """As :func:`pack_upper_triangular`, by a gather that reads no element below the diagonal."""
+    """Pack as :func:`pack_upper_triangular`, without reading elements below the diagonal."""
     indices = _gathers(matrix.shape[-1], matrix.device)
     return matrix.flatten(-2).index_select(-1, indices.pack)
 
 
 class _Gathers(NamedTuple):
-    """Where each element of a triangle is in its matrix, the reverse, and where the diagonal is."""
+    """Indices of a triangle's elements in its matrix, the reverse, and of the diagonal."""
 
     pack: Tensor
     unpack: Tensor
@@ -90,7 +90,7 @@ def _pack_by_blocks(matrix: Tensor) -> Tensor:
 
 
 def empty_symmetric(like: Tensor, groups: int, dim: int, triangular: bool) -> Tensor:
-    """What :func:`write_band` fills: ``(groups, n, n)``, or ``(groups, n (n + 1) / 2)``."""
+    """An empty target for :func:`write_band`: ``(groups, n, n)``, or that as a triangle."""
     return like.new_empty(groups, *((packed_length(dim),) if triangular else (dim, dim)))
 
 
@@ -98,10 +98,10 @@ def write_band(target: Tensor, dim: int, start: int, band: Tensor) -> None:
     """Put some rows of a symmetric matrix in their place; the matrix itself need not exist.
 
     Args:
-        target: From :func:`empty_symmetric`.
-        dim: n.
-        start: The first of the rows.
-        band: Shape ``(groups, rows, columns)``, the columns from ``start`` on, to n or less.
+        target: The matrix to fill, from :func:`empty_symmetric`.
+        dim: Size n of the matrix.
+        start: Index of the band's first row.
+        band: The rows, ``(groups, rows, columns)``, from column ``start`` to n or less.
     """
     h, (rows, columns) = dim // 2, band.shape[-2:]
     stop, end = start + rows, start + columns
@@ -125,7 +125,7 @@ def write_band(target: Tensor, dim: int, start: int, band: Tensor) -> None:
 
 
 def write_last_row(target: Tensor, dim: int, row: Tensor) -> None:
-    """Put the last row and column, ``(groups, n)``, of what :func:`write_band` fills."""
+    """Write the last row and column, ``(groups, n)``, of a target of :func:`write_band`."""
     if target.dim() == 3:
         target[:, -1] = target[:, :, -1] = row
         return
@@ -190,11 +190,11 @@ def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
 
 
 def times_packed(left: Tensor, packed: Tensor) -> Tensor:
-    """``left @ X`` for a packed X, of which no more than a quarter is unpacked at a time.
+    """``left @ X`` for a packed X; no more than a quarter of X is unpacked at a time.
 
     Args:
-        left: Shape ``(groups, m, n)``.
-        packed: Shape ``(groups, n (n + 1) / 2)``.
+        left: The left factor, ``(groups, m, n)``.
+        packed: X, ``(groups, n (n + 1) / 2)``.
 
     Returns:
         Shape ``(groups, m, n)``.
@@ -211,11 +211,11 @@ def times_packed(left: Tensor, packed: Tensor) -> Tensor:
 
 
 def packed_times(packed: Tensor, right: Tensor) -> Tensor:
-    """``X @ right`` for a packed X, as :func:`times_packed`.
+    """``X @ right`` for a packed X, unpacked as :func:`times_packed` does.
 
     Args:
-        packed: Shape ``(groups, n (n + 1) / 2)``.
-        right: Shape ``(groups, n, m)``.
+        packed: X, ``(groups, n (n + 1) / 2)``.
+        right: The right factor, ``(groups, n, m)``.
 
     Returns:
         Shape ``(groups, n, m)``.
@@ -232,7 +232,7 @@ def packed_times(packed: Tensor, right: Tensor) -> Tensor:
 
 
 def _blocks(packed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views: X12; a square with X11 in its upper triangle; a square with X22 in its lower one."""
+    """Views of X12, of a square with X11 in its upper triangle, and X22 in its lower one."""
     batch = packed.shape[:-1]
     h, m = dim // 2, dim - dim // 2
     first = packed[..., : h * m].view(*batch, h, m)

@@ -43,7 +43,7 @@ class Hessian:
         loss_fns: Evaluates the loss of a batch, and does not call ``backward``; or a sequence of
             such functions, one a micro-batch. Each returns a scalar, or a pair of it and the number
             of examples it is the mean over, by which micro-batches (and processes) are weighted.
-        params: What to differentiate with respect to: any parameters of the model.
+        params: The parameters to differentiate with respect to, any of the model.
         mode: How to multiply, see above. "auto": "retained" for one function, "recomputed" for
             several. "recomputed" and "differences" evaluate every function again at each product,
             with the random numbers of the first time: the batch must be the same.
@@ -52,8 +52,8 @@ class Hessian:
     Attributes:
         size: n, the number of unknowns.
         examples: The weight of this process's batch, once it has been evaluated.
-        loss: Its loss times that weight.
-        products: How many products have been made.
+        loss: The loss of this process's batch times its weight.
+        products: Number of products made so far.
 
     Raises:
         CurvatureError: On entering or at a product, if the loss is no scalar, its graph is gone,
@@ -109,10 +109,10 @@ class Hessian:
         """H v times :attr:`examples`: sums over batches, micro-batches and processes add up.
 
         Args:
-            v: ``(n,)``, in any floating dtype.
+            v: The vector, ``(n,)``, in any floating dtype.
 
         Returns:
-            ``(n,)``, in the dtype of v.
+            The product, ``(n,)``, in the dtype of v.
         """
         self.products += 1
         directions = [
@@ -140,7 +140,7 @@ class Hessian:
         return torch.autocast(self.params[0].device.type, enabled=False)
 
     def _add(self, total: Tensor | None, parts: Parts, factor: float, dtype: torch.dtype) -> Tensor:
-        """Total + factor · the parts, as one vector."""
+        """The sum total + factor · parts, as one flat vector."""
         pairs = list(zip(parts, self.params, strict=True))
         present = [p if part is None else part for part, p in pairs]
         flat = torch.cat([part.detach().reshape(-1) for part in present]).to(dtype)
@@ -152,7 +152,7 @@ class Hessian:
         return flat if total is None else total.add_(flat)
 
     def _product(self, gradients: Parts, directions: Sequence[Tensor], *, retain: bool) -> Parts:
-        """∇(gᵀv); a gradient without a graph is constant."""
+        """Compute ∇(gᵀv); a gradient without a graph counts as constant."""
         pairs = zip(gradients, directions, strict=True)
         curved = [(g, v) for g, v in pairs if g is not None and g.requires_grad]
         if not curved:
@@ -192,14 +192,14 @@ class Hessian:
         return total
 
     def evaluate(self) -> None:
-        """The loss alone, into :attr:`loss` and :attr:`examples`."""
+        """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
         self.examples = self.loss = 0.0
         for loss_fn in self._loss_fns:
             self._rewind()
             self._evaluate(loss_fn)
 
     def _evaluate(self, loss_fn: LossFn) -> tuple[Tensor, float]:
-        """The loss, under the autocast that was in force where this object was made."""
+        """The loss and its examples, under the autocast that was on where this object was made."""
         device, (enabled, dtype) = self.params[0].device.type, self._autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled):
             loss, examples = _checked(loss_fn())
@@ -208,12 +208,12 @@ class Hessian:
         return loss, examples
 
     def _rewind(self) -> None:
-        """Let the next evaluation start from where the first did."""
+        """Set random state and buffers back to those of the first evaluation."""
         self._random.restore()
         self._modules.rewind()
 
     def _gradient(self, loss_fn: LossFn, *, twice: bool) -> tuple[float, list[Tensor | None]]:
-        """(examples, ∇L), with the graph of ∇L if it is to be differentiated again."""
+        """The pair (examples, ∇L), with the graph of ∇L if it is to be differentiated again."""
         loss, examples = self._evaluate(loss_fn)
         custom = _custom_functions(loss)
         used: list[Any] = []
@@ -234,10 +234,10 @@ class Hessian:
 
 
 def check_closure(given: Any) -> None:
-    """Raise unless there is a function that evaluates a loss, or a sequence of some.
+    """Raise unless ``given`` is a function that evaluates a loss, or a sequence of some.
 
     Raises:
-        TypeError: If something is no function.
+        TypeError: If an element is no function.
         ValueError: If the sequence is empty.
     """
     several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
@@ -302,7 +302,7 @@ _COMPILED = (
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn what autograd says about a second derivative into what can be done about it."""
+    """Turn autograd's errors on second derivatives into CurvatureErrors with a remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -363,7 +363,7 @@ def _note(used: list[Any], function: Any, _: Any) -> None:
 
 
 def _require_second_derivatives(functions: Sequence[Any]) -> None:
-    """Raise if one has none: torch itself takes it for constant where the loss is linear in it."""
+    """Raise if a function has none: torch takes it for constant if the loss is linear in it."""
     for function in functions:
         if function.__name__ == "CompiledFunction":
             raise CurvatureError(_COMPILED)

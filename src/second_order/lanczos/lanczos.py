@@ -24,7 +24,7 @@ ASK_ALWAYS, ASK_EVERY = 128, 4
 
 
 class Space(Protocol):
-    """Where the vectors of a recurrence live: this process holds some rows of each."""
+    """The space of a recurrence's vectors: this process holds some rows of each."""
 
     size: int
     """n, rows of all processes together."""
@@ -43,13 +43,13 @@ class Space(Protocol):
 
 
 class LocalSpace:
-    """All rows are here.
+    """A space of one process, which holds all rows.
 
     Args:
-        product: ``(n,) -> (n,)``, multiplication by a symmetric matrix.
-        size: n.
-        dtype: Of the vectors.
-        device: Of the vectors.
+        product: Multiplies by a symmetric matrix, ``(n,) -> (n,)``.
+        size: Size n of the matrix.
+        dtype: Dtype of the vectors.
+        device: Device of the vectors.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class LocalSpace:
         return normal(self.size, seed, scale).to(self._device, self._dtype)
 
     def apply(self, d: Tensor) -> Tensor:
-        """H d."""
+        """The product H d."""
         return self._product(d)
 
     def total(self, x: Tensor) -> Tensor:
-        """The tensor."""
+        """The tensor itself: there is one process."""
         return x
 
     def first(self, x: Tensor) -> Tensor:
-        """The tensor."""
+        """The tensor itself: there is one process."""
         return x
 
 
 def normal(size: int, seed: int, scale: float) -> Tensor:
-    """``(size,)``, scale times a standard normal vector in float32."""
+    """Draw ``(size,)``: scale times a standard normal vector in float32."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, generator=generator, dtype=torch.float32).mul_(scale)
 
@@ -104,12 +104,12 @@ class Ritz:
 
 @dataclass(frozen=True)
 class Tridiagonal:
-    """What a recurrence leaves.
+    """The result of a recurrence: D and B.
 
     Attributes:
         basis: ``(m, rows)``, this process's rows of D, transposed: orthonormal vectors.
-        diagonal: ``(m,)`` of B, float64 on the CPU.
-        off_diagonal: ``(m,)``: B's m − 1, and ‖h‖ after the last step.
+        diagonal: ``(m,)`` the diagonal of B, float64 on the CPU.
+        off_diagonal: ``(m,)`` B's m − 1 entries beside it, and ‖h‖ after the last step.
         finite: Whether every number has been finite.
     """
 
@@ -119,7 +119,7 @@ class Tridiagonal:
     finite: bool
 
     def ritz(self) -> Ritz:
-        """Its Ritz pairs."""
+        """The Ritz pairs of B."""
         return _ritz(self.diagonal, self.off_diagonal)
 
 
@@ -128,7 +128,7 @@ def _ritz(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
     B = torch.diag(diagonal) + torch.diag(inner, 1) + torch.diag(inner, -1)
     try:
         values, vectors = torch.linalg.eigh(B)
-    except Exception:  # the others are about to hear of this process's verdict, or to say theirs
+    except Exception:  # the verdicts are exchanged next: the others must not wait in vain
         values, vectors = torch.full_like(diagonal, torch.nan), torch.full_like(B, torch.nan)
     return Ritz(values, vectors, off_diagonal[-1] * vectors[-1].abs())
 
@@ -142,7 +142,7 @@ def tridiagonalise(
     finished: Callable[[Ritz], bool] | None = None,
     seed: int = 0,
 ) -> Tridiagonal:
-    """Run the recurrence.
+    """Run the Lanczos recurrence.
 
     B is kept in float64, D in the dtype of ``start``. The host reads coefficients at each
     iteration, and so waits for the device.
@@ -150,11 +150,11 @@ def tridiagonalise(
     Args:
         space: The product and the sums.
         start: ``(rows,)``, this process's rows of the start vector, of any length but 0.
-        iterations: m at most; no more than n are made.
+        iterations: Number m of iterations at most; no more than n are made.
         at_least: Where the Krylov space is exhausted earlier than after so many vectors, the
             recurrence goes on from a random vector orthogonal to it.
-        finished: Asked after each iteration from ``at_least`` on; True ends the run.
-        seed: Of those random vectors.
+        finished: Called after each iteration from ``at_least`` on; True ends the run.
+        seed: Seed of those random vectors.
     """
     iterations = min(iterations, space.size)
     D = start.new_empty((iterations, start.numel()))
@@ -206,7 +206,7 @@ def _agreed(
     finished: Callable[[Ritz], bool] | None,
     device: torch.device,
 ) -> bool:
-    """The first process's verdict: rounding may not part the others from it."""
+    """Whether the run is finished, as the first process finds: rounding must not part them."""
     if finished is None:
         return False
     numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
@@ -215,7 +215,7 @@ def _agreed(
 
 
 def _square(x: Tensor) -> Tensor:
-    """``(1,)`` ‖x‖², summed in float64."""
+    """The squared norm ‖x‖², ``(1,)``, summed in float64."""
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
     return norm.square().reshape(1)
 

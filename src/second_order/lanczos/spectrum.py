@@ -1,4 +1,4 @@
-"""From a recurrence to what people ask for: the extreme eigenpairs, and the spectral density.
+"""Extreme eigenpairs and the spectral density of a Hessian, by the Lanczos recurrence.
 
     m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair has
     β_m |s_{mi}| <= tol |θᵢ|;  V̂ = D U[:, last k ∪ first l]
@@ -39,7 +39,7 @@ UNDECOMPOSED = (
     "the tridiagonal matrix of the recurrence could not be decomposed on the first process; use "
     "another batch, or a wider dtype"
 )
-ROUNDING = 4.0  # a product and its reorthogonalisation round by so many eps ‖H‖
+ROUNDING = 4.0  # times eps ‖H‖: rounding of a product and its reorthogonalisation
 
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
 
@@ -52,8 +52,8 @@ class Pairs:
         values: ``(r,)`` the largest in descending order, then the smallest in ascending order;
             float64 on the CPU.
         residuals: ``(r,)`` ‖Hv − θv‖ by the recurrence, without rounding; float64 on the CPU.
-        largest: How many of them are the largest.
-        iterations: Products it took.
+        largest: Number of pairs that are the largest ones.
+        iterations: Number of products the run took.
         finite: False if a number was not finite, or B could not be decomposed; there are no pairs
             then.
         norm: The largest |θ| of the whole run, which ‖H‖ is at least.
@@ -73,12 +73,12 @@ class Pairs:
     trouble: str = ""
 
     def bounds(self) -> Tensor:
-        """``(r,)`` ‖Hv − θv‖, at least what rounding in the vectors' dtype leaves of it."""
+        """Bounds on ‖Hv − θv‖, ``(r,)``: the residuals, or rounding if that is larger."""
         least = ROUNDING * torch.finfo(self.basis.dtype).eps * self.norm
         return self.residuals.clamp(min=least)
 
     def vectors(self) -> Tensor:
-        """``(r, rows)`` V̂, transposed: this process's rows of vectors that are orthonormal."""
+        """V̂ transposed, ``(r, rows)``: this process's rows of the orthonormal vectors."""
         if not self.basis.is_cuda:
             return self.combination.t() @ self.basis
         # One at a time: a product of matrices may be rounded to TF32 there, whatever we ask for.
@@ -106,11 +106,11 @@ def extreme_pairs(
     Args:
         space: The product and the sums.
         start: ``(rows,)``, this process's rows of the start vector.
-        largest: k.
-        smallest: l.
-        iterations: m at most; None for :func:`default_iterations`.
+        largest: Number k of largest pairs.
+        smallest: Number l of smallest pairs.
+        iterations: Number m of iterations at most; None for :func:`default_iterations`.
         tol: The run ends once every wanted pair has a residual of at most tol |θ|.
-        seed: Of random vectors where the Krylov space is exhausted early.
+        seed: Seed of random vectors where the Krylov space is exhausted early.
     """
     wanted = min(largest + smallest, space.size)
     largest = min(largest, wanted)
@@ -156,7 +156,7 @@ def _no_pairs(run: Tridiagonal, start: Tensor, why: str) -> Pairs:
 
 
 def _everybodys_ritz(space: Space, run: Tridiagonal, device: torch.device) -> Ritz:
-    """The first process's: its signs, its choice among degenerate vectors, its failure."""
+    """The first process's Ritz pairs, so that signs, degenerate vectors and failures agree."""
     ritz = run.ritz()
     packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
     packed = space.first(packed.to(device)).cpu()
@@ -175,8 +175,8 @@ class Eigenpairs:
             is an eigenvalue within it of θ if products are exact to that, which they are not in
             narrower arithmetic than ``dtype``, nor by differences.
         converged: ``(k + l,)`` whether the residual is at most ``tol`` |θ|.
-        products: Hessian-vector products it took.
-        largest: k.
+        products: Number of Hessian-vector products taken.
+        largest: Number k of largest pairs.
     """
 
     eigenvalues: Tensor
@@ -221,19 +221,19 @@ def eigenpairs(
             processes are weighted; they weigh the same otherwise.
         params: A module, for its trainable parameters, or any of its parameters: the eigenpairs are
             then those of that block of the Hessian.
-        largest: How many of the algebraically largest pairs.
-        smallest: How many of the algebraically smallest (most negative) pairs.
-        iterations: Hessian-vector products at most; None for max(4(k + l), 2 ln n). What has not
-            converged by then is said in ``converged``.
+        largest: Number k of algebraically largest pairs.
+        smallest: Number l of algebraically smallest (most negative) pairs.
+        iterations: Hessian-vector products at most; None for max(4(k + l), 2 ln n). Pairs that have
+            not converged by then are False in ``converged``.
         tol: Stop once ‖Hv − θv‖ <= tol |θ| for every pair asked for.
         start: ``(n,)`` to start from, the sum of eigenvectors known from before, for instance; None
             for a seeded random vector.
-        seed: Of the start vector.
+        seed: Seed of the start vector.
         hvp: "retained" keeps one graph and multiplies through it, "recomputed" evaluates every
             function again at each product, "differences" takes finite differences of gradients,
             for what cannot be differentiated twice. "auto": retained for one function, recomputed
             for several.
-        dtype: Of the Lanczos vectors; None for float64 where a parameter is, float32 otherwise.
+        dtype: Dtype of the Lanczos vectors; None for float64 where a parameter is, else float32.
         process_group: Processes that call this together, each with its own batch: the Hessian is
             that of the union, and vectors are kept in parts. None: this process alone.
 
@@ -282,9 +282,9 @@ class SpectralDensity:
     Attributes:
         nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early is padded
             with nodes of weight 0.
-        weights: ``(probes, m)`` their weights; each probe's sum to 1.
+        weights: ``(probes, m)`` weights of the nodes; those of each probe sum to 1.
         size: n, the number of eigenvalues.
-        products: Hessian-vector products it took.
+        products: Number of Hessian-vector products taken.
     """
 
     nodes: Tensor
@@ -300,11 +300,11 @@ class SpectralDensity:
         """The density on a grid, each node a Gaussian of a standard deviation of ``width``.
 
         Args:
-            grid: ``(g,)``.
-            width: In units of eigenvalues.
+            grid: Points to evaluate at, ``(g,)``, in units of eigenvalues.
+            width: Standard deviation, in units of eigenvalues.
 
         Returns:
-            ``(g,)``, with an integral of 1.
+            The density, ``(g,)``, with an integral of 1.
         """
         grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
@@ -323,17 +323,17 @@ def spectral_density(
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> SpectralDensity:
-    """How the eigenvalues of the Hessian of a loss are distributed, all of them.
+    """Estimate the density of all eigenvalues of the Hessian of a loss.
 
     Args:
-        loss_fn: As for :func:`eigenpairs`.
-        params: As for :func:`eigenpairs`.
+        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as for :func:`eigenpairs`.
         probes: Random vectors to average over.
         iterations: Products for each; details finer than the spectrum's width divided by it blur.
-        seed: Of the vectors.
-        hvp: As for :func:`eigenpairs`.
-        dtype: As for :func:`eigenpairs`.
-        process_group: As for :func:`eigenpairs`.
+        seed: Seed of the random vectors.
+        hvp: How products are made, as for :func:`eigenpairs`.
+        dtype: Dtype of the Lanczos vectors, as for :func:`eigenpairs`.
+        process_group: Processes that call together, as for :func:`eigenpairs`.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
@@ -375,7 +375,7 @@ def mean_loss(
         with hessian:
             hessian.evaluate()
         sums[0], sums[1] = hessian.loss, hessian.examples
-    except Exception:  # the others are about to sum
+    except Exception:  # the others sum next, and would wait in vain
         pass
     world.all_reduce([sums]).wait()
     loss, examples = sums.tolist()
@@ -383,7 +383,7 @@ def mean_loss(
 
 
 class Measured:
-    """The Hessian of every process's batch, as a :class:`RowSpace` to run recurrences in.
+    """A context with the Hessian of all processes' batches as a :class:`RowSpace`.
 
     Inside, autocast is off for all but the loss. A process whose loss cannot be evaluated raises
     its error, and so do all the others with it.
@@ -431,7 +431,7 @@ class Measured:
 
 
 def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    """float64 where a parameter is, float32 otherwise."""
+    """The dtype of Lanczos vectors: float64 where a parameter is, float32 otherwise."""
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
 
 

@@ -39,7 +39,7 @@ _DDP_FLAGS = {
 
 
 class _Modules:
-    """What the modules that are called have been before: buffers, DDP's reducer, cuDNN's RNNs."""
+    """The modules called, with their earlier state: buffers, DDP's reducer, cuDNN's RNNs."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -88,11 +88,11 @@ def undisturbed(params: Sequence[Tensor], model: nn.Module | None = None) -> Ite
     its parts. Attention runs without fused kernels inside, which have no second derivative.
 
     Args:
-        params: The parameters differentiated with respect to.
+        params: The parameters to differentiate with respect to.
         model: The module whose train/eval mode is kept.
 
     Yields:
-        What puts the buffers back for another evaluation.
+        The modules called, which can put buffers back for another evaluation.
     """
     random, modules = RandomState(params), _Modules()
     gradients = [p.grad for p in params]

@@ -21,7 +21,7 @@ __all__ = ["RowSpace", "row_bounds"]
 
 
 def row_bounds(size: int, processes: int) -> list[int]:
-    """Where each process's rows start, and the end: n rows in parts that differ by at most one."""
+    """The index at which each process's rows start, and n; parts differ by at most one row."""
     return [size * p // processes for p in range(processes + 1)]
 
 
@@ -32,15 +32,15 @@ class RowSpace:
     failed, so that no process is left waiting.
 
     Args:
-        hessian: Of this process's batch, entered.
+        hessian: The Hessian of this process's batch, entered as a context.
         world: The processes.
-        dtype: Of the vectors.
-        sign: −1 for the Hessian of the negative loss.
+        dtype: Dtype of the vectors.
+        sign: 1, or −1 for the Hessian of the negative loss.
 
     Attributes:
-        size: n.
-        rows: Which of them are this process's.
-        error: What went wrong in a product on this process.
+        size: Size n of the vectors.
+        rows: The slice of the n rows that this process holds.
+        error: The error of a product on this process, or None.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RowSpace:
         return normal(self.size, seed, scale)[self.rows].to(self._device, self._dtype)
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """The whole vector, from everybody's rows."""
+        """The whole vector, gathered from all processes' rows."""
         if self._world.size == 1:
             return rows
         whole = rows.new_empty(self.size)
@@ -68,11 +68,11 @@ class RowSpace:
         return whole
 
     def apply(self, d: Tensor) -> Tensor:
-        """This process's rows of the Hessian of everybody's batches times d."""
+        """This process's rows of the Hessian of all processes' batches times d."""
         d = self.gathered(d)
         try:
             h = self._hessian.product(d)
-        except Exception as error:  # the others are about to sum
+        except Exception as error:  # the others sum next, and would wait in vain
             self.error, h = error, torch.full_like(d, torch.nan)
         weight = h.new_tensor([self._sign * self._hessian.examples])
         if self._world.size > 1:
@@ -81,7 +81,7 @@ class RowSpace:
         return h[self.rows] / weight
 
     def loss(self) -> float:
-        """The mean loss of everybody's batches, as the last product met it."""
+        """The mean loss of all processes' batches at the last product."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         sums[0] += self._hessian.loss
         sums[1] += self._hessian.examples
@@ -89,20 +89,20 @@ class RowSpace:
         return self._sign * float(loss) / float(examples)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the processes."""
+        """The sum of a small tensor over the processes."""
         self._world.all_reduce([x]).wait()
         return x
 
     def first(self, x: Tensor) -> Tensor:
-        """The first process's values."""
+        """The first process's values of a small tensor, on all processes."""
         self._world.broadcast_from_first([x])
         return x
 
     def raise_together(self) -> None:
-        """Raise on every process if something has gone wrong on one.
+        """Raise on every process if a product has failed on one.
 
         Raises:
-            CurvatureError: Where it went wrong, that error; elsewhere one that names the process.
+            CurvatureError: The error of the product; elsewhere one that names the process.
         """
         failed = torch.zeros(self._world.size, device=self._device)
         failed[self._world.rank] = float(self.error is not None)

@@ -73,10 +73,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             groups.
         model: The module, where ``params_or_model`` is not one.
         base: Class of the first-order optimizer.
-        base_kwargs: Its keyword arguments.
-        own_keywords: Names of the other options, for messages.
+        base_kwargs: Keyword arguments of ``base``.
+        own_keywords: Names of the optimizer's own options, for messages.
         curvature: Makes the curvature of a training.
-        needs_model: Whether parameters alone will not do.
+        needs_model: Whether a model is required.
         gradient_averaging: "auto": average gradients over the processes unless the model is wrapped
             in DistributedDataParallel; True or False: always or never.
         grad_scaler: The GradScaler that scales the loss, if one does.
@@ -84,7 +84,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         rest: Class of a second first-order optimizer, for all that is no hidden weight; None for
             one base.
         rest_layers: Patterns of modules that ``rest`` trains besides.
-        rest_kwargs: Its keyword arguments where they differ from those of the base.
+        rest_kwargs: Keyword arguments of ``rest`` where they differ from those of the base.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
@@ -185,7 +185,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature.begin()
 
     def _agree(self, doing: str, coming: Sequence[dict[str, Any]] | None = None) -> None:
-        """Raise RankMismatchError on every rank unless all are about to do this; a collective."""
+        """Raise RankMismatchError on every rank unless all do the same; a collective."""
         if self._curvature.instead is None:  # a helper does as it is told
             self._outline.compare(
                 self._training.world,
@@ -202,7 +202,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     @warns_at_its_end
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; on a helper, do what the others wait for until they have taken it.
+        """Take one step; on a helper, serve the workers until they have taken theirs.
 
         Args:
             closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
@@ -211,8 +211,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RankMismatchError: On every rank, if another does something else.
-            SecondOrderError: On every rank, if the curvature cannot be had.
+            RankMismatchError: On every rank, if the ranks do different things.
+            SecondOrderError: On every rank, if the curvature cannot be computed.
         """
         training, curvature = self._training, self._curvature
         loss = None
@@ -262,7 +262,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, written_by)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and with them what else the last backward left."""
+        """Reset gradients, and drop the statistics that the last backward left."""
         super().zero_grad(set_to_none)
         if "_curvature" in self.__dict__:
             self._curvature.drop_pending()
@@ -271,13 +271,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, which are the base's, too. Another list may be assigned."""
+        """The parameter groups, shared with the base. Another list may be assigned."""
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take another list: the base follows, and other parameters are planned for."""
+        """Replace the parameter groups: the base follows, and layers are planned anew."""
         if not self.__dict__.get("_constructed"):
             self.__dict__["param_groups"] = groups
             return
@@ -306,13 +306,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self.__dict__["param_groups"] = self._base.param_groups = groups
 
     def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the entries that it lacks: of two bases, those of its own."""
+        """Give a group the default entries that it lacks, those of the base that trains it."""
         own = {} if self._division is None else base_of(self._base, group).defaults
         for key, value in {**self.defaults, **own}.items():
             group.setdefault(key, value)
 
     def _tell_of_patterns(self) -> None:
-        """Name the patterns of ``rest_layers`` that match nothing."""
+        """Warn of the patterns of ``rest_layers`` that match no module."""
         training = self._training
         unmatched = [] if self._division is None else self._division.unmatched(training.model)
         for pattern in unmatched:
@@ -323,7 +323,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Add a group; its layers are planned from the next step on. Every process calls it.
 
         Raises:
-            RankMismatchError: On every process, if another does something else.
+            RankMismatchError: On every process, if the processes do different things.
         """
         if not self.__dict__.get("_constructed"):
             super().add_param_group(param_group)
@@ -346,13 +346,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
-        """Collect what other processes keep, for the next :meth:`state_dict`.
+        """Collect the state that other processes keep, for the next :meth:`state_dict`.
 
-        A collective: every process calls it. What is collected is let go at the next step. Nothing
+        A collective: every process calls it. Collected state is dropped at the next step. Nothing
         happens where every process keeps everything.
 
         Args:
-            to: The rank that is going to save; None if all are.
+            to: The rank that is going to save; None if all ranks are.
 
         Raises:
             ValueError: If there is no such rank.
@@ -388,15 +388,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, or one of its base alone.
+        """Load a checkpoint of this optimizer, or a state of its base alone.
 
-        A checkpoint written by any number of processes loads on any other. Inverses are not in it:
+        A checkpoint written by any number of processes loads on any other. Inverses are not saved:
         they are recomputed at the next step. The state of the base optimizer alone is taken as the
         base's part, and curvature starts anew.
 
         Raises:
-            ValueError: Naming the entry, if something does not fit, is not finite, out of bounds
-                or unknown, or another base's; nothing has changed then.
+            ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
+                or unknown, or is another base's; nothing has changed then.
         """
         check_is_state(state_dict)
         names = self._training.names()
@@ -428,7 +428,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
             self._complete(group)
         self._bind_base()
-        if len(self._base.state):  # some bases look at their first entry without asking
+        if len(self._base.state):  # some bases expect their first entry to exist
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
         self._curvature.load(saved)
         self._share_state()
@@ -462,7 +462,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------ odds and ends
 
     def summary(self) -> Summary:
-        """A table of what is preconditioned, by whom, and of what is left to the base, and why.
+        """A table of the layers preconditioned, by which ranks, and of those left to the base.
 
         Bytes are those of this process. Reading it waits for the device.
         """
@@ -477,7 +477,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return recipe_of(self._training, preconditioned)
 
     def close(self) -> None:
-        """End what goes on beside training; from now on the base steps alone."""
+        """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
         self._collected.drop()
         if self.state:

@@ -54,10 +54,10 @@ class DHO2(EigenpairOptimizer):
         lr: Learning rate of the base.
         base: Class of the first-order optimizer.
         largest: k, how many of the largest eigenpairs get Newton steps.
-        smallest: l, how many of the smallest (most negative) ones; they are stepped away from.
+        smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
             callable of the step.
-        warmup_steps: W, steps of the base alone before the first; None for ``curvature_interval``.
+        warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``.
         newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
             largest learning rate of the schedule and follows it from there; a callable of the step
             is taken as it is.
@@ -70,10 +70,10 @@ class DHO2(EigenpairOptimizer):
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
             max(4(k + l), 2 ln n).
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
-        lanczos_dtype: Of the eigenvectors; None for float64 where a parameter is, else float32.
+        lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
         eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when
             steps are divided by them.
-        subspace_momentum: Of the gradient in the eigenvectors' span. "average": the base's β, as a
+        subspace_momentum: Momentum inside the eigenvectors' span. "average": the base's β, as a
             running average, so that α means the same whatever the base's momentum. "base": just as
             the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
             and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
@@ -86,7 +86,7 @@ class DHO2(EigenpairOptimizer):
         layout: "row" keeps n/P rows of the eigenvectors and of the base's state on each process,
             and suits bases that work element by element: SGD, Adam, AdamW, RMSprop. "column" keeps
             r/P of the eigenvectors and all of the base's state, and suits every base.
-        seed: Of the first start vector.
+        seed: Seed of the first start vector.
         curvature_closure: Returns the loss of the curvature batch, or (loss, number of examples) if
             processes have unequal batches; or a sequence of such functions, one a micro-batch. May
             be assigned later, or given to :meth:`step`.
@@ -99,7 +99,7 @@ class DHO2(EigenpairOptimizer):
         **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
 
     Attributes:
-        curvature_closure: As above; not copied with the optimizer, nor saved.
+        curvature_closure: The closure in use; not copied with the optimizer, nor saved.
 
     Raises:
         TypeError: For an unknown keyword (naming the closest known one).

@@ -84,7 +84,7 @@ class DistKFAC(SecondOrderOptimizer):
         helper_timeout: Seconds without a sign of life after which a stats worker is given up.
         inverse_threads: Threads of this process that solve; None for half the cores that it has for
             itself, at least 1 and at most 4.
-        inverse_device: Where they solve: "cpu", or "cuda" on a stream of their own.
+        inverse_device: Device of the solves: "cpu", or "cuda" on a stream of their own.
         async_inverse: False waits for every solve, as ``max_staleness=0`` does.
         max_staleness: Steps after which a solve is waited for; None: never. 0 is the synchronous
             algorithm.
@@ -94,7 +94,7 @@ class DistKFAC(SecondOrderOptimizer):
             and its gradients summed, before they are squared (Ba et al. 2017, appendix A).
         doubly_factored: (locations, channels) of the inputs of wide Linears that are fed by a
             flattened feature map, by the layers' names. Three small factors take the place of A and
-            G (Ba et al. 2017, section 4). "auto": those with more than ``max_factor_dim`` inputs,
+            G (Ba et al. 2017, section 4). "auto": layers with more than ``max_factor_dim`` inputs,
             with the channels of the convolution before them. None: no layer.
         {max_factor_dim}
         exact_blocks: Gains and biases of normalisations have exact blocks, and biases that train
@@ -103,7 +103,7 @@ class DistKFAC(SecondOrderOptimizer):
         {damping}
         {relative_damping}
         {factor_decay}
-            None: 0.95 to the power of those steps under any base.
+            None: 0.95 to the power of the steps since the last update, under any base.
         {kl_clip}
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
             applies (A ⊗ G + γ I)⁻¹ exactly.
@@ -137,8 +137,8 @@ class DistKFAC(SecondOrderOptimizer):
     Attributes:
         role: "worker" or "stats".
         worker_group: The process group of those that train; of the stats workers, on one of them.
-        staleness: By layer, how many steps old the factors of the inverse in use are.
-        delays: By layer, how many steps its last solve was under way.
+        staleness: By layer, the age in steps of the factors of the inverse in use.
+        delays: By layer, the number of steps for which its last solve was under way.
 
     Raises:
         TypeError: For an unknown keyword (naming the closest known one) or a missing model.
@@ -240,17 +240,17 @@ class DistKFAC(SecondOrderOptimizer):
 
     @property
     def role(self) -> Role:
-        """What this process does."""
+        """The role of this process, "worker" or "stats"."""
         return "stats" if isinstance(self._curvature, StatsWorker) else "worker"
 
     @property
     def worker_group(self) -> Any:
-        """The process group of those that train; of the stats workers, on one of them."""
+        """The process group of the gradient workers; of the stats workers, on one of them."""
         return self._training.world.group
 
     @property
     def staleness(self) -> dict[str, int]:
-        """By layer, how old the factors are, in steps, whose inverse is in use at the next step."""
+        """By layer, the age in steps of the factors of the inverse in use at the next step."""
         if isinstance(self._curvature, StatsWorker):
             return {}
         taken, steps = self._curvature.solves.taken_at, self._training.steps
@@ -258,7 +258,7 @@ class DistKFAC(SecondOrderOptimizer):
 
     @property
     def delays(self) -> dict[str, int]:
-        """By layer, how many steps its last solve was under way."""
+        """By layer, the number of steps for which its last solve was under way."""
         if isinstance(self._curvature, StatsWorker):
             return {}
         solves = self._curvature.solves
@@ -267,22 +267,22 @@ class DistKFAC(SecondOrderOptimizer):
 
     @property
     def refused_messages(self) -> int:
-        """Messages of this process's that were malformed, and connections without the key."""
+        """Number of malformed messages to this process, and of connections without the key."""
         if isinstance(self._curvature, StatsWorker):
             return self._curvature.refused_messages
         helpers = self._curvature.helpers
         return 0 if helpers is None else helpers.refused
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute statistics until the workers close; what a stats worker does instead of training.
+        """Compute statistics until the workers close; a stats worker calls this, not ``step``.
 
         Args:
             batches: One for each statistic, from the start again when they end.
-            loss_fn: The loss of a batch, neither scaled nor divided, without ``backward``; what
-                else it returns is ignored.
+            loss_fn: The loss of a batch, neither scaled nor divided, without ``backward``; other
+                values that it returns are ignored.
 
         Returns:
-            How many batches' statistics have been sent.
+            Number of batches whose statistics have been sent.
 
         Raises:
             SecondOrderError: On a rank that trains.

@@ -161,7 +161,7 @@ class DPKFAC(SecondOrderOptimizer):
     def register_owner_hook(self, ddp: DistributedDataParallel) -> None:
         """Let DistributedDataParallel send each gradient to its owner alone, during backward.
 
-        Instead of an average on every process, from which owners take what is theirs: the volume of
+        This takes the place of an average on every process: the volume is that of
         ``gradient_exchange="owner"``, and hidden behind the backward pass. Until :meth:`step`, a
         gradient is the mean on its owner and this process's own elsewhere, so that
         ``clip_grad_norm_`` before it sees other gradients on each process.
@@ -170,8 +170,8 @@ class DPKFAC(SecondOrderOptimizer):
             ddp: The wrapper of this optimizer's model, before its first backward.
 
         Raises:
-            TypeError: If it is none.
-            ValueError: If it wraps another model, with a GradScaler, whose verdict on overflows
+            TypeError: If ``ddp`` is no DistributedDataParallel.
+            ValueError: If ``ddp`` has another model, with a GradScaler, whose verdict on overflows
                 would differ between processes, or with ``gradient_exchange="all_reduce"``.
         """
         scaler, gradients = self._training.scaler, self._curvature.gradients

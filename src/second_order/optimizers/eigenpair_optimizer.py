@@ -1,4 +1,4 @@
-"""What users see of an optimizer that steps along eigenvectors: its closure, and what it found."""
+"""The public side of an optimizer that steps along eigenvectors: closure and report."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class EigenpairOptimizer(SecondOrderOptimizer):
 
     @property
     def curvature_closure(self) -> Closures | None:
-        """What evaluates the loss on the curvature batch; may be assigned."""
+        """The function that evaluates the loss on the curvature batch; may be assigned."""
         return self._curvature.closure.own
 
     @curvature_closure.setter
     def curvature_closure(self, closure: Closures | None) -> None:
-        """Take another, if it is a function, or a sequence of some."""
+        """Replace the curvature closure by another function, or a sequence of functions."""
         if closure is not None:
             check_closure(closure)
         self._curvature.closure.own = closure
@@ -39,12 +39,12 @@ class EigenpairOptimizer(SecondOrderOptimizer):
     ) -> Any:
         """Take one step: refresh the eigenpairs if they are due, split the gradient, step the base.
 
-        On an accelerator, do what the workers wait for until they have taken it.
+        On an accelerator, serve the workers until they have taken theirs.
 
         Args:
             closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
             curvature_closure: Evaluates the loss on the curvature batch, and does not call
-                ``backward``; asked if this step refreshes, in place of the optimizer's own.
+                ``backward``; called if this step refreshes, in place of the optimizer's own.
 
         Returns:
             What the closure returned, or None.
@@ -64,5 +64,5 @@ class EigenpairOptimizer(SecondOrderOptimizer):
 
     @property
     def curvature(self) -> CurvatureReport:
-        """The eigenvalues that came last, and what they took. Waits for the device."""
+        """A report of the last refresh and of all refreshes' cost. Waits for the device."""
         return self._curvature.report()

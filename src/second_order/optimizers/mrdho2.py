@@ -55,8 +55,8 @@ class MRDHO2(EigenpairOptimizer):
     ``epoch_steps``.
 
     Args:
-        params_or_model: As for DHO2.
-        model: As for DHO2.
+        params_or_model: Module, parameters or groups, as for DHO2.
+        model: The module, as for DHO2.
         lr: Learning rate of the base.
         base: Class of the first-order optimizer.
         accelerators: A, how many ranks compute eigenpairs.
@@ -68,19 +68,19 @@ class MRDHO2(EigenpairOptimizer):
             eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
             up.
         largest: k, how many of the largest eigenpairs.
-        smallest: l, how many of the smallest.
+        smallest: l, how many of the smallest eigenpairs.
         newton_scale: α, as for DHO2.
-        lanczos_iterations: As for DHO2.
-        lanczos_tol: As for DHO2.
-        lanczos_dtype: As for DHO2.
-        eigenvalue_floor: As for DHO2.
-        hvp: As for DHO2.
-        seed: Of the start vectors.
-        curvature_closure: As for DHO2; for accelerators that run the usual loop, and without any.
-        grad_scaler: As for DHO2.
-        gradient_averaging: As for DHO2, among the workers. For DistributedDataParallel, make the
-            optimizer of the plain model with False, then wrap it with
-            ``process_group=optimizer.worker_group``.
+        lanczos_iterations: m, Hessian-vector products at most, as for DHO2.
+        lanczos_tol: Relative residual at which Lanczos ends, as for DHO2.
+        lanczos_dtype: Dtype of the eigenvectors, as for DHO2.
+        eigenvalue_floor: Least relative size that eigenvalues count with, as for DHO2.
+        hvp: How Hessian-vector products are made, as for DHO2.
+        seed: Seed of the start vectors.
+        curvature_closure: The closure, as for DHO2, if accelerators run the usual loop or are none.
+        grad_scaler: The ``GradScaler``, as for DHO2.
+        gradient_averaging: Whether to average gradients among the workers, as for DHO2. For
+            DistributedDataParallel, make the optimizer of the plain model with False, then wrap it
+            with ``process_group=optimizer.worker_group``.
         process_group: All the processes; None for the default group, if there is one.
         **base_kwargs: Arguments of ``base``.
 
@@ -140,7 +140,7 @@ class MRDHO2(EigenpairOptimizer):
 
     @property
     def role(self) -> Role:
-        """What this process does."""
+        """The role of this process, "worker" or "accelerator"."""
         return self._curvature.role
 
     @property
@@ -150,24 +150,24 @@ class MRDHO2(EigenpairOptimizer):
 
     @property
     def epochs(self) -> Sequence[EpochReport]:
-        """What the last 1,000 epochs have come to, on a worker."""
+        """Reports of the last 1,000 epochs, on a worker."""
         return self._curvature.epochs.reports
 
     @property
     def refused_messages(self) -> int:
-        """Messages of this process's that were malformed, and connections without the key."""
+        """Number of malformed messages to this process, and of connections without the key."""
         return self._curvature.refused
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute eigenpairs until the workers close; what an accelerator does instead of training.
+        """Compute eigenpairs until the workers close; an accelerator calls this, not ``step``.
 
         Args:
-            batches: Taken one for each epoch's eigenpairs, from the start again when they end; if
+            batches: Batches, one for an epoch's eigenpairs, from the start again when they end; if
                 they have a length, an epoch's is its number modulo that, after a resume too.
             loss_fn: The loss of a batch, or (loss, number of examples); no ``backward``.
 
         Returns:
-            How many epochs' eigenpairs have been computed.
+            Number of epochs whose eigenpairs have been computed.
 
         Raises:
             SecondOrderError: On a worker; and if another accelerator has failed.
@@ -184,6 +184,6 @@ class MRDHO2(EigenpairOptimizer):
     def close(self) -> None:
         """Say goodbye: accelerators return from serve(), workers go on as the base alone.
 
-        It takes 5 seconds at most, or ``helper_timeout``, where an accelerator has been stopped.
+        This takes 5 seconds at most, or ``helper_timeout``, where an accelerator has been stopped.
         """
         super().close()
