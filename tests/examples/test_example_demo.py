@@ -51,7 +51,7 @@ def test_judges_every_25_steps_and_at_the_end(world: World) -> None:
 @pytest.mark.parametrize(("task", "name"), [(0, "Muon"), (0, "KAISA, AdamW"), (1, "KAISA, Adam")])
 def test_the_processes_share_each_batch(world: World, task: int, name: str) -> None:
     alone, shared = (world.run(trained, count, task, name, 4)[0] for count in (1, 2))
-    assert alone.losses == pytest.approx(shared.losses, rel=1e-3)
+    assert alone.losses == pytest.approx(shared.losses, rel=5e-3)
 
 
 def trained(rank: int, world_size: int, task: int, name: str, steps: int) -> Run:

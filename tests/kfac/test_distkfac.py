@@ -407,7 +407,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"doubly_factored": {"0": 3}}, r"doubly_factored=\{'0': 3\} is not .*\(locations, channels\)"),
     ({"doubly_factored": {"0": (3, 2)}}, "'0'.*5"),
     ({"doubly_factored": {"nowhere": (3, 2)}}, "'nowhere'"),
-    ({"kl_clip": 0.0}, "kl_clip=0.0 is outside .*; use a positive number, or None"),
+    ({"kl_clip": 0.0}, "kl_clip=0.0 is outside .*; use a positive number, 'auto', or None"),
 ]
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"stats_workers": 1.5}, "stats_workers=1.5 is not a whole number; use 0 for none"),

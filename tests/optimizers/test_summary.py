@@ -228,7 +228,7 @@ def test_the_table_reads_as_text(System: Any) -> None:
         assert row.detail in line
         assert f"{row.parameters:,}" in line
     assert f"{summary.preconditioned_share:.1%} of the parameters preconditioned" in text
-    last = lines[-2 if System is DistKFAC else -1]  # the age of inverses comes after it
+    last = lines[-3 if System is DistKFAC else -2]  # settings, and the age of inverses, come after
     assert "statistics dropped: 0; layers failing to decompose: 0" in last
     starts = {line.index(row.kind) for row, line in zip(summary.rows, table, strict=True)}
     assert len(starts) == 1, "columns are not aligned"
