@@ -74,7 +74,8 @@ def main() -> None:
         grid, found = ROWS[row][1], {}
         for i in range(len(grid)):
             of = [r for p, r in zip(places, tuning, strict=True) if p == (row, batch, i)]
-            found[i] = median(of) if of else 0.0
+            last = sum(run.losses[-1] for run in of)  # tells where none has arrived
+            found[i] = (median(of), last) if of else (0.0, 0.0)
         chosen[row, batch] = grid[min(found, key=lambda i: found[i])]
     jobs = [
         Job(task(batch), ROWS[row][0], chosen[row, batch][0], seed, chosen[row, batch][1])

@@ -73,6 +73,8 @@ def tuned(task: str, processes: int) -> tuple[dict[str, Setting], list[dict[str,
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
     """Mean of the differences, seed by seed, and its standard error."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    if not all(map(math.isfinite, differences)) or len(differences) < 2:
+        return math.nan, math.nan
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.mean(differences), error
 

@@ -48,8 +48,9 @@ def draw(axes: Axes, record: dict[str, Any], against: str) -> None:
         x = np.arange(1, len(loss) + 1) * EVERY if against == "steps" else seconds
         axes.fill_between(x, loss - deviation, loss + deviation, color=colour, alpha=0.15, lw=0)
         axes.plot(x, loss, color=colour, linewidth=1.6, label=name)
-        reached = int(np.argmax(loss <= goal))
-        axes.plot(x[reached], loss[reached], "o", color=colour, markersize=5)
+        if (loss <= goal).any():
+            reached = int(np.argmax(loss <= goal))
+            axes.plot(x[reached], loss[reached], "o", color=colour, markersize=5)
     axes.set_ylim(LOWEST, HIGHEST)
     axes.set_xlim(left=0)
     axes.set_xlabel("step" if against == "steps" else "processor seconds")
