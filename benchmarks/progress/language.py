@@ -70,11 +70,11 @@ def tuned(task: str, processes: int) -> tuple[dict[str, Setting], list[dict[str,
     return best, stored
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """Mean of the differences, seed by seed, and its standard error."""
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
+    """Mean of the differences, seed by seed, and its standard error; None if there is none."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     if not all(map(math.isfinite, differences)) or len(differences) < 2:
-        return math.nan, math.nan
+        return None
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.mean(differences), error
 
@@ -111,12 +111,12 @@ def table(found: dict[str, dict[str, Any]], best: dict[str, Setting]) -> Table:
     for name, row in found.items():
         lr, options = best[name]
         more = "".join(f", {key} {value}" for key, value in options.items())
-        difference, error = row["beside defaults"]
+        told = row["beside defaults"]
         result.add_row(
             name,
             f"lr {lr}{more}",
             f"{row['loss']:.3f}",
-            "" if name == DEFAULTS else f"{difference:+.3f} ± {error:.3f}",
+            "" if name == DEFAULTS or told is None else f"{told[0]:+.3f} ± {told[1]:.3f}",
             f"{row['share of steps']:.2f} ×",
             f"{row['share of seconds']:.2f} ×",
             f"{row['seconds']:.0f}",
