@@ -489,6 +489,20 @@ def test_the_language_model() -> None:
         assert float(seconds) == pytest.approx(taken, abs=0.51)
 
 
+def test_the_language_model_of_four_layers() -> None:
+    runs: dict[str, Runs] = {}
+    for run in stored("language_full")["runs"]:
+        runs.setdefault(run["name"], []).append(run)
+    table = rows("docs/coming-from.md", "optimizer", "setting", "loss, 4 layers")
+    assert table.keys() == runs.keys()
+    for name, (_, loss, *shares) in table.items():
+        (run,) = runs[name]
+        assert float(loss) == pytest.approx(run["losses"][-1], abs=0.00051)
+        for cell, key in zip(shares, ("steps", "seconds"), strict=True):
+            share = share_of([run], runs["AdamW"], key)
+            assert float(cell.removesuffix(" ×")) == pytest.approx(share, abs=0.0051)
+
+
 def test_what_the_language_model_gains_over_muon_and_soap() -> None:
     runs = language_runs()
     page = " ".join((ROOT / "docs" / "coming-from.md").read_text().split())
