@@ -542,6 +542,31 @@ def median_steps(runs: Runs) -> float:
     )
 
 
+def test_what_jumps_near_zero() -> None:
+    """The warning, and the remedy, in README and in docs/kfac.md."""
+    record = stored("defaults")
+    task, ours = "digits conv", "KAISA, Adam"
+
+    def losses(part: str, options: dict[str, Any]) -> list[list[float]]:
+        return [
+            run["losses"]
+            for run in record[part]
+            if (run["job"]["task"], run["job"]["optimizer"]) == (task, ours)
+            and run["job"]["options"] == options
+            and run["job"]["lr"] == 0.01
+        ]
+
+    plain = losses("reported", {})
+    assert len(plain) >= 5
+    for found in plain:
+        low = min(found)
+        assert low < 1e-4
+        assert max(found[found.index(low) :] + found[-20:]) > 0.08
+    calm = losses("tried", {"factor_decay": 0.8})
+    assert len(calm) == 2
+    assert all(max(found[-20:]) < 6e-5 for found in calm)
+
+
 def test_the_defaults_beside_their_base() -> None:
     table = rows("docs/kfac.md", "task, base, its best rate", "base alone")
     assert len(table) == 11
