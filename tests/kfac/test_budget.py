@@ -1,157 +1,32 @@
-"""Intervals by budget: what is measured, and that it is chosen once, by all alike.
-
-Time is what the tests make it: `Time.spend` moves the clock that the budget reads, and nothing else
-does. Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Intervals by budget: what is measured, and what is chosen."""
 
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from budgeted import AUTO, CHOSEN, MLP, Run, Time, each_system
 from contract import make, take
-from models import ZOO
-from ranks import agreed, shard, vector
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn import functional
 
-from second_order import DPKFAC, KAISA, DistKFAC, RankMismatchError, SecondOrderWarning
-from second_order.kfac import budget as budgets
+from second_order import DistKFAC, SecondOrderWarning
 from second_order.kfac.budget import Account, DeviceClock, HostClock, Stopwatch
 from second_order.kronecker.background import Ticket
 from second_order.optimizers import base as contract
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from pool import World
+    pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-MLP = ZOO["mlp"]
-LAYERS = sum(isinstance(m, nn.Linear) for m in MLP.model().modules())
-AUTO: dict[str, Any] = {"factor_update_steps": "auto", "inv_update_steps": "auto"}
-each_system = pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
 
 
 # What is measured.
-
-
-class Time:
-    """A clock that somebody has to move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.looks = 0
-
-    def spend(self, seconds: float) -> None:
-        self.now += seconds
-
-    def __call__(self) -> float:
-        self.looks += 1
-        return self.now
-
-    def before(self, function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        """The same function, which takes so long."""
-
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            self.spend(seconds)
-            return function(*args, **kwargs)
-
-        return slow
-
-
-class Run:
-    """A training whose parts take as long as told: S = 5, R = 40, T = 100, the rest 1000.
-
-    Attributes:
-        updates: The steps of statistics.
-        refreshes: The steps of refreshes.
-        decays: Weights of the past, by step.
-    """
-
-    S, R, T = 5.0, 40.0, 100.0
-
-    def __init__(
-        self,
-        System: Any = KAISA,
-        *,
-        scale: float = 1.0,
-        model: nn.Module | None = None,
-        **options: Any,
-    ) -> None:
-        self.time, self.scale = Time(), scale
-        self.model = MLP.model() if model is None else model
-        auto = {} if "overhead" in options else {"overhead": 0.1}
-        self.optimizer = make(System, self.model, **{**AUTO, **auto, **options})
-        self.curvature = self.optimizer._curvature
-        self.budget = self.curvature.budget
-        self.budget.clock = HostClock(self.time)
-        self.budget.begin()
-        self.updates: list[int] = []
-        self.refreshes: list[int] = []
-        self.decays: dict[int, float] = {}
-        curvature, layers, solves = self.curvature, self.curvature.layers, self.curvature.solves
-        take_in, refresh, finish = layers.take_in, solves.refresh, curvature.gradients.finish
-        consume = layers.collector.consume
-
-        def taking(sums: Any, decay: float) -> None:
-            self.time.spend(3 * self.scale)
-            self.updates.append(self.steps)
-            self.decays[self.steps] = decay
-            take_in(sums, decay)
-
-        def refreshing(due: bool, average: Any, news: Any = ()) -> Any:
-            if due:
-                self.time.spend(self.R * self.scale)
-                self.refreshes.append(self.steps)
-            return refresh(due, average, news)
-
-        def consuming(*args: Any) -> None:
-            self.time.spend(2 / LAYERS * self.scale)
-            consume(*args)
-
-        layers.take_in, solves.refresh = taking, refreshing
-        curvature.gradients.finish = self.time.before(finish, 1000.0)
-        layers.collector.consume = consuming
-
-    @property
-    def steps(self) -> int:
-        return int(self.optimizer._training.steps)
-
-    def go(self, steps: int, rank: int = 0, world_size: int = 1) -> Run:
-        for step in range(self.steps, self.steps + steps):
-            self.time.spend(self.T * self.scale)
-            batch = shard(MLP.batch(12, seed=step), rank, world_size)
-            take(self.model, self.optimizer, batch, MLP.loss)
-        return self
-
-    def saved(self) -> dict[str, Any]:
-        buffer = io.BytesIO()
-        torch.save([self.model.state_dict(), self.optimizer.state_dict()], buffer)
-        buffer.seek(0)
-        model, optimizer = torch.load(buffer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load(self, saved: dict[str, Any]) -> Run:
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        return self
-
-
-CHOSEN = {"factor_update_steps": 2, "inv_update_steps": 6}  # of S = 5, R = 40, T = 100, 0.1
 
 
 @each_system
@@ -447,185 +322,3 @@ def test_a_schedule_may_not_return_auto() -> None:
     run = Run(factor_update_steps=lambda step: "auto", inv_update_steps=1, refresh_warmup_steps=1)
     with pytest.raises(TypeError, match="at step 1: factor_update_steps='auto' is not a whole"):
         run.go(2)
-
-
-# Ranks.
-
-
-def on_ranks(rank: int, world_size: int, name: str) -> Any:
-    """What is chosen where a rank is three times as slow, with less to do; and the parameters."""
-    systems: dict[str, Any] = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}
-    run, trajectory = Run(systems[name], scale=1.0 + 2 * rank), []
-    if rank == 1:
-        run.T = 20.0
-    for _ in range(10):
-        run.go(1, rank, world_size)
-        trajectory.append(vector(run.model))
-    return run.budget.chosen, run.budget.measured, trajectory
-
-
-@pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DistKFAC"])
-def test_ranks_with_different_clocks_choose_the_same(world: World, name: str) -> None:
-    (first, measured, a), (second, other, b) = world.run(on_ranks, 2, name)
-    S = 3 * (1 + 3) / 2 + 2 / 3 * (1 * 1 + 2 * 3) / 2 if name == "DPKFAC" else 10.0  # 1, 2 layers
-    assert measured == other == pytest.approx((S, 80, 80))  # the means
-    assert first == second == {"factor_update_steps": 4, "inv_update_steps": 15}
-    agreed([a, b])
-
-
-def held(sign: Path, loss: Tensor) -> Tensor:
-    end = time.monotonic() + 60
-    while not sign.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    return loss
-
-
-def beside_a_stats_worker(rank: int, world_size: int, sign: Path) -> Any:
-    """It says nothing while costs are measured: statistics are taken here."""
-    options = {"stats_workers": 1, "factor_update_steps": 5, "helper_timeout": 60.0}
-    if rank == 1:
-        model = MLP.model()
-        auto = {"inv_update_steps": "auto", "overhead": 0.1}
-        with make(DistKFAC, model, **options, **auto) as optimizer:
-            batches = [MLP.batch(12)]
-            optimizer.serve(batches, lambda batch: held(sign, MLP.loss(model(batch[0]), batch[1])))
-        return None
-    run = Run(DistKFAC, **options)
-    with run.optimizer:
-        run.go(5)
-        sign.touch()
-        assert run.updates == [0, 1, 2, 3, 4]
-    return run.budget.measured, run.budget.chosen
-
-
-def test_what_stats_workers_send_is_not_of_the_budget(world: World, tmp_path: Path) -> None:
-    """When it comes is no matter of intervals: refreshes have the whole budget."""
-    measured, chosen = world.run(beside_a_stats_worker, 2, tmp_path / "sign")[0]
-    assert measured == pytest.approx((0, 40, 100))
-    assert chosen == {"inv_update_steps": 4}
-
-
-def parted(rank: int, world_size: int) -> str:
-    run = Run().go(5, rank, world_size)
-    run.budget.chosen["inv_update_steps"] += rank
-    with pytest.raises(RankMismatchError) as error:
-        run.go(1, rank, world_size)
-    return str(error.value)
-
-
-def test_ranks_compare_what_they_have_chosen(world: World) -> None:
-    for said in world.run(parted, 2):
-        assert "intervals by budget: statistics every 2 steps, inverses every 6 steps" in said
-
-
-# Checkpoints.
-
-
-def train_and_save(
-    rank: int, world_size: int, steps: int, options: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    run = Run(**(options or {})).go(steps, rank, world_size)
-    run.optimizer.consolidate(to=None)
-    return run.saved()
-
-
-def load_and_train(
-    rank: int, world_size: int, saved: dict[str, Any], options: dict[str, Any] | None = None
-) -> Any:
-    """As a machine that is a hundred times as slow at everything but the passes."""
-    run = Run(**(options or {}))
-    run.time.spend(12345.0)
-    run.scale, run.T = 100.0, 1.0
-    run.load(saved)
-    assert not run.budget.measuring
-    run.go(10, rank, world_size)
-    return run.budget.chosen, run.updates, run.refreshes, vector(run.model)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
-def test_a_resumed_run_repeats_them(world: World, before: int, after: int, exchange: str) -> None:
-    options = {"factor_exchange": exchange}
-    saved = world.run(train_and_save, before, 6, options)[0]
-    for chosen, updates, refreshes, _ in world.run(load_and_train, after, saved, options):
-        assert chosen == CHOSEN
-        assert updates == [6, 8, 10, 12, 14]
-        assert refreshes == [6, 12]
-
-
-def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
-    whole = Run().go(6)
-    saved = whole.saved()
-    whole.go(10)
-    *_, weights = load_and_train(0, 1, saved)
-    torch.testing.assert_close(weights, vector(whole.model), rtol=1e-10, atol=1e-12)
-
-
-def without_intervals(saved: dict[str, Any]) -> dict[str, Any]:
-    for entry in saved["optimizer"]["state"].values():
-        for name in budgets.SAVED:
-            entry["curvature"].pop(name, None)
-    return saved
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_without_them_has_them_measured_anew(world: World, ranks: int) -> None:
-    old = without_intervals(train_and_save(0, 1, 8))
-    for chosen, updates, refreshes in world.run(measure_after, ranks, old):
-        assert chosen == CHOSEN
-        assert updates == [8, 9, 10, 11, 12, 14, 16]
-        assert refreshes == [8, 9, 10, 11, 12]
-
-
-def measure_after(rank: int, world_size: int, saved: dict[str, Any]) -> Any:
-    run = Run(refresh_warmup_steps=2).load(saved)
-    assert run.budget.measuring
-    run.go(10, rank, world_size)
-    return run.budget.chosen, run.updates, run.refreshes
-
-
-def test_other_options_or_an_unfinished_measurement_are_measured_anew() -> None:
-    saved = train_and_save(0, 1, 6)
-    assert Run(overhead=0.2).load(saved).budget.measuring
-    fixed = Run(inv_update_steps=7).load(saved)
-    assert fixed.budget.chosen == {"factor_update_steps": 2}
-    neither = Run(factor_update_steps=3, inv_update_steps=7).load(saved)
-    assert not neither.budget.measuring
-    assert neither.budget.chosen == {}
-    one = train_and_save(0, 1, 6, {"inv_update_steps": 7})
-    assert Run().load(one).budget.measuring
-    early = train_and_save(0, 1, 3)
-    assert early["optimizer"]["state"][0]["curvature"]["inv_update_steps"] == 0
-    run = Run().go(7).load(early)
-    assert run.budget.measuring
-    assert run.go(5).budget.chosen == CHOSEN
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "match"),
-    [
-        ("inv_update_steps", -1, "outside"),
-        ("inv_update_steps", 2.5, "not a whole number"),
-        ("factor_update_steps", "auto", "not a whole number"),
-        ("overhead", "much", "not a number"),
-        ("inv_update_steps", 7, "is 7, and 6 for another|is 6, and 7 for another"),
-    ],
-)
-def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
-    saved = train_and_save(0, 1, 6)
-    saved["optimizer"]["state"][0]["curvature"][name] = value
-    run = Run().go(6)
-    with pytest.raises(ValueError, match=match):
-        run.load(saved)
-    assert run.budget.chosen == CHOSEN
-
-
-def test_they_go_through_a_distributed_checkpoint(tmp_path: Path) -> None:
-    first = Run().go(6)
-    dcp.save({"o": get_optimizer_state_dict(first.model, first.optimizer)}, checkpoint_id=tmp_path)
-    second = Run()
-    state = {"o": get_optimizer_state_dict(second.model, second.optimizer)}
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(second.model, second.optimizer, state["o"])
-    assert second.steps == 6
-    assert second.budget.chosen == CHOSEN

@@ -1,0 +1,134 @@
+"""Trainings whose parts take as long as told, for the tests of intervals by budget.
+
+Time is what the tests make it: `Time.spend` moves the clock that the budget reads, and nothing else
+does.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import make, take
+from models import ZOO
+from ranks import shard
+from torch import nn
+
+from second_order import DPKFAC, KAISA, DistKFAC
+from second_order.kfac.budget import HostClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+MLP = ZOO["mlp"]
+LAYERS = sum(isinstance(m, nn.Linear) for m in MLP.model().modules())
+AUTO: dict[str, Any] = {"factor_update_steps": "auto", "inv_update_steps": "auto"}
+each_system = pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+
+
+class Time:
+    """A clock that somebody has to move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looks = 0
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return self.now
+
+    def before(self, function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        """The same function, which takes so long."""
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.spend(seconds)
+            return function(*args, **kwargs)
+
+        return slow
+
+
+class Run:
+    """A training whose parts take as long as told: S = 5, R = 40, T = 100, the rest 1000.
+
+    Attributes:
+        updates: The steps of statistics.
+        refreshes: The steps of refreshes.
+        decays: Weights of the past, by step.
+    """
+
+    S, R, T = 5.0, 40.0, 100.0
+
+    def __init__(
+        self,
+        System: Any = KAISA,
+        *,
+        scale: float = 1.0,
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.time, self.scale = Time(), scale
+        self.model = MLP.model() if model is None else model
+        auto = {} if "overhead" in options else {"overhead": 0.1}
+        self.optimizer = make(System, self.model, **{**AUTO, **auto, **options})
+        self.curvature = self.optimizer._curvature
+        self.budget = self.curvature.budget
+        self.budget.clock = HostClock(self.time)
+        self.budget.begin()
+        self.updates: list[int] = []
+        self.refreshes: list[int] = []
+        self.decays: dict[int, float] = {}
+        curvature, layers, solves = self.curvature, self.curvature.layers, self.curvature.solves
+        take_in, refresh, finish = layers.take_in, solves.refresh, curvature.gradients.finish
+        consume = layers.collector.consume
+
+        def taking(sums: Any, decay: float) -> None:
+            self.time.spend(3 * self.scale)
+            self.updates.append(self.steps)
+            self.decays[self.steps] = decay
+            take_in(sums, decay)
+
+        def refreshing(due: bool, average: Any, news: Any = ()) -> Any:
+            if due:
+                self.time.spend(self.R * self.scale)
+                self.refreshes.append(self.steps)
+            return refresh(due, average, news)
+
+        def consuming(*args: Any) -> None:
+            self.time.spend(2 / LAYERS * self.scale)
+            consume(*args)
+
+        layers.take_in, solves.refresh = taking, refreshing
+        curvature.gradients.finish = self.time.before(finish, 1000.0)
+        layers.collector.consume = consuming
+
+    @property
+    def steps(self) -> int:
+        return int(self.optimizer._training.steps)
+
+    def go(self, steps: int, rank: int = 0, world_size: int = 1) -> Run:
+        for step in range(self.steps, self.steps + steps):
+            self.time.spend(self.T * self.scale)
+            batch = shard(MLP.batch(12, seed=step), rank, world_size)
+            take(self.model, self.optimizer, batch, MLP.loss)
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        torch.save([self.model.state_dict(), self.optimizer.state_dict()], buffer)
+        buffer.seek(0)
+        model, optimizer = torch.load(buffer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load(self, saved: dict[str, Any]) -> Run:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        return self
+
+
+CHOSEN = {"factor_update_steps": 2, "inv_update_steps": 6}  # of S = 5, R = 40, T = 100, 0.1
