@@ -300,11 +300,12 @@ class Budget:
         pairs = zip(BUDGETED, (f, i), strict=True)
         self.chosen = {name: steps for name, steps in pairs if name in self._auto}
         share = (S / f + R / i) / T if T > 0 else 0.0
+        cheaper = "solver='inverse' is cheaper, and " if self._options.solver == "eigen" else ""
         if share > overhead * (1 + 1e-9) and self._training.first_time("overhead"):
             self._training.warn(
                 f"overhead={overhead} cannot be kept: with statistics every {f} steps and solves "
                 f"every {i}, they cost {share:.3f} of a step of {self._training.base_name} alone; "
-                f"solver='inverse' is cheaper, and skip_layers=[...] spares the widest layers"
+                f"{cheaper}skip_layers=[...] spares the widest layers"
             )
 
     def _given(self, name: str) -> int | None:
