@@ -1592,6 +1592,13 @@ MUTANTS = [
         "two_bases::hidden_weights_go_to_the_base",
     ),
     _mutant(
+        "two bases: a gain of two dimensions is hidden",
+        "contract/hidden.py",
+        "other = _normalises(module) or first_match(",
+        "other = first_match(",
+        "two_bases::hidden_weights_go_to_the_base",
+    ),
+    _mutant(
         "two bases: what is tied to an embedding is hidden",
         "contract/hidden.py",
         "isinstance(module, kinds) or ",

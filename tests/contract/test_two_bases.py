@@ -122,6 +122,11 @@ ATTENTION = {
 }
 
 
+def in_windows() -> nn.Module:
+    """A LayerNorm over two dimensions between two Linears."""
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm([4, 6]), nn.Linear(6, 3))
+
+
 @pytest.mark.parametrize(
     ("build", "base", "layers", "hidden"),
     [
@@ -133,6 +138,7 @@ ATTENTION = {
         (Attention, SGD, ["Conv*", "attention"], {n for n in ATTENTION if n[:2] != "at"}),
         (ZOO["tied"].build, Muon, (), {"hidden.weight"}),
         (ZOO["mlp"].build, Muon, (), {"0.weight", "2.weight"}),
+        (in_windows, Muon, (), {"0.weight"}),  # a gain of two dimensions is no hidden weight
     ],
 )
 def test_hidden_weights_go_to_the_base(build: Any, base: Any, layers: Any, hidden: Any) -> None:

@@ -177,15 +177,19 @@ class Division:
         apart: set[int] = set()
         for name, module in everything.items():
             own = dict(module.named_parameters(recurse=False))
-            if module in head or _embeds(module) or first_match(self.layers, everything, name):
-                apart.update(map(id, own.values()))
-            if "norm" in type(module).__name__.lower():  # whose gains may have two dimensions
+            other = _normalises(module) or first_match(self.layers, everything, name)
+            if module in head or _embeds(module) or other:
                 apart.update(map(id, own.values()))
             weights.update(id(p) for key, p in own.items() if "weight" in key and self._fits(p))
         return weights - apart
 
     def _fits(self, p: Tensor) -> bool:
         return p.ndim == 2 if self._matrices else p.ndim >= 2
+
+
+def _normalises(module: nn.Module) -> bool:
+    """Whether a module normalises, by the name of its class; its gain may have two dimensions."""
+    return "norm" in type(module).__name__.lower()
 
 
 def _embeds(module: nn.Module) -> bool:
