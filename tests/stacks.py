@@ -50,7 +50,12 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
 
 
 def optimizer_of(
-    System: Any, model: nn.Module, params: Any = None, loss: Any = loss_of, **options: Any
+    System: Any,
+    model: nn.Module,
+    params: Any = None,
+    loss: Any = loss_of,
+    curved: Any = CURVED,
+    **options: Any,
 ) -> Any:
     """A system over a model, with the curvature closure that one of eigenpairs needs."""
     if params is not None:
@@ -58,7 +63,7 @@ def optimizer_of(
     optimizer = make(System, model if params is None else params, **options)
     if isinstance(optimizer, EIGENPAIRS):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        optimizer.curvature_closure = lambda: loss(inner, CURVED)
+        optimizer.curvature_closure = lambda: loss(inner, curved)
     return optimizer
 
 
@@ -97,6 +102,7 @@ def assert_as_usual(
     schedule: Callable[[Any], Any] = lambda _: None,
     loss: Any = loss_of,
     params: Callable[[nn.Module], Any] = lambda _: None,
+    curved: Any = CURVED,
     options: dict[str, Any] | None = None,
     **how: Any,
 ) -> None:
@@ -108,6 +114,7 @@ def assert_as_usual(
         rtol: the allowed difference, of the largest parameter.
         schedule: makes a scheduler of an optimizer.
         params: the groups of a model, None for the model itself.
+        curved: the batch of the curvature closure.
         options: of the optimizer.
         how: of the usual loop.
     """
@@ -116,7 +123,7 @@ def assert_as_usual(
     for more in ({}, base_only(System)):
         twin = copy.deepcopy(start)
         given = {**(options or {}), **more}
-        optimizer = optimizer_of(System, twin, params(twin), loss, **given)
+        optimizer = optimizer_of(System, twin, params(twin), loss, curved, **given)
         usual_loop(twin, optimizer, batches, loss=loss, scheduler=schedule(optimizer), **how)
         ends.append(parameters_to_vector(twin.parameters()).detach())
     found = parameters_to_vector(model.parameters()).detach()

@@ -3,7 +3,7 @@
     optimizers                             what users make
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
-    distributed options
+    distributed options      recipes
     report      errors      farewell    patterns    know nothing at all
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
@@ -41,7 +41,8 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi"),
     },
-    "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers"},
+    "recipes": {"errors", "options", "contract"},
+    "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers", "recipes"},
 }
 
 
