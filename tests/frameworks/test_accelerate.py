@@ -49,6 +49,7 @@ def loaded(batches: Any = BATCHES) -> DataLoader[Any]:
     return DataLoader(list(batches), batch_size=None)
 
 
+@pytest.mark.works("Accelerate")
 @each_of_five
 def test_prepare_accumulate_and_clip(accelerate: Any, System: Any) -> None:
     accelerator, net = accelerate(gradient_accumulation_steps=2), CASE.model()

@@ -78,6 +78,7 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
     return [vector(model) for model in (whole, half, *models)]
 
 
+@pytest.mark.works("Trainer DDP")
 @each_of_four
 def test_trainer(world: World, System: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -128,6 +129,7 @@ def by_accelerate(rank: int, world_size: int, System: Any, folder: Path) -> list
     return found
 
 
+@pytest.mark.works("Accelerate DDP")
 @each_of_four
 def test_accelerate(world: World, System: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

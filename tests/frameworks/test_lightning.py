@@ -23,6 +23,7 @@ def lit() -> ModuleType:
     return in_lightning
 
 
+@pytest.mark.works("Lightning")
 @each_of_five
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_optimization(lit: Any, System: Any, manual: bool) -> None:

@@ -52,6 +52,7 @@ def under_ddp(rank: int, world_size: int, System: Any, folder: Path) -> list[tor
     return [vector(each) for each in (whole.net, second.net, wrapped.module)]
 
 
+@pytest.mark.works("Lightning DDP")
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
 def test_ddp_and_its_checkpoints(world: World, System: Any, tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch")

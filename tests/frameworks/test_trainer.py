@@ -61,6 +61,7 @@ def assert_like_the_loop(
     )
 
 
+@pytest.mark.works("Trainer")
 @each_of_five
 def test_an_optimizer_handed_over(hf: Any, System: Any, tmp_path: Path) -> None:
     """`optimizers=(optimizer, None)`, with the Trainer's schedule and clipping."""
