@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 transformers.logging.set_verbosity_error()
 
 VOCABULARY, LENGTH, CLASSES = 13, 6, 3
-STEPS, BATCH = 4, 4
+STEPS, BATCH, CURVED = 4, 4, 3
 LR = 0.02
 EAGER = {"attn_implementation": "eager"}  # the only one with second derivatives
 
@@ -109,19 +109,31 @@ def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
+def curved(name: str) -> dict[str, Tensor]:
+    """The batch of a curvature closure, of another size than any other."""
+    return collated(examples(name)[:CURVED])
+
+
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     loss: Tensor = model(**batch).loss
     return loss
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
-    """The batches that a model sees meanwhile, in their order."""
+def recorded(model: nn.Module, parts: int) -> Iterator[list[dict[str, Tensor]]]:
+    """The batches that a model learns from meanwhile, in their order; not a curvature closure's.
+
+    The Trainer has a loss divided by the number of targets in all `parts` of a step, which it may
+    count otherwise than the model does; divided by `parts`, the number gives each part's own mean.
+    """
     seen: list[dict[str, Tensor]] = []
 
     def note(_: nn.Module, __: Any, batch: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
-            seen.append({key: batch[key].clone() for key in ("input_ids", "labels")})
+        if model.training and torch.is_grad_enabled() and len(batch["input_ids"]) != CURVED:
+            noted = {key: batch[key].clone() for key in ("input_ids", "labels")}
+            if "num_items_in_batch" in batch:
+                noted["num_items_in_batch"] = batch["num_items_in_batch"] / parts
+            seen.append(noted)
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     yield seen
@@ -164,7 +176,8 @@ def fit(
         "dataloader_pin_memory": False,
         **arguments,
     }
-    with fresh_state(), recorded(model) as seen:
+    parts = given.get("gradient_accumulation_steps", 1)
+    with fresh_state(), recorded(model, parts) as seen:
         trainer = Trainer(
             model,
             TrainingArguments(str(folder), **given),

@@ -45,7 +45,7 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
             if control.should_save:
                 given["optimizer"].optimizer.consolidate()
 
-    curved = hf.collated(hf.examples("BERT")[:3])
+    curved = hf.curved("BERT")
 
     def made(model: Any, **options: Any) -> Any:
         options = {"lr": hf.LR, "momentum": 0.9, **options}
