@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling settings progress-distributed final-updates hidden asynchronous curvature bench against budget scaling structure faults test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates hidden asynchronous curvature bench against budget scaling structure faults test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -48,6 +48,10 @@ defaults: venv ## every candidate for a default on six tasks: most of an hour
 batch-scaling: venv ## steps to a loss with batches of 32 to all of the data: some minutes
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/batch_scaling.py \
 		--json benchmarks/results/batch_scaling.json $(ARGS)
+
+widths: venv ## best learning rate and damping of models of width 64 to 512: half an hour
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/widths.py \
+		--json benchmarks/results/widths.json $(ARGS)
 
 settings: venv ## what the options do: intervals, clip and batch, dampings, labels: some minutes
 	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/settings.py \

@@ -290,7 +290,7 @@ class KFACCurvature(Curvature):
     def _decay_after(self, steps: int) -> float:
         """The averages' weight of the past at an update, ``steps`` after the last one."""
         if isinstance(self._options.factor_decay, PerStep):
-            return self._options.factor_decay.after(steps)
+            return self._options.factor_decay.after(steps, self.training.steps)
         decay: float = value_at(self._options.factor_decay, self.training.steps)
         check_decay(decay)
         return decay

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from second_order.kfac.options import AUTO
+from second_order.kfac.options import AUTO, PerStep
 from second_order.options import (
     check_choice,
     check_count,
@@ -19,6 +19,7 @@ from second_order.options import (
 )
 
 __all__ = [
+    "FORGETFUL",
     "DecayingClip",
     "DoublyFactored",
     "check_distkfac_options",
@@ -26,6 +27,9 @@ __all__ = [
     "checked_staleness",
     "half_the_cores",
 ]
+
+FORGETFUL = PerStep(0.95)
+"""What ``factor_decay=None`` means: some twenty steps are remembered."""
 
 DoublyFactored: TypeAlias = Mapping[str, tuple[int, int]] | Literal["auto"] | None
 

@@ -49,22 +49,29 @@ class PerStep:
 
     Attributes:
         decay: Weight of the past per step, in [0, 1); some 1 / (1 - decay) steps are remembered.
+        share: The part of the steps taken so far that is remembered while that is less, two
+            steps at least; None: training's age does not count. Curvature changes fastest at
+            the start, and what it was then is soon no guide.
     """
 
     decay: float
+    share: float | None = None
 
-    def after(self, steps: int) -> float:
-        """The weight of the past at an update, ``steps`` after the last one."""
-        return self.decay ** max(steps, 1)
+    def after(self, steps: int, step: int) -> float:
+        """The weight of the past at an update at ``step``, ``steps`` after the last one."""
+        decay = self.decay
+        if self.share is not None:
+            decay = min(decay, 1 - 1 / max(2.0, self.share * step))
+        return decay ** max(steps, 1)
 
 
-STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.95)
+STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 AUTO: Literal["auto"] = "auto"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
-DAMPING, ADAPTIVE_DAMPING = 2.0, 0.1
+DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
@@ -92,7 +99,7 @@ Arguments of ``rest`` where the two are to differ, as ``{"lr": 1e-3}``.""",
     "damping": """\
 γ, added to the curvature before it is inverted; number or callable, at least 0.
 A larger γ is more cautious: the step turns from the natural to the plain gradient. "auto":
-0.1 under a base that scales its steps itself, as Adam does, and 2 under others; without
+0.1 under a base that scales its steps itself, as Adam does, and 0.5 under others; without
 ``relative_damping`` a value has to be given.""",
     "relative_damping": """\
 γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G / (dim A dim
@@ -102,7 +109,7 @@ step: see "Where it differs from the paper" in its docs.""",
     "factor_decay": """\
 Weight of the past in the running averages of A and G at an update, in [0, 1); number
 or callable. "auto": the number of steps remembered does not depend on the intervals: some
-twenty (0.95 to the power of the steps since the last update) under a base that scales
+45 (0.978 to the power of the steps since the last update) under a base that scales
 its steps itself, as Adam does, and two hundred (0.995) under others.""",
     "kl_clip": """\
 κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions

@@ -23,6 +23,7 @@ from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFACCurvature, System, with_stats_workers
 from second_order.kfac.distkfac_options import (
+    FORGETFUL,
     DoublyFactored,
     check_distkfac_options,
     checked_doubly_factored,
@@ -30,7 +31,6 @@ from second_order.kfac.distkfac_options import (
     half_the_cores,
 )
 from second_order.kfac.options import (
-    ADAPTIVE_STEP_DECAY,
     AUTO,
     AutoSchedule,
     KFACOptions,
@@ -194,7 +194,7 @@ class DistKFAC(SecondOrderOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        decay = ADAPTIVE_STEP_DECAY if factor_decay is None else factor_decay
+        decay = FORGETFUL if factor_decay is None else factor_decay
         options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
         check_distkfac_options(locals())
         staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
