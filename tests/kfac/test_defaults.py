@@ -126,7 +126,7 @@ def test_a_damping_that_is_not_relative_has_to_be_given(System: type[KAISA]) -> 
 def test_of_two_bases_the_first_is_asked() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     assert options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD)).damping == 0.1
-    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).damping == 2.0
+    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).damping == 0.5
 
 
 @pytest.mark.parametrize(("examples", "bound"), [(64, 1e-4), (256, 8e-4), (16, 1.25e-5)])
