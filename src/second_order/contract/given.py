@@ -17,6 +17,7 @@ from second_order.contract.groups import (
     members_of,
     trainable,
 )
+from second_order.contract.sharding import check_sharding
 from second_order.options import check_params
 
 __all__ = ["Given", "check_scaler", "look_through", "refuse_unknown_scaler", "what_is_given"]
@@ -26,7 +27,7 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     """The user's own module inside wrappers, and whether one of them averages gradients.
 
     Raises:
-        TypeError: If the module's parameters are sharded.
+        TypeError: If the module's parameters are sharded in another way than FSDP2's.
         ValueError: If a parameter is not initialised.
     """
     under_ddp = False
@@ -40,28 +41,23 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise TypeError(
-                "the model is in FullyShardedDataParallel, which flattens its parameters and "
-                "shards them: layers and whole gradients cannot be told apart; use "
-                "DistributedDataParallel, or build the optimizer on an unsharded model"
+                "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters "
+                "and shards them: layers and whole gradients cannot be told apart; shard it by "
+                "torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
             )
     for name, p in model.named_parameters():
         if getattr(p, "_is_flat_param", False):
             raise TypeError(
-                f"parameter {name!r} is flattened by FullyShardedDataParallel, and has no layers "
-                f"any more; use DistributedDataParallel, or build the optimizer on an unsharded "
-                f"model"
+                f"parameter {name!r} is flattened by FullyShardedDataParallel (FSDP1), and has no "
+                f"layers any more; shard the model by torch.distributed.fsdp.fully_shard (FSDP2), "
+                f"or use DistributedDataParallel"
             )
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"parameter {name!r} is not initialised yet; run one batch through the model "
                 f"before making the optimizer"
             )
-        if type(p.data).__name__ == "DTensor":
-            raise TypeError(
-                f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is "
-                f"not supported; use DistributedDataParallel, or build the optimizer on an "
-                f"unsharded model"
-            )
+    check_sharding(model)
     return model, under_ddp
 
 
