@@ -6,6 +6,7 @@ Its layers have seven, two and one rows: three ranks have uneven shards, and emp
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,10 +53,8 @@ class Narrow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kinds = x[:, 0, 0, 0].abs().mul(3).long().clamp(max=4)
         h = self.norm(torch.tanh(self.conv(x)).flatten(1)) + self.tokens(kinds)
-        if self.recomputes:
-            h = checkpoint(self.middle, h, use_reentrant=False)
-        else:
-            h = self.middle(h)
+        middle = partial(checkpoint, self.middle, use_reentrant=False)
+        h = (middle if self.recomputes else self.middle)(h)
         return self.head(torch.tanh(h))
 
 
@@ -145,9 +144,7 @@ def train_sharded(
     return trajectories
 
 
-def accumulated(
-    rank: int, world_size: int, how: str, synchronised: bool = True
-) -> list[Tensor]:
+def accumulated(rank: int, world_size: int, how: str, synchronised: bool = True) -> list[Tensor]:
     """The parameters after each step of two micro-batches."""
     model = narrow()
     trained: Any = DistributedDataParallel(model) if how == "ddp" else fsdp(model, how)

@@ -191,8 +191,8 @@ def in_bfloat16(rank: int, world_size: int) -> tuple[float, float, list[torch.dt
         options = {**OPTIONS, "factor_dtype": torch.float32, "inv_dtype": torch.float32}
         optimizer = KAISA(model, **options)
         before = whole(model)
-        for x, y in batches(1, dtype=torch.float32):
-            x, y = shard((x, y), rank, world_size)
+        for batch in batches(1, dtype=torch.float32):
+            x, y = shard(batch, rank, world_size)
             half_squared_error(model(x).float(), y).backward()
             dtypes += [p.grad.dtype for p in model.parameters() if p.grad is not None]
             optimizer.step()
