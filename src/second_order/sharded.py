@@ -19,6 +19,7 @@ from torch import Tensor, nn
 __all__ = [
     "FSDPParams",
     "chunks",
+    "dtensors_exist",
     "is_dtensor",
     "like",
     "local",
@@ -26,6 +27,11 @@ __all__ = [
     "reshard",
     "sharded_params",
 ]
+
+
+def dtensors_exist() -> bool:
+    """Whether anything in this process can be a ``DTensor``."""
+    return "torch.distributed.tensor" in sys.modules
 
 
 def is_dtensor(value: Any) -> bool:

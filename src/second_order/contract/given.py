@@ -19,6 +19,7 @@ from second_order.contract.groups import (
 )
 from second_order.contract.sharding import check_sharding
 from second_order.options import check_params
+from second_order.sharded import reshard
 
 __all__ = ["Given", "check_scaler", "look_through", "refuse_unknown_scaler", "what_is_given"]
 
@@ -27,7 +28,7 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     """The user's own module inside wrappers, and whether one of them averages gradients.
 
     Raises:
-        TypeError: If the module's parameters are sharded in another way than FSDP2's.
+        TypeError: If FSDP1 has flattened the module's parameters.
         ValueError: If a parameter is not initialised.
     """
     under_ddp = False
@@ -57,7 +58,6 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
                 f"parameter {name!r} is not initialised yet; run one batch through the model "
                 f"before making the optimizer"
             )
-    check_sharding(model)
     return model, under_ddp
 
 
@@ -101,7 +101,8 @@ def what_is_given(
         needs_model: Whether a model is required.
 
     Raises:
-        TypeError: For two models, a missing model, or an argument of another type.
+        TypeError: For two models, a missing model, an argument of another type, or parameters that
+            are sharded otherwise than by FSDP2.
         ValueError: If none of the parameters is the model's.
     """
     known = model is not None or isinstance(params_or_model, nn.Module)
@@ -110,6 +111,7 @@ def what_is_given(
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
         model = params_or_model
+        reshard(model)
         groups: list[Any] = trainable(look_through(model)[0])
     elif model is None and needs_model:
         raise TypeError(
@@ -123,6 +125,8 @@ def what_is_given(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not a torch.nn.Module")
     inner, under_ddp = look_through(model)
+    if known:
+        check_sharding(inner)
     strange = check_ownership(name, base, members_of(groups), inner)
     return Given(inner, known, under_ddp, groups, named, strange)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from second_order.contract.base_state import BASE
 from second_order.distributed.collectives import World
 from second_order.distributed.rows import rows_of
-from second_order.sharded import is_dtensor, like, reshard, sharded_params
+from second_order.sharded import dtensors_exist, is_dtensor, like, reshard, sharded_params
 
 __all__ = ["Places", "check_mesh", "check_sharding", "moved_state", "replaced_in"]
 
@@ -100,6 +100,8 @@ class Places:
     def replaced(self) -> dict[Tensor, Tensor]:
         """The parameters that have been sharded since, with their shards."""
         found: dict[Tensor, Tensor] = {}
+        if not dtensors_exist():
+            return found
         for module, name, p in self._entries:
             new = module._parameters.get(name)
             if new is not p and new is not None and is_dtensor(new) and new.shape == p.shape:
