@@ -5,6 +5,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -104,8 +105,8 @@ def by_one_rank(rank: int, world_size: int) -> list[list[Tensor]]:
     data = shares(rank, world_size)
     go_on(model, optimizer, data[:2])
     optimizer.consolidate(to=None)
-    weights = get_model_state_dict(model, options=options)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    weights = copy.deepcopy(get_model_state_dict(model, options=options))
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     trajectories = [go_on(model, optimizer, data[2:])]
     twin, other = made("reduce", "fsdp")
     set_model_state_dict(twin, weights, options=options)

@@ -151,7 +151,7 @@ class KroneckerBlock:
         Call this once at the beginning of each pass. An accumulation adds 1 to a gradient's
         version, so that only gradients that something else has changed are looked at: a device is
         not waited for in a loop that merely accumulates. Of a sharded gradient the rows that are
-        here tell: other ranks may not be asked in a pass.
+        here tell, if there are any: other ranks may not be asked in a pass.
 
         Args:
             unreduced: Whether FSDP2 keeps gradients of earlier passes that it has yet to average.
@@ -163,7 +163,8 @@ class KroneckerBlock:
             return False
         if gradient is None or gradient._version == expected:
             return self.without_gradient and not unreduced
-        return not any(bool(local(p.grad).any()) for p in self.params if p.grad is not None)
+        rows = [local(p.grad) for p in self.params if p.grad is not None]
+        return any(map(Tensor.numel, rows)) and not any(bool(each.any()) for each in rows)
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Put other parameters of the same shapes in the place of some of the block's."""
