@@ -4,7 +4,7 @@
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options
-    report      errors      farewell    patterns    know nothing at all
+    report      errors      farewell    sharded     know nothing at all
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -29,17 +29,21 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "farewell": set(),
-    "patterns": set(),
-    "kronecker": {"errors", "farewell", "patterns"},
-    "lanczos": {"errors", "distributed"},
-    "distributed": {"errors", "farewell"},
+    "sharded": set(),
+    "patterns": {"sharded"},
+    "kronecker": {"errors", "farewell", "patterns", "sharded"},
+    "lanczos": {"errors", "distributed", "sharded"},
+    "distributed": {"errors", "farewell", "sharded"},
     "options": {"errors"},
-    "contract": {"errors", "report", "patterns", "distributed", "options"},
-    "kfac": {"errors", "report", "patterns", "options", "contract", "kronecker", "distributed"},
-    "fosi": {"errors", "report", "options", "contract", "lanczos", "distributed"},
+    "contract": {"errors", "report", "patterns", "sharded", "distributed", "options"},
+    "kfac": {
+        *("errors", "report", "patterns", "sharded", "options", "contract", "kronecker"),
+        "distributed",
+    },
+    "fosi": {"errors", "report", "sharded", "options", "contract", "lanczos", "distributed"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi"),
+        *("kfac", "fosi", "sharded"),
     },
     "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers"},
 }

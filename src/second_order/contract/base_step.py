@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from second_order.contract.training import Training
+from second_order.sharded import local
 
 __all__ = ["initialises_state", "set_aside", "unhooked_step"]
 
@@ -29,7 +30,7 @@ def initialises_state(groups: Iterable[Mapping[str, Any]]) -> bool:
     return all(
         float(group["lr"]) == 0.0
         and all(
-            p.grad is not None and not bool(p.grad.count_nonzero())
+            p.grad is not None and not bool(local(p.grad).count_nonzero())
             for p in group["params"]
             if p.requires_grad
         )

@@ -103,6 +103,9 @@ class Curvature:
     def drop_pending(self) -> None:
         """Drop statistics of the backward passes since the last step."""
 
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
+
     def replan(self) -> None:
         """Look at the model again, after parameters or groups have changed."""
 

@@ -32,7 +32,7 @@ from second_order.fosi.checkpoint import (
     gather_eigenpairs,
 )
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
-from second_order.fosi.options import FOSIOptions, check_one_vector, newton_scale_at
+from second_order.fosi.options import SHARDED, FOSIOptions, check_one_vector, newton_scale_at
 from second_order.fosi.subspace import (
     Subspace,
     share_inside,
@@ -104,6 +104,10 @@ class FOSICurvature(Curvature):
         """Why a GradScaler has to be announced; "" if it need not be."""
         averages = self.training.averages
         return "a step skipped on one process would leave the others waiting" * averages
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Raise TypeError: FSDP2 has sharded the parameters since the optimizer was made."""
+        raise TypeError(SHARDED)
 
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""

@@ -35,7 +35,15 @@ from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, PerStep, check_decay
-from second_order.kfac.plan import LayerPlan, Plan, Planner, dims_of, distkfac_plan
+from second_order.kfac.plan import (
+    LayerPlan,
+    Plan,
+    Planner,
+    dims_of,
+    distkfac_plan,
+    with_one_worker,
+)
+from second_order.kfac.sharded_gradients import ShardedGradients
 from second_order.kfac.solves import Background, Solves
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 from second_order.kronecker.block import KroneckerBlock
@@ -43,6 +51,7 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.options import check_interval, value_at
 from second_order.report import Summary
+from second_order.sharded import is_dtensor
 
 __all__ = ["KFACCurvature", "System", "with_stats_workers"]
 
@@ -109,17 +118,32 @@ class KFACCurvature(Curvature):
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
-        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
-        clip = Clip(training, options, counted if helpers is None else "helpers")
-        self.gradients = (
-            ResultGradients(training, clip)
-            if system.owners is None
-            else OwnerGradients(training, clip, only_to_owners=system.owners == "owner")
-        )
         self._exchange: Exchange | None = None
         self._updated_at = 0  # the step of the last update of the averages
         self._closed = False
         self.layers.find()
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> ResultGradients | OwnerGradients | ShardedGradients:
+        """Make the exchange of gradients, as they are kept and as the system wants them."""
+        training, owners = self.training, self._system.owners
+        counted: Literal["all", "one"] = "all" if owners is None else "one"
+        clip = Clip(training, self._options, counted if self.helpers is None else "helpers")
+        if self.layers.sharded:
+            self._require_no_helpers()
+            return ShardedGradients(training, clip, batch_of_all=owners is None)
+        if owners is None:
+            return ResultGradients(training, clip)
+        return OwnerGradients(training, clip, only_to_owners=owners == "owner")
+
+    def _require_no_helpers(self) -> None:
+        if self.helpers is not None:
+            raise ValueError(_no_copies(self.training))
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
+        self.layers.replace_params(others)
+        self.gradients = self._gradients()
 
     def description(self) -> list[str]:
         """The options, and the layers."""
@@ -155,6 +179,8 @@ class KFACCurvature(Curvature):
         """Look for the model's layers again."""
         if not self._closed:
             self.layers.find()
+            if self.layers.sharded != isinstance(self.gradients, ShardedGradients):
+                self.gradients = self._gradients()
             self._look()
 
     # --------------------------------------------------------------------------------- the step
@@ -225,15 +251,7 @@ class KFACCurvature(Curvature):
     def _precondition(self) -> None:
         """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""
         assert self._exchange is not None
-        solved = [block for block in self.plan if block.solved]
-        found = {block: block.gradient(block.work_dtype) for block in solved}
-        mine = {
-            block: block.precondition(gradient, self._options.inv_dtype)
-            for block, gradient in found.items()
-            if block.inverse is not None and (self.gradients.wants_all or gradient is not None)
-        }
-        gradients = {block: g for block, g in found.items() if g is not None}
-        self.gradients.finish(self.plan, self._exchange, mine, gradients)
+        self.gradients.precondition(self.plan, self._exchange, self._options.inv_dtype)
 
     def correct(self) -> None:
         """Offer the stepped parameters to stats workers; the step is over."""
@@ -312,6 +330,8 @@ class KFACCurvature(Curvature):
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
         self._shapes |= shapes
         plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
+        if isinstance(self.gradients, ShardedGradients):
+            plan = with_one_worker(plan)
         before = self.known
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
@@ -349,7 +369,12 @@ class KFACCurvature(Curvature):
         wanted = ("inverses wanted at once", self.solves.wanted)
         newcomers = ("anew at", self.layers.newcomers_at)
         scheduled = self._options.scheduled(self.training.steps)
-        return [("closed", self._closed), wanted, newcomers, *scheduled, *self.budget.facts()]
+        sharded = ("sharded by FSDP2", isinstance(self.gradients, ShardedGradients))
+        return [
+            *(("closed", self._closed), sharded, wanted, newcomers),
+            *scheduled,
+            *self.budget.facts(),
+        ]
 
     # ------------------------------------------------------------------------ state and summary
 
@@ -438,6 +463,8 @@ def with_stats_workers(
     """
     if system.background is not None and system.background.device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
+    if count and any(map(is_dtensor, training.model.parameters())):
+        raise ValueError(_no_copies(training))
     if count and training.world.size == 1:
         training.warn(
             f"{training.name}(stats_workers={count}) with one process: nobody computes "
@@ -453,6 +480,13 @@ def with_stats_workers(
     layers = Layers(training, options, system.rules, system.conv_approximation)
     described = partial(_described, training, options, system)
     return StatsWorker(training, layers, described, partial(_owners, system), count, patience)
+
+
+def _no_copies(training: Training) -> str:
+    return (
+        f"{training.name}: stats workers pass batches through whole copies of the model, and FSDP2 "
+        f"has sharded it over all ranks; use stats_workers=0"
+    )
 
 
 def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> list[int]:

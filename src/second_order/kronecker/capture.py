@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
+from second_order.sharded import FSDPParams
+
 __all__ = ["Capture", "PairConsumer"]
 
 Sampler = Callable[[Any, int], Tensor]
@@ -143,7 +145,7 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
 
 
 def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
-    if _reaches_parameters(call.module):
+    if _reaches_parameters(call.module, alive.fsdp):
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
         if call.outer == NO_BACKWARD:
@@ -176,9 +178,10 @@ def _repeating_checkpoints() -> list[Any]:
     return found or [torch._C._current_autograd_node()]  # of another library's checkpoint
 
 
-def _reaches_parameters(module: nn.Module) -> bool:
+def _reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
     """Whether the backward pass that is running accumulates into a parameter of the module."""
-    return any(map(_is_reached, module._parameters.values()))
+    params = module._parameters.values() if fsdp is None else fsdp.in_pass(module)
+    return any(map(_is_reached, params))
 
 
 def _is_reached(p: Tensor | None) -> bool:
@@ -200,7 +203,7 @@ def _delivery_hook(
     if alive is None or Capture.sampling:
         return
     with alive.timed():
-        reached = {module: _reaches_parameters(module) for module, *_ in pairs}
+        reached = {module: _reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
         delivered = [pair for pair in pairs if reached[pair[0]]]
         pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
         for module, x, source, d in delivered:
@@ -243,12 +246,14 @@ class Capture:
             gradients of the user's own backward.
         wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
         timed: Makes a context manager around the work of a hook, to measure it.
+        fsdp: What FSDP2 does with the model's parameters; None for nothing.
 
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
             gradients in it are nobody else's.
         enabled: Pairs are captured only while this is True.
         timed: Makes the context manager around the work of a hook.
+        fsdp: What FSDP2 does with the model's parameters.
         root_calls: Number of outputs of the root that labels were drawn from.
         missed: By layer, why its last lost pair did not count.
     """
@@ -261,9 +266,11 @@ class Capture:
         sampler: Sampler | None = None,
         wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        fsdp: FSDPParams | None = None,
     ) -> None:
         self.enabled = True
         self.timed = timed
+        self.fsdp = fsdp
         self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

@@ -112,6 +112,8 @@ class ExactBlock(KroneckerBlock):
         triangular: bool,
     ) -> None:
         self.owned = list(owned)
+        gain = module._parameters.get("weight")
+        self._gains = [p is gain for p in owned]  # during a pass FSDP2 puts others in their place
         self.most = most
         super().__init__([name], [module], None, factor_dtype, triangular)
 
@@ -130,12 +132,12 @@ class ExactBlock(KroneckerBlock):
         return any(p.requires_grad for p in self.owned)
 
     def _reset(self) -> None:
-        self._staged_for = [id(p) for p in self.params]
+        self._staged_for = self.training
         super()._reset()
 
     def follow_requires_grad(self) -> None:
         """Start anew if other parameters train now, also if as many entries as before."""
-        if self.trainable and self._staged_for != [id(p) for p in self.params]:
+        if self.trainable and self._staged_for != self.training:
             self._reset()
         super().follow_requires_grad()
 
@@ -218,7 +220,7 @@ class ExactBlock(KroneckerBlock):
         return torch.cat([part.flatten(2).sum(2) if part.dim() > 2 else part for part in parts], 1)
 
     def _is_gain(self, p: nn.Parameter) -> bool:
-        return p is self.modules[0]._parameters.get("weight")
+        return any(p is mine for mine, gain in zip(self.owned, self._gains, strict=True) if gain)
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """All gradients in one column, ``(1, d, 1)`` or ``(d, 1, 1)``; None without gradients."""

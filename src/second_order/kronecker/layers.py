@@ -396,7 +396,7 @@ def factor_shape(module: nn.Module, bias: bool) -> FactorShape:
     if isinstance(module, nn.Embedding):
         return FactorShape(1, weight.shape[0], weight.shape[1], diagonal_a=True)
     groups = cast(int, getattr(module, "groups", 1))
-    return FactorShape(groups, weight[0].numel() + int(bias), weight.shape[0] // groups)
+    return FactorShape(groups, weight.shape[1:].numel() + int(bias), weight.shape[0] // groups)
 
 
 def pair_statistics(

@@ -14,6 +14,7 @@ from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock, is_normalisation
 from second_order.kronecker.layers import factor_shape, is_convolution, unsupported_reason
 from second_order.patterns import first_match
+from second_order.sharded import plain_type
 
 __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
@@ -133,7 +134,7 @@ def find_blocks(
         own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) in owned}
         count = sum(size for key, size in own.items() if key not in counted)
         counted.update(own)
-        kind, odd = type(module).__name__, reason in unexpected
+        kind, odd = plain_type(module).__name__, reason in unexpected
         left.append(LeftToBase(name or "(model)", kind, reason, count, odd))
 
     def add_exact(name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
@@ -203,7 +204,7 @@ def find_blocks(
                         leave(name, module, "its weight is tied to a module left to the base")
             continue
         biases = [module._parameters.get("bias") for module in modules]
-        shapes = {(type(m), cast(Tensor, m.weight).shape) for m in modules}
+        shapes = {(plain_type(m), cast(Tensor, m.weight).shape) for m in modules}
         if len({id(b) for b in biases}) > 1 or len(shapes) > 1:
             for name, module in members:
                 leave(name, module, "tied weights with separate biases or types")

@@ -44,6 +44,13 @@ from second_order.contract.hidden import Division
 from second_order.contract.notices import warns_at_its_end
 from second_order.contract.outline import Outline, described, outline_of_load
 from second_order.contract.recipe import recipe_of
+from second_order.contract.sharding import (
+    Places,
+    check_mesh,
+    check_sharding,
+    moved_state,
+    replaced_in,
+)
 from second_order.contract.training import Training
 from second_order.contract.two_bases import TwoBases, base_of, kinds_of, made_again, name_of
 from second_order.distributed.collectives import World
@@ -58,6 +65,7 @@ from second_order.options import (
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
+from second_order.sharded import is_dtensor
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -118,7 +126,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
+        check_mesh(dict(given.model.named_parameters()), world)
         wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
+        if given.params and all(map(is_dtensor, given.params)):
+            wanted = False  # FSDP2 averages
         self._training = training = Training(
             name,
             given.model,
@@ -160,6 +171,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._bind_base()
         self._base.state.update(made)
         self._tell_of_patterns()
+        self._places = Places(training.model, members_of(self.param_groups))
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
@@ -174,10 +186,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         world.require_equal(lines, "models or options")
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
+            tensors = [*training.model.parameters(), *training.model.buffers()]
             with torch.no_grad():
-                world.broadcast_from_first(
-                    [*training.model.parameters(), *training.model.buffers()]
-                )
+                world.broadcast_from_first([t for t in tensors if not is_dtensor(t)])
         if world.size > 1:
             world.level()
             world.aside()  # made now, while every rank is here
@@ -223,6 +234,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_shards()
         # Such a step must move no counter and start no collective: one rank alone may take it.
         fresh = not self.state and training.steps == 0 and curvature.nothing_captured()
         if fresh and initialises_state(self.param_groups):
@@ -249,6 +261,20 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature.watch()
         return loss
 
+    def _take_shards(self) -> None:
+        """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
+        others = self._places.replaced() if "_places" in self.__dict__ else {}
+        if not others:
+            return
+        model, world = self._training.model, self._training.world
+        check_sharding(model)
+        check_mesh(dict(model.named_parameters()), world)
+        self._curvature.replace_params(others)
+        replaced_in(self.param_groups, others)
+        moved_state(self.state, others)
+        self._training.trained = {others.get(p, p) for p in self._training.trained}
+        self._places = Places(model, members_of(self.param_groups))
+
     def _base_step(self) -> None:
         unhooked_step(self._base)
 
@@ -263,6 +289,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
+        self._take_shards()
         super().zero_grad(set_to_none)
         if "_curvature" in self.__dict__:
             self._curvature.drop_pending()
@@ -304,6 +331,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = self._base.param_groups = groups
+        self._places = Places(self._training.model, members_of(groups))
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the default entries that it lacks, those of the base that trains it."""
@@ -342,6 +370,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             raise
         newcomers = members_of(self.param_groups[len(before) :])
         self._training.trained |= {p for p in newcomers if p.requires_grad}
+        self._places = Places(self._training.model, members_of(self.param_groups))
         self._curvature.replan()
 
     @warns_at_its_end
@@ -372,6 +401,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 :meth:`consolidate` since the last step, and it is not
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
+        self._take_shards()
         self._collected.require(self._training, self._curvature)
         if self.state:
             self._share_state()
@@ -399,6 +429,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 or unknown, or is another base's; nothing has changed then.
         """
         check_is_state(state_dict)
+        self._take_shards()
         names = self._training.names()
         found = Checkpoint({}, [], {}, 0, [])
 

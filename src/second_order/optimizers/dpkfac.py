@@ -175,7 +175,6 @@ class DPKFAC(SecondOrderOptimizer):
                 would differ between processes, or with ``gradient_exchange="all_reduce"``.
         """
         scaler, gradients = self._training.scaler, self._curvature.gradients
-        assert isinstance(gradients, OwnerGradients)
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"{type(ddp).__name__} is not a DistributedDataParallel model")
         if ddp.module is not self._training.model:
@@ -185,6 +184,7 @@ class DPKFAC(SecondOrderOptimizer):
                 "with the owner hook a GradScaler would find an overflow on one process and not on "
                 "another, and one would skip step() alone; train in bfloat16, or without the hook"
             )
+        assert isinstance(gradients, OwnerGradients)  # FSDP2 and DDP exclude each other
         if not gradients.only_to_owners:
             raise ValueError(
                 "gradient_exchange='all_reduce' averages gradients everywhere, as "
