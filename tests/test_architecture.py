@@ -4,7 +4,7 @@
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options
-    report      errors      farewell    patterns    know nothing at all
+    report  errors  farewell  patterns  stages      know nothing at all
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -30,13 +30,17 @@ BELOW: dict[str, set[str]] = {
     "report": set(),
     "farewell": set(),
     "patterns": set(),
-    "kronecker": {"errors", "farewell", "patterns"},
+    "stages": set(),
+    "kronecker": {"errors", "farewell", "patterns", "stages"},
     "lanczos": {"errors", "distributed"},
-    "distributed": {"errors", "farewell"},
+    "distributed": {"errors", "farewell", "stages"},
     "options": {"errors"},
-    "contract": {"errors", "report", "patterns", "distributed", "options"},
-    "kfac": {"errors", "report", "patterns", "options", "contract", "kronecker", "distributed"},
-    "fosi": {"errors", "report", "options", "contract", "lanczos", "distributed"},
+    "contract": {"errors", "report", "patterns", "distributed", "options", "stages"},
+    "kfac": {
+        *("errors", "report", "patterns", "stages", "options", "contract", "kronecker"),
+        "distributed",
+    },
+    "fosi": {"errors", "report", "stages", "options", "contract", "lanczos", "distributed"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi"),
