@@ -6,6 +6,8 @@
     distributed options
     report  errors  farewell  patterns  stages      know nothing at all
 
+`python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
+
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
 
@@ -45,7 +47,9 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi"),
     },
-    "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers"},
+    "": {"errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"},
+    "profiling": {"stages"},
+    "__main__": {"profiling"},
 }
 
 

@@ -42,7 +42,6 @@ _PART_OF = {
 }
 
 PAPER_NAMES = {
-    "forward": "FF",
     "backward": "BP",
     "statistics": "FactorComp",
     "statistics_exchange": "FactorComm",

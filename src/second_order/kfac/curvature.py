@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from second_order.contract.averaging import Routed
@@ -33,6 +34,7 @@ from second_order.kfac.checkpoint import (
 from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
+from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, PerStep, check_decay
 from second_order.kfac.plan import LayerPlan, Plan, Planner, dims_of, distkfac_plan
@@ -42,6 +44,7 @@ from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
+from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import check_interval, value_at
 from second_order.report import Summary
 from second_order.stages import Meter
@@ -416,6 +419,26 @@ class KFACCurvature(Curvature):
         self._closed = True
         self.plan.clear()  # the exchange holds it, too
         self.known, self._shapes = {}, {}
+
+    def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
+        """The factors as an object of their own; a collective if some are kept elsewhere.
+
+        Args:
+            dtype: Dtype of the copies.
+            gather: Whether to get factors that other processes keep.
+        """
+        gather = gather and bool(self.kept_elsewhere)
+        if gather:
+            self._follow()
+        return fitted_curvature(
+            self.training,
+            self._options,
+            self.layers,
+            self.known,
+            self.solves.damping,
+            dtype,
+            gather,
+        )
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters of layers that train, and of which statistics come."""
