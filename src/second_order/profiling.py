@@ -91,7 +91,7 @@ class Picture:
         """The accounts that took any time, in the order of a step."""
         order = [ELSEWHERE, *PAPER_NAMES]
         seen = {name for step in (*self.host, *self.device) for name, ms in step.items() if ms > 0}
-        return sorted(seen, key=lambda name: (order + [name]).index(name))
+        return sorted(seen, key=lambda name: [*order, name].index(name))
 
     def mean(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Milliseconds a step by account."""

@@ -86,7 +86,7 @@ def sent(nbytes: int) -> None:
 
 def _is_profiling() -> bool:
     # Of this thread, of those that take over its state, and of all threads.
-    running: bool = torch.autograd._profiler_enabled() or profiler._is_profiler_enabled
+    running: bool = torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled
     return running
 
 

@@ -19,11 +19,11 @@ from accelerated import BATCHES as EPOCH_BATCHES
 from accelerated import CASE as EPOCH_CASE
 from accelerated import loss_of, mrdho2
 from contract import EIGENPAIRS, KRONECKER, PLAIN, each_kronecker, each_of_five, make, same, take
-from instruments import sent_bytes
 from models import ZOO
 from ranks import kaisa, shard
 from torch.autograd import profiler
 
+from instruments import sent_bytes
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order import stages as module
 from second_order.fosi import statistics as eigenpair_statistics
@@ -99,8 +99,8 @@ def test_what_is_said_of_layers_is_what_dense_matrices_say(System: Any, solver: 
 def conditions(matrices: Any, dampings: list[float], solver: str) -> list[float]:
     """Of A ⊗ G + γ, or of (A + π√γ) ⊗ (G + √γ/π)."""
     found = []
-    for (a, g), damping in zip(matrices, dampings, strict=True):
-        a, g = (m if m.dim() == 3 else torch.diag_embed(m) for m in (a, g))
+    for pair, damping in zip(matrices, dampings, strict=True):
+        a, g = (m if m.dim() == 3 else torch.diag_embed(m) for m in pair)
         if solver == "eigen":
             dense = torch.kron(g[0], a[0]) + damping * torch.eye(g.shape[-1] * a.shape[-1])
             found.append(float(torch.linalg.cond(dense)))
@@ -252,7 +252,7 @@ def bytes_of_steps(rank: int, world_size: int, System: Any, options: dict[str, A
         found.append(sum(sent.values()))
     told = optimizer.statistics()
     mine = {name: told[name] for name in told if name.startswith("bytes/")}
-    return sorted(told), found[-1], mine, told["clip"]
+    return sorted(told), found[-1], mine, told.get("clip")
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,7 @@ def test_helpers_have_the_same_names(world: World, System: Any) -> None:
 
 def test_the_page_has_every_name_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text("utf-8")
+    page = page.split("## The stage picture")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     expected = {"step", *kronecker_statistics.NAMES, *eigenpair_statistics.NAMES}

@@ -269,7 +269,7 @@ class FOSICurvature(Curvature):
     accounts = ACCOUNTS
 
     def statistics(self) -> dict[str, float]:
-        """Numbers to log: the eigenpairs, their age, what they cost, and the share of their step."""
+        """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         found = statistics_of(self.subspace, self.found()[0], pairs.tally, last)
         if self._share is not None:

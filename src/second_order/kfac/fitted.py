@@ -80,7 +80,7 @@ def fitted_curvature(
             updates=float(averages.weight),
             damping=gamma,
         )
-    if not found:
+    if not found and ELSEWHERE not in uncovered.values():
         raise SecondOrderError(
             f"{training.name} has no factors yet: curvature() is for after the first step, and "
             f"before close()"
@@ -123,7 +123,11 @@ def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> Kronecker
     """The averages that are here, with those that have been gathered."""
     here = block.factors
     averages = KroneckerFactors(
-        block.shape, block.weight.device, block.factor_dtype, block.staged.triangular, (False, False)
+        block.shape,
+        block.weight.device,
+        block.factor_dtype,
+        block.staged.triangular,
+        (False, False),
     )
     averages.stored.update({k: away.get(k, block.stored(k)) for k in block.shape.letters})
     if away:
@@ -134,9 +138,7 @@ def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> Kronecker
     return averages
 
 
-def _why_not(
-    block: KroneckerBlock, params: list[nn.Parameter], averages: KroneckerFactors
-) -> str:
+def _why_not(block: KroneckerBlock, params: list[nn.Parameter], averages: KroneckerFactors) -> str:
     """Why a block has no curvature here; "" if it has."""
     if type(block) not in (KroneckerBlock, ExactBlock, DoublyFactoredBlock):
         return f"{type(block).__name__} is a kind of layer that curvature() does not know"

@@ -29,8 +29,9 @@ def largest_eigenvalue(matrices: Tensor) -> Tensor:
     for _ in range(ITERATIONS):
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
         y = matrices @ x
-        quotient, x = (x.mT @ y).flatten(), y
-    return quotient
+        quotients: Tensor = (x.mT @ y).flatten()
+        x = y
+    return quotients
 
 
 def condition_estimate(block: KroneckerBlock) -> Tensor | None:

@@ -170,9 +170,7 @@ class LayerCurvature:
     def sample(self, damping: float, generator: torch.Generator | None = None) -> Tensor:
         """A sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``."""
         like = self.values
-        normal = torch.randn(
-            like.shape, dtype=like.dtype, device=like.device, generator=generator
-        )
+        normal = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
         return self._rotated(normal * (like + damping).rsqrt(), back=True)
 
     def to_dense(self) -> Tensor:

@@ -123,18 +123,19 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     # -------------------------------------------------------------------------------- vectors
 
     def _mapped(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
-        is_list = not isinstance(vector, Mapping)
-        given = self._named(vector) if is_list else cast(Mapping[str, Tensor], vector)
+        given = self._named(vector)
         self._check(given)
         found: dict[str, Tensor] = {}
         for layer in self.values():
             if any(name in given for name in layer.shapes):
                 found.update(layer.to_vector(f(layer, layer.to_matrix(given))))
-        if not is_list:
-            return cast(V, found)
-        return cast(V, [found.get(name) for name in self.names])
+        result: Vector = found if given is vector else [found.get(name) for name in self.names]
+        return cast(V, result)
 
-    def _named(self, vector: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def _named(self, vector: Vector) -> Mapping[str, Tensor]:
+        """A vector by name: itself, if it is that."""
+        if isinstance(vector, Mapping):
+            return vector
         if len(vector) != len(self.names):
             raise ValueError(
                 f"a list of {len(vector)} tensors is no vector of {len(self.names)} parameters; "
