@@ -1872,8 +1872,8 @@ MUTANTS = [
     _mutant(
         "a budget that preconditioning is part of",
         "kfac/curvature.py",
-        'with record_function("second_order.precondition"), on(Account.APART):',
-        'with record_function("second_order.precondition"):',
+        'with self.training.meter.stage("precondition"), on(Account.APART):',
+        'with self.training.meter.stage("precondition"):',
         "budget::what_is_chosen_is_what_is_computed_by_hand",
     ),
     _mutant(

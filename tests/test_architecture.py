@@ -4,7 +4,9 @@
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options
-    report      errors      farewell    sharded     know nothing at all
+    report  errors  farewell  patterns  stages  sharded         know nothing at all
+
+`python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -31,21 +33,27 @@ BELOW: dict[str, set[str]] = {
     "farewell": set(),
     "sharded": set(),
     "patterns": {"sharded"},
-    "kronecker": {"errors", "farewell", "patterns", "sharded"},
+    "stages": set(),
+    "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
     "lanczos": {"errors", "distributed", "sharded"},
-    "distributed": {"errors", "farewell", "sharded"},
+    "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},
-    "contract": {"errors", "report", "patterns", "sharded", "distributed", "options"},
+    "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
     "kfac": {
-        *("errors", "report", "patterns", "sharded", "options", "contract", "kronecker"),
+        *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
         "distributed",
     },
-    "fosi": {"errors", "report", "sharded", "options", "contract", "lanczos", "distributed"},
+    "fosi": {
+        *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
+        "distributed",
+    },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded"),
     },
-    "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers"},
+    "": {"errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"},
+    "profiling": {"stages"},
+    "__main__": {"profiling"},
 }
 
 
@@ -225,7 +233,7 @@ def foreign(path: Path) -> list[str]:
         and node.attr in owners
         and path not in owners[node.attr]
         # The package's optimizers are one with their base; torch's names are torch's.
-        and node.attr not in ("_training", "_curvature", "_constructed")
+        and node.attr not in ("_training", "_curvature", "_constructed", "_agree")
         and not {getattr(n, "id", "") for n in ast.walk(node.value)} & {"torch", "dist", "group"}
     ]
 

@@ -10,6 +10,8 @@ from second_order.errors import (
     SecondOrderWarning,
 )
 from second_order.kfac.distkfac_options import DecayingClip
+from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
@@ -38,6 +40,8 @@ __all__ = [
     "DecompositionError",
     "DistKFAC",
     "EpochReport",
+    "KroneckerCurvature",
+    "LayerCurvature",
     "LayerRow",
     "RankMismatchError",
     "Recipe",

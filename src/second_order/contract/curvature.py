@@ -144,5 +144,12 @@ class Curvature:
         """A table of the parameters and layers that are preconditioned."""
         return Summary(self.training.titled(), [])
 
+    accounts: tuple[str, ...] = ()
+    """The accounts of seconds and bytes that :meth:`statistics` goes with."""
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log, by names that are the same on every rank; nothing is sent."""
+        return {}
+
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.base_state import BASE
 from second_order.contract.saved import unusual
@@ -78,8 +77,7 @@ class Outline:
             return [*ours, *_named(groups, name_of()), *others]
 
         brief = [steps, loaded, read, self._word, *(value for _, value in others), called]
-        with record_function("second_order.compare"):
-            require_same(world, doing, brief, describe)
+        require_same(world, doing, brief, describe)
         self.loaded = None
 
 

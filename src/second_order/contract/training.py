@@ -13,6 +13,7 @@ from second_order.contract.groups import members_of
 from second_order.contract.notices import Notices
 from second_order.distributed.collectives import World
 from second_order.sharded import is_dtensor, reshard
+from second_order.stages import Meter
 
 __all__ = ["Training"]
 
@@ -41,6 +42,7 @@ class Training:
         base: The wrapped optimizer.
         base_name: Name of the base, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
+        meter: Seconds and bytes of the steps, by stage.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Training:
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
     base_name: str = ""
     publish: Callable[[], None] = _nowhere
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def groups(self) -> list[dict[str, Any]]:

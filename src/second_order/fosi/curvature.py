@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.base_state import BASE, CURVATURE
@@ -33,6 +32,7 @@ from second_order.fosi.checkpoint import (
 )
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
 from second_order.fosi.options import SHARDED, FOSIOptions, check_one_vector, newton_scale_at
+from second_order.fosi.statistics import ACCOUNTS, newton_share, statistics_of
 from second_order.fosi.subspace import (
     Subspace,
     share_inside,
@@ -153,10 +153,10 @@ class FOSICurvature(Curvature):
 
     def precondition(self, average: Callable[[], None]) -> None:
         """Replace ``p.grad`` by g₂."""
-        with record_function("second_order.average_gradients"):
+        with self.training.meter.stage("average_gradients"):
             average()
         if self.subspace is not None:
-            with record_function("second_order.split"), self.vector.plain():
+            with self.training.meter.stage("split"), self.vector.plain():
                 self._split(self.subspace)
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -166,7 +166,7 @@ class FOSICurvature(Curvature):
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
-            with record_function("second_order.newton"), self.vector.plain():
+            with self.training.meter.stage("newton"), self.vector.plain():
                 self._correct(self.subspace, self._newton)
         self._newton = None
         self.vector.share()
@@ -269,6 +269,19 @@ class FOSICurvature(Curvature):
             **vars(self.pairs.tally),
             rest_scale=1.0 if self.subspace is None else self.subspace.rest_scale,
         )
+
+    accounts = ACCOUNTS
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
+        pairs, last = self.pairs, self.training.steps - 1
+        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last)
+        if self._share is not None:
+            found["gradient_share"] = float(self._share)
+        if self.subspace is not None:
+            groups = [chunk.group for chunk in self.vector.chunks]
+            found["newton_share"] = newton_share(self.subspace, self._before, groups)
+        return found
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters that eigenvectors span; none before the first refresh."""

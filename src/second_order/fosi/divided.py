@@ -29,6 +29,7 @@ from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures, publish
 from second_order.fosi.options import EpochOptions
+from second_order.fosi.statistics import epoch_statistics
 from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
 
@@ -111,6 +112,10 @@ class Divided(FOSICurvature):
     def counts(self) -> dict[str, float]:
         """The counts that are saved with each parameter."""
         return {**super().counts(), **self.epochs.counts()}
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log, those of the epochs among them."""
+        return super().statistics() | epoch_statistics(self.epochs.number, self.epochs.reports)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, eigenpairs, and the place in the epochs."""

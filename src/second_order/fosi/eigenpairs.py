@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
@@ -173,7 +172,7 @@ class Eigenpairs:
         self.drop_unsound()
         had = self.subspace is not None
         measured = self._vector.hessian(loss_fn, options.hvp)
-        with record_function("second_order.lanczos"), measured as space:
+        with training.meter.stage("lanczos"), measured as space:
             pairs = wanted_pairs(space, self._start(space), options)
             loss = space.loss()
         tally.add(training.steps, pairs.iterations)

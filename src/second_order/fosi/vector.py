@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
@@ -197,7 +196,7 @@ class ParameterVector:
         if not self.spread:
             return
         pieces = self.layout.pieces
-        with record_function("second_order.exchange"):
+        with self._training.meter.stage("exchange"):
             parts = [piece.of(piece.param) for piece in pieces]
             self._training.world.broadcast(parts, [piece.rank for piece in pieces])
             for piece, part in zip(pieces, parts, strict=True):

@@ -11,13 +11,14 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
@@ -33,6 +34,7 @@ from second_order.kfac.checkpoint import (
 from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
+from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, PerStep, check_decay
 from second_order.kfac.plan import (
@@ -45,13 +47,16 @@ from second_order.kfac.plan import (
 )
 from second_order.kfac.sharded_gradients import ShardedGradients
 from second_order.kfac.solves import Background, Solves
+from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
+from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import check_interval, value_at
 from second_order.report import Summary
 from second_order.sharded import is_dtensor
+from second_order.stages import Meter
 
 __all__ = ["KFACCurvature", "System", "with_stats_workers"]
 
@@ -112,7 +117,7 @@ class KFACCurvature(Curvature):
         self.read_by_all = READ_BY_ALL if system.owners is None else ()
         self.helpers = helpers
         self.budget = Budget(training, options, elsewhere=helpers is not None)
-        timed = partial(self.budget.on, Account.STATISTICS)
+        timed = partial(_in_hooks, training.meter, self.budget)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
@@ -120,6 +125,7 @@ class KFACCurvature(Curvature):
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
         self._exchange: Exchange | None = None
         self._updated_at = 0  # the step of the last update of the averages
+        self._intervals: dict[str, int] = {}  # at the last step, by their options
         self._closed = False
         self.layers.find()
         self.gradients = self._gradients()
@@ -207,17 +213,17 @@ class KFACCurvature(Curvature):
             with on(Account.BASE):
                 average()
 
-        with record_function("second_order.statistics"), on(Account.STATISTICS):
+        with self.training.meter.stage("statistics"), on(Account.STATISTICS):
             self.take_statistics()
-        with record_function("second_order.solve"), on(Account.REFRESH):
+        with self.training.meter.stage("solve"), on(Account.REFRESH):
             due = self._due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
             heard = self.solves.refresh(due, averaged, news)
             if self.helpers is not None:
                 self.helpers.hear(heard, self.training)
-        with record_function("second_order.average_gradients"):
+        with self.training.meter.stage("average_gradients"):
             average()
-        with record_function("second_order.precondition"), on(Account.APART):
+        with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
 
     def take_statistics(self) -> None:
@@ -233,7 +239,7 @@ class KFACCurvature(Curvature):
             sums = self.layers.sums(taken)
             for block in self.plan:
                 block.expect()
-            with record_function("second_order.exchange"):
+            with self.training.meter.stage("exchange"):
                 exchange.statistics(sums)
             self.layers.take_in(sums, self._decay())
             self._updated_at = self.training.steps
@@ -279,8 +285,10 @@ class KFACCurvature(Curvature):
         """Whether this step is one of an interval's, by the name of its option."""
         steps = self.training.steps
         if steps < self._dense_until or steps == self.layers.newcomers_at:
+            self._intervals[option] = 1
             return True
-        return steps % self._every(option) == 0
+        self._intervals[option] = every = self._every(option)
+        return steps % every == 0
 
     @property
     def _dense_until(self) -> int:
@@ -437,9 +445,40 @@ class KFACCurvature(Curvature):
         self.plan.clear()  # the exchange holds it, too
         self.known, self._shapes = {}, {}
 
+    def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
+        """The factors as an object of their own; a collective if some are kept elsewhere.
+
+        Args:
+            dtype: Dtype of the copies.
+            gather: Whether to get factors that other processes keep.
+        """
+        gather = gather and bool(self.kept_elsewhere)
+        if gather:
+            self._follow()
+        return fitted_curvature(
+            self.training,
+            self._options,
+            self.layers,
+            self.known,
+            self.solves.damping,
+            dtype,
+            gather,
+        )
+
     def preconditioned(self) -> list[Tensor]:
         """The parameters of layers that train, and of which statistics come."""
         return self.layers.preconditioned()
+
+    accounts = ACCOUNTS
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log: clip, damping, traces, condition, ages and failures."""
+        last, nu = self.training.steps - 1, self.gradients.coefficient
+        found = statistics_of(self.layers, self.plan, self.solves, last)
+        found["clip"] = 1.0 if nu is None else float(nu)
+        if last >= 0 and not self._closed:
+            found["age/statistics"] = float(last - self._updated_at)
+        return found | {name: float(steps) for name, steps in self._intervals.items()}
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
@@ -487,6 +526,17 @@ def _no_copies(training: Training) -> str:
         f"{training.name}: stats workers pass batches through whole copies of the model, and FSDP2 "
         f"has sharded it over all ranks; use stats_workers=0"
     )
+
+
+@contextmanager
+def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
+    """Measure the work of a hook."""
+    before = meter.switch("statistics")
+    try:
+        with budget.on(Account.STATISTICS):
+            yield
+    finally:
+        meter.switch(before)
 
 
 def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> list[int]:

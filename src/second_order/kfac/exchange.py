@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
@@ -115,10 +114,14 @@ class ResultGradients:
     """Preconditioned gradients that gradient workers send to the other ranks.
 
     Every rank has the mean gradients, gets all results, and clips by itself.
+
+    Attributes:
+        coefficient: ν of the last step, a scalar; None where nothing was clipped.
     """
 
     def __init__(self, training: Training, clip: Clip) -> None:
         self._training, self._clip = training, clip
+        self.coefficient: Tensor | None = None
 
     def route(
         self,
@@ -145,17 +148,18 @@ class ResultGradients:
             exchange: The collectives between the ranks.
             dtype: The dtype of the inverses.
         """
+        self.coefficient = None
         mine, gradients = preconditioned(layers, dtype, wants_all=True)
-        with record_function("second_order.exchange"):
+        with self._training.meter.stage("exchange"):
             results = self._exchanged(layers, exchange.column, mine)
         if not gradients:
             return
-        with record_function("second_order.clip"):
-            chosen, coefficient = {block: results[block] for block in gradients}, None
+        with self._training.meter.stage("clip"):
+            chosen = {block: results[block] for block in gradients}
             if (bound := self._clip.bound()) is not None:
-                coefficient = kl_clip_coefficient(self._clip.change(chosen, gradients), bound)
+                self.coefficient = kl_clip_coefficient(self._clip.change(chosen, gradients), bound)
             for block, result in chosen.items():
-                block.write_gradient(result, _on(coefficient, result))
+                block.write_gradient(result, _on(self.coefficient, result))
 
     def _exchanged(
         self,
@@ -201,12 +205,14 @@ class OwnerGradients:
 
     Attributes:
         hooked: Whether DistributedDataParallel sends gradients to their owners.
+        coefficient: ν of the last step, a scalar; None where nothing was clipped.
     """
 
     def __init__(self, training: Training, clip: Clip, *, only_to_owners: bool) -> None:
         self._training, self._clip = training, clip
         self.only_to_owners = only_to_owners
         self.hooked = False
+        self.coefficient: Tensor | None = None
         self._summed_to: dict[Tensor, int] = {}  # since the last step
 
     def route(
@@ -278,19 +284,20 @@ class OwnerGradients:
         world, solved = self._training.world, [block for block in layers if block.solved]
         ranks = range(world.size)
         changes: list[Tensor] = []
-        bound = self._clip.bound()
-        with record_function("second_order.clip"):
+        bound, self.coefficient = self._clip.bound(), None
+        with self._training.meter.stage("clip"):
             if bound is not None:
                 changes = self._clip.parts(world.size, self._training.device)
                 here = {block: gradients[block] for block in mine}
                 changes[world.rank].copy_(self._clip.change(mine, here))
             for block, result in mine.items():  # not yet clipped: the whole sum comes with it
                 block.write_gradient(result, 1.0)
-        with record_function("second_order.exchange"):
+        with self._training.meter.stage("exchange"):
             self._share([*self._sent(layers, solved), *zip(changes, ranks, strict=False)])
         if bound is not None:
-            with record_function("second_order.clip"):
+            with self._training.meter.stage("clip"):
                 coefficient = kl_clip_coefficient(torch.stack(changes).sum(), bound)
+                self.coefficient = coefficient
                 for gradient in (p.grad for block in solved for p in block.params):
                     if gradient is not None:
                         gradient.mul_(_on(coefficient, gradient))

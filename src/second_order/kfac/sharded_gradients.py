@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
@@ -71,10 +70,14 @@ class ShardedGradients:
         clip: The clip of the steps.
         batch_of_all: Whether the clip follows the batch of the layer that sees most among all
             layers; among those of each worker otherwise.
+
+    Attributes:
+        coefficient: ν of the last step, a scalar; None where nothing was clipped.
     """
 
     def __init__(self, training: Training, clip: Clip, *, batch_of_all: bool) -> None:
         self._training, self._clip, self._batch_of_all = training, clip, batch_of_all
+        self.coefficient: Tensor | None = None
         self._key: Any = None
         self._buckets: list[Bucket] = []
 
@@ -103,20 +106,21 @@ class ShardedGradients:
             exchange: The collectives between the ranks.
             dtype: The dtype of the inverses.
         """
+        self.coefficient = None
         bound, changes = self._clip.bound(), []
         solved = [block for block in layers if block.solved]
         present = [block for block in solved if not block.without_gradient]
         for bucket in self._planned(layers, solved):
-            with record_function("second_order.exchange"):
+            with self._training.meter.stage("exchange"):
                 whole = self._gathered(bucket)
             change = self._work(bucket, whole, present, dtype, clipped=bound is not None)
-            with record_function("second_order.exchange"):
+            with self._training.meter.stage("exchange"):
                 changes += self._returned(bucket, whole, change)
         if bound is None or not changes:
             return
-        with record_function("second_order.clip"):
+        with self._training.meter.stage("clip"):
             total = torch.stack([change.to(changes[0].dtype) for change in changes]).sum()
-            coefficient = kl_clip_coefficient(total, bound)
+            self.coefficient = coefficient = kl_clip_coefficient(total, bound)
             for p in (p for block in solved for p in block.params):
                 if p.grad is not None:
                     rows = local(p.grad)

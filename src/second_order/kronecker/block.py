@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from second_order.errors import SecondOrderWarning
 from second_order.kronecker.decompositions import ieee_matmul
@@ -32,6 +31,7 @@ from second_order.kronecker.layers import (
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.sharded import FSDPParams, local
+from second_order.stages import span
 
 __all__ = [
     "GradientScale",
@@ -510,7 +510,7 @@ class StatisticsCollector:
                     unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
                     if block.starts_anew(unreduced):
                         staged.clear()
-                with record_function("second_order.capture"), ieee_matmul(d.device):
+                with span("capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
                     staged.add(
                         pair, self.gradient_scale(d), pass_id, again=again, mean=self.mean_reduction

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from second_order.contract.averaging import start_average
 from second_order.contract.base_state import CURVATURE, BaseState
@@ -246,12 +245,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return loss
         if self._collected.drop():
             self._share_state()
-        self._agree("take a step")
+        with training.meter.stage("compare"):
+            self._agree("take a step")
         follow_learning_rates(self.param_groups)
         curvature.prepare()
-        average = start_average(training, curvature.route)
+        with training.meter.stage("average_gradients"):
+            average = start_average(training, curvature.route)
         curvature.precondition(average)
-        with record_function("second_order.base"), set_aside(training):
+        with training.meter.stage("base"), set_aside(training):
             curvature.step_base(self._base_step)
         curvature.correct()
         training.trained = set(training.training_params())
@@ -259,6 +260,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if training.steps == 1:
             self._share_state()
         curvature.watch()
+        training.meter.lap()
         return loss
 
     def _take_shards(self) -> None:
@@ -498,6 +500,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Bytes are those of this process. Reading it waits for the device.
         """
         return self._curvature.summary()
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log: of the last step, of the curvature in use, seconds and bytes by stage.
+
+        The names are the same on every process, and on the page *Instruments*; a number that this
+        process does not know is NaN. Nothing is sent and nothing changes. Reading it waits for the
+        device.
+        """
+        meter, curvature = self._training.meter, self._curvature
+        steps = {"step": float(self._training.steps)}
+        return {**steps, **curvature.statistics(), **meter.read(curvature.accounts)}
 
     def recipe(self) -> Recipe:
         """A table of which base trains each parameter, how, and whether it is preconditioned.

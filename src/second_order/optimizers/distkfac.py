@@ -43,7 +43,8 @@ from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
 from second_order.options import AutoInterval, own_keywords
 from second_order.report import Summary
 
@@ -51,7 +52,7 @@ __all__ = ["DistKFAC"]
 
 
 @documented
-class DistKFAC(SecondOrderOptimizer):
+class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes

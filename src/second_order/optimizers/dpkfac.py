@@ -28,14 +28,15 @@ from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
 from second_order.options import AutoInterval, check_choice, own_keywords
 
 __all__ = ["DPKFAC"]
 
 
 @documented
-class DPKFAC(SecondOrderOptimizer):
+class DPKFAC(KroneckerOptimizer):
     """K-FAC whose layers' owners build the factors from their own batches.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes

@@ -25,7 +25,8 @@ from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
 from second_order.options import (
     AutoInterval,
     check_choice,
@@ -38,7 +39,7 @@ __all__ = ["KAISA"]
 
 
 @documented
-class KAISA(SecondOrderOptimizer):
+class KAISA(KroneckerOptimizer):
     """K-FAC on one process or many, around any first-order optimizer.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
