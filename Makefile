@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates hidden asynchronous curvature bench against budget scaling structure faults test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates hidden asynchronous curvature bench against budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -97,6 +97,9 @@ scaling: venv ## what 64 processes would send and keep, beside the paper's formu
 faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes
 	$(BIN)/python benchmarks/faults/faults.py --jobs 3 --json benchmarks/results/faults.json \
 		--page docs/faults.md $(ARGS)
+
+compatibility: venv ## run the tests of training stacks, and write docs/compatibility.md: a minute
+	$(BIN)/python tests/compatibility.py
 
 test: lint types pytest docs ## everything that must hold: linter, types, tests with coverage, docs
 

@@ -2005,4 +2005,40 @@ MUTANTS = [
         "defaults::defaults_follow_the_base",
         "defaults::of_two_bases_the_first_is_asked",
     ),
+    # Wrappers that imitate an optimizer, and groups as recipes have them.
+    _mutant(
+        "a wrapper's groups are its own",
+        "contract/imitation.py",
+        "return next((value for value in own.values() if type(value) in kinds), None)",
+        "return None",
+        "imitation::what_is_assigned_to_an_imitation_reaches_the_optimizer",
+    ),
+    _mutant(
+        "zero_grad of a wrapper drops nothing",
+        "optimizers/base.py",
+        'if hasattr(self, "_curvature"):',
+        'if "_curvature" in vars(self):',
+        "imitation::zero_grad_of_an_imitation_drops_the_statistics",
+    ),
+    _mutant(
+        "rates fall towards the head",
+        "recipes.py",
+        "(deepest - depth_of[name])",
+        "depth_of[name]",
+        "recipes::rates_fall_from_block_to_block",
+    ),
+    _mutant(
+        "gains decay",
+        "recipes.py",
+        "{id(p) for p in model.parameters() if p.ndim <= 1}",
+        "set()",
+        "recipes::vectors_and_norms_do_not_decay",
+    ),
+    _mutant(
+        "the last rule counts",
+        "recipes.py",
+        "for pattern in patterns if pattern.search(name)), None)",
+        "for pattern in reversed(patterns) if pattern.search(name)), None)",
+        "recipes::rules_override_by_name_and_the_first_counts",
+    ),
 ]

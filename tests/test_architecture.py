@@ -3,7 +3,7 @@
     optimizers                             what users make
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
-    distributed options
+    distributed options                    recipes
     report  errors  farewell  patterns  stages  sharded         know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
@@ -51,7 +51,11 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded"),
     },
-    "": {"errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"},
+    "recipes": {"errors", "options", "contract"},
+    "": {
+        *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
+        "recipes",
+    },
     "profiling": {"stages"},
     "__main__": {"profiling"},
 }

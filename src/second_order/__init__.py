@@ -18,6 +18,7 @@ from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
+from second_order.recipes import parameter_groups
 from second_order.report import (
     CurvatureReport,
     EpochReport,
@@ -52,4 +53,5 @@ __all__ = [
     "Summary",
     "export_base_state",
     "lanczos",
+    "parameter_groups",
 ]

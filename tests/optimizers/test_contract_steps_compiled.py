@@ -47,6 +47,7 @@ def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.works("compile")
 @each_variant
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("given", ["the model", "the compiled model"])

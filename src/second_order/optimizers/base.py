@@ -40,6 +40,7 @@ from second_order.contract.groups import (
     shallow,
 )
 from second_order.contract.hidden import Division
+from second_order.contract.imitation import imitated
 from second_order.contract.notices import warns_at_its_end
 from second_order.contract.outline import Outline, described, outline_of_load
 from second_order.contract.recipe import recipe_of
@@ -293,7 +294,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Reset gradients, and drop the statistics that the last backward left."""
         self._take_shards()
         super().zero_grad(set_to_none)
-        if "_curvature" in self.__dict__:
+        if hasattr(self, "_curvature"):
             self._curvature.drop_pending()
 
     # ------------------------------------------------------------------- groups and checkpoints
@@ -301,12 +302,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, shared with the base. Another list may be assigned."""
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        groups: list[dict[str, Any]] | None = self.__dict__.get("param_groups")
+        if groups is None:  # of a wrapper that imitates this class: it asks the one it wraps
+            raise AttributeError("param_groups")
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         """Replace the parameter groups: the base follows, and layers are planned anew."""
+        if (wrapped := imitated(self)) is not None:
+            wrapped.param_groups = groups
+            return
         if not self.__dict__.get("_constructed"):
             self.__dict__["param_groups"] = groups
             return
@@ -395,6 +401,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ranks = range(size) if to is None else [to]
             self._collected.take(self._curvature.gather(ranks), to)
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Call :meth:`consolidate`: the name that torch's ZeroRedundancyOptimizer has for it.
+
+        Lightning calls it before it saves a checkpoint.
+        """
+        self.consolidate(to)
+
     def state_dict(self) -> dict[str, Any]:
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
@@ -430,6 +443,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
                 or unknown, or is another base's; nothing has changed then.
         """
+        if (wrapped := imitated(self)) is not None:
+            wrapped.load_state_dict(state_dict)
+            return
         check_is_state(state_dict)
         self._take_shards()
         names = self._training.names()
