@@ -33,6 +33,7 @@ Choice = tuple[Any, dict[str, Any]]
 CHOICES: list[Choice] = [
     (KAISA, MOMENTUM),
     (KAISA, {**ADAM, "kl_clip": "auto", "relative_damping": True, "inv_update_steps": 2}),
+    (KAISA, {**MOMENTUM, "fisher": "sampled", "likelihood": "gaussian"}),
     (DPKFAC, MOMENTUM),
     (DPKFAC, {**ADAM, "gradient_exchange": "all_reduce", "kl_clip": "auto"}),
     (DistKFAC, {**MOMENTUM, **AT_ONCE}),

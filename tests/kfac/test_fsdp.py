@@ -82,7 +82,7 @@ def test_an_optimizer_made_before_goes_on_with_the_shards(world: World) -> None:
 
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 1)])
 def test_replicas_of_shards_train_as_one(world: World, replicas: int, shards: int) -> None:
-    size, choices = replicas * shards, CHOICES[::2]
+    size, choices = replicas * shards, [CHOICES[i] for i in (0, 3, 5)]
     expected = by_choice(world.run(train_sharded, size, choices, "ddp"))
     found = by_choice(world.run(train_sharded, size, choices, "blocks", replicas=replicas))
     for choice, mine, theirs in zip(choices, found, expected, strict=True):

@@ -109,8 +109,8 @@ def by_one_rank(rank: int, world_size: int) -> list[list[Tensor]]:
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     trajectories = [go_on(model, optimizer, data[2:])]
     twin, other = made("reduce", "fsdp")
-    set_model_state_dict(twin, weights, options=options)
-    set_optimizer_state_dict(twin, other, state, options=options)
+    set_model_state_dict(twin, {**weights}, options=options)
+    set_optimizer_state_dict(twin, other, copy.deepcopy(state), options=options)
     trajectories.append(go_on(twin, other, data[2:]))
 
     plain, third = made("reduce", "")
@@ -124,9 +124,9 @@ def by_one_rank(rank: int, world_size: int) -> list[list[Tensor]]:
         ],
     }
     sharded, fourth = made("reduce", "fsdp")
-    set_model_state_dict(sharded, weights, options=options)
+    set_model_state_dict(sharded, {**weights}, options=options)
     for target, its in ((plain, third), (sharded, fourth)):
-        its.load_state_dict(by_number)
+        its.load_state_dict(copy.deepcopy(by_number))
         trajectories.append(go_on(target, its, data[2:]))
     return trajectories
 
