@@ -44,6 +44,7 @@ Mark: TypeAlias = tuple[float, int]
 
 MARK = f"{RANGES}step"
 BACKWARD = f"{RANGES}backward"
+ORDER = (ELSEWHERE, *PAPER_NAMES)
 
 
 # ------------------------------------------------------------------------------------- the picture
@@ -89,9 +90,8 @@ class Picture:
     @property
     def accounts(self) -> list[str]:
         """The accounts that took any time, in the order of a step."""
-        order = [ELSEWHERE, *PAPER_NAMES]
         seen = {name for step in (*self.host, *self.device) for name, ms in step.items() if ms > 0}
-        return sorted(seen, key=lambda name: [*order, name].index(name))
+        return sorted(seen, key=lambda name: [*ORDER, name].index(name))
 
     def mean(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Milliseconds a step by account."""
@@ -228,11 +228,13 @@ def draw(picture: Picture, path: Path) -> bool:
     steps = picture.device or picture.host
     figure = module.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
+    colours = importlib.import_module("matplotlib").colormaps["tab20"]
     bottoms = [0.0] * len(steps)
     for name in picture.accounts:
         heights = [max(step.get(name, 0.0), 0.0) for step in steps]
         label = " · ".join(filter(None, [paper_name(name), name]))
-        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label)
+        colour = colours([*ORDER, name].index(name) % 20)  # the same in all pictures
+        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label, color=colour)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     where = "of the device" if picture.device else "of the thread that trains"
     axes.set(xlabel="step", ylabel=f"milliseconds {where}", title=picture.optimizer)

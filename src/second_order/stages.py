@@ -48,18 +48,19 @@ PAPER_NAMES = {
     "solve": "InverseComp",
     "solve_exchange": "InverseComm",
     "average_gradients": "GradComm",
-    "precondition": "Precondition",
+    "precondition": "",
     "precondition_exchange": "PredComm",
-    "base": "Update",
-    "lanczos": "Lanczos",
-    "split": "Split",
-    "newton": "Newton",
-    "final_update": "FinalUpdate",
-    "exchange": "ParamComm",
-    "wait": "Wait",
-    "compare": "Compare",
+    "lanczos": "",
+    "split": "",
+    "base": "",
+    "newton": "",
+    "final_update": "",
+    "exchange": "",
+    "wait": "",
+    "compare": "",
 }
-"""Accounts as the papers' figures call them (Zhang et al. 2022, fig. 8: DP-KFAC), where they do."""
+"""Accounts in the order of a step, as the figures of DP-KFAC call them (Zhang et al. 2022, fig. 8);
+"" where they have no name."""
 
 
 def account(name: str, around: str) -> str:

@@ -153,7 +153,8 @@ def test_failures_are_counted() -> None:
 def test_the_newton_share_is_that_of_the_movement() -> None:
     """In coordinates of the eigenvectors, with the whole movement of the parameters."""
     model = MLP.model()
-    optimizer = make(DHO2, model, curvature_interval=100, lr_scale_clip=3.0)
+    stretched = {"lr_scale_clip": 3.0, "lr_scale_guard": False}
+    optimizer = make(DHO2, model, curvature_interval=100, **stretched)
     for step, batch in enumerate(BATCHES):
         before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         take(model, optimizer, batch, MLP.loss)
@@ -164,6 +165,7 @@ def test_the_newton_share_is_that_of_the_movement() -> None:
             assert math.isnan(found["newton_share"])
             assert found["pairs"] == 0
             continue
+        assert found["rest_scale"] == subspace.rest_scale > 1.1
         inside = subspace.basis.vectors @ moved
         share = float(inside.square().sum() / moved.square().sum())
         assert found["newton_share"] == pytest.approx(share, rel=1e-8)
