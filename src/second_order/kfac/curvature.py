@@ -12,6 +12,7 @@ p.grad        <- ν P, everywhere
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -411,6 +412,10 @@ class KFACCurvature(Curvature):
         self._closed = True
         self.plan.clear()  # the exchange holds it, too
         self.known, self._shapes = {}, {}
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.capture.unhooked()
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters of layers that train, and of which statistics come."""

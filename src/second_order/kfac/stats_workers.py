@@ -12,6 +12,7 @@ are sent on demand: nobody waits, and no more than one message of a kind is unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -524,6 +525,10 @@ class StatsWorker(Curvature):
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
         return self.layers.summary({})
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.capture.unhooked()
 
     def close(self) -> None:
         """Say goodbye to the workers, and release the model."""
