@@ -2098,4 +2098,47 @@ MUTANTS = [
         "factor[0]",
         "model_curvature::kronfluence_divides_and_has_the_factors",
     ),
+    # Compiled models, and what else is done to a model.
+    _mutant(
+        "graphs from before the hooks go on without them",
+        "kronecker/compiled.py",
+        "        torch.compiler.reset()",
+        "        pass",
+        "compiled::a_whole_graph_gives_the_pairs_of_the_eager_model",
+    ),
+    _mutant(
+        "steps without statistics have the operators in their graph",
+        "kronecker/capture.py",
+        "if not watch.gate.open or not _is_watchable(",
+        "if not _is_watchable(",
+        "compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice",
+    ),
+    _mutant(
+        "gradients beside the loss as examples, in a graph",
+        "kronecker/capture.py",
+        "if not _reaches_parameters(layer, alive.fsdp):",
+        "if False:",
+        "compiled::evaluation_attacks_and_frozen_layers_give_nothing",
+    ),
+    _mutant(
+        "a second backward through a graph as a new micro-batch",
+        "kronecker/capture.py",
+        "node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id",
+        "False",
+        "compiled::passes_have_numbers_and_a_second_backward_is_known_as_one",
+    ),
+    _mutant(
+        "exports with hooks",
+        "kronecker/capture.py",
+        "        if torch.compiler.is_exporting():\n            return None\n",
+        "",
+        "compiled::exports_and_traces_have_nothing_of_the_hooks",
+    ),
+    _mutant(
+        "steps within backward",
+        "optimizers/base.py",
+        "        refuse_within_backward(training.name)\n",
+        "",
+        "frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused",
+    ),
 ]

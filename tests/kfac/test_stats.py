@@ -450,7 +450,7 @@ def test_a_layer_that_begins_to_train_is_not_said_to_be_without_statistics(how: 
 
 
 def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
-    """Those that are placed after a compiled model's first run do not fire."""
+    """New ones would have a compiled model compiled anew."""
     model = CASE.model()
     optimizer = distkfac(model)
     post = helping(optimizer)

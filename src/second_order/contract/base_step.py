@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from second_order.contract.training import Training
 from second_order.sharded import local
 
-__all__ = ["initialises_state", "set_aside", "unhooked_step"]
+__all__ = [
+    "initialises_state",
+    "refuse_within_backward",
+    "runs_between_graphs",
+    "set_aside",
+    "unhooked_step",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
+
+
+def runs_between_graphs(step: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a step: ``torch.compile`` leaves it and all that it calls as they are."""
+    disabled = torch.compiler.disable(
+        step,
+        reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
+        "compile the model, or the function around the step without fullgraph",
+    )
+    return cast(Callable[P, R], disabled)
+
+
+def refuse_within_backward(name: str) -> None:
+    """Raise RuntimeError while a backward pass runs: no layer is sure to be complete."""
+    if torch._C._current_graph_task_id() != NO_BACKWARD:
+        raise RuntimeError(
+            f"{name}.step() is called while backward() runs, from a parameter's hook, perhaps: "
+            f"a layer's curvature is of its weight and bias together, and complete once "
+            f"backward() has returned. Make one optimizer of the model, {name}(model, lr=...), and "
+            f"call step() after backward()"
+        )
 
 
 def unhooked_step(base: torch.optim.Optimizer) -> None:

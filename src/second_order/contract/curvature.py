@@ -12,6 +12,7 @@ Between ``prepare`` and ``precondition`` gradients set out for the ranks that ``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -139,6 +140,10 @@ class Curvature:
 
     def awake(self) -> None:
         """Go on in a copied or unpickled optimizer, with that training's base and groups."""
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return nullcontext()
 
     def summary(self) -> Summary:
         """A table of the parameters and layers that are preconditioned."""

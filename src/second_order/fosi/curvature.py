@@ -63,6 +63,7 @@ class FOSICurvature(Curvature):
 
     Raises:
         ValueError: If the parameters are no vector with a Hessian, or the base cannot step parts.
+        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
     """
 
     read_by_all = READ_BY_ALL
@@ -76,6 +77,7 @@ class FOSICurvature(Curvature):
     def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
         super().__init__(training)
         check_one_vector(training.groups)
+        _check_uncorrected(training)
         self.options = options
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
@@ -297,4 +299,14 @@ class FOSICurvature(Curvature):
             parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
             notes=eigenpair_notes(self.report()),
             refused=self.refused,
+        )
+
+
+def _check_uncorrected(training: Training) -> None:
+    """Raise TypeError if the base sets the parameters to averages that no correction reaches."""
+    if all(callable(getattr(training.base, name, None)) for name in ("train", "eval")):
+        raise TypeError(
+            f"{training.name} corrects the parameters after its base's step, and "
+            f"{training.base_name}, which has train() and eval(), keeps averages of them that the "
+            f"correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
         )

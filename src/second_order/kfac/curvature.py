@@ -12,7 +12,7 @@ p.grad        <- ν P, everywhere
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -464,6 +464,10 @@ class KFACCurvature(Curvature):
             dtype,
             gather,
         )
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.capture.unhooked()
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters of layers that train, and of which statistics come."""

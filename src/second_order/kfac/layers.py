@@ -279,7 +279,7 @@ class Layers:
             return
         cause = next(
             filter(None, map(self._why_silent, self.active)),
-            "make the optimizer before torch.compile's first run: hooks added later never fire",
+            "train the very model that the optimizer was given, not a copy or an export of it",
         )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"

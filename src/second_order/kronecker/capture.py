@@ -12,16 +12,21 @@ inputs), whose gradients are no loss's.
 The input is kept the way autograd keeps its own inputs, through the saved-tensor hooks in force, so
 activation checkpointing and offloading keep their memory savings.
 
-Hook functions live at module level and find their :class:`Capture` through weak references: a
-pickled or deep-copied model takes no optimizer along, and its copies capture nothing.
+In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward hands the
+pairs over (:mod:`second_order.kronecker.compiled`). Only drawn labels need Python in mid-model, and
+so break graphs.
+
+Hooks find their :class:`Capture` through weak references, and copies of a hook are idle: a pickled
+or deep-copied model takes no optimizer along, and its copies capture nothing. A model that is
+exported or traced is not watched meanwhile.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -32,12 +37,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
+from second_order.kronecker.compiled import Outlet, forget_graphs, frames_compiled, watched
+from second_order.kronecker.hooks import WatcherHook, hook_of, put_back, release, take_off
 from second_order.sharded import FSDPParams
 
 __all__ = ["Capture", "PairConsumer"]
 
 Sampler = Callable[[Any, int], Tensor]
 NO_BACKWARD = -1
+ALONE = -1  # the number of an input of which it is not known what else is called on it
 TRANSFORMED = (
     "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
     "of them, and backward() on its loss"
@@ -61,7 +69,8 @@ class PairConsumer(Protocol):
             x: The layer's input.
             d: The gradient with respect to the layer's output.
             pass_id: A number of the backward pass, the same for all its pairs.
-            source: A number of the input, the same for layers called in a row on the same tensor.
+            source: A number of the input, the same for layers called in a row on the same tensor;
+                -1 if that is not known.
             again: Whether a backward pass has come through this call of the layer before.
         """
 
@@ -87,34 +96,134 @@ def _save(x: Tensor) -> Any:
     return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
 
 
-_Hook = TypeVar("_Hook", bound=Callable[..., None])
-_eager = cast(Callable[[_Hook], _Hook], torch.compiler.disable)
-
-# The captures that watch a module. One hook of a kind serves them all, and goes with the last.
-_captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
-_captures = weakref.WeakKeyDictionary()
 _REPEAT = CheckpointFunction.backward.__code__
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
+_FIRST_PASS = "second_order: the first backward pass through a compiled graph"
 
 
-@_eager
-def _forward_hook(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    for capture in tuple(_captures.get(module, ())):
-        capture._observe(module, args[0] if args else kwargs["input"], output)
+@dataclass
+class _Gate:
+    open: bool = True
 
 
-@_eager
-def _root_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-    for capture in tuple(_captures.get(module, ())):
-        capture._enter_root(module)
+class _Watch:
+    """A capture's interest in a module, as the module's hooks and compiled graphs see it.
+
+    Attributes:
+        capture: The capture.
+        module: The module.
+        gate: Open while the capture takes pairs.
+        drawn: Whether the gradients are those of drawn labels.
+        outlet: Where compiled graphs deliver the module's pairs.
+        gone: Whether the interest is over.
+    """
+
+    def __init__(self, capture: Capture, module: nn.Module, gate: _Gate, drawn: bool) -> None:
+        self.capture, self.module = weakref.ref(capture), weakref.ref(module)
+        self.gate, self.drawn = gate, drawn
+        self.outlet = Outlet(partial(_receive, self.capture, self.module))
+        self.gone = False
+
+    def capture_of(self, module: nn.Module) -> Capture | None:
+        """The capture, if it is there and means this module and not one that shares its hooks."""
+        return self.capture() if self.module() is module else None
 
 
-@_eager
-def _root_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    for capture in tuple(_captures.get(module, ())):
-        capture._leave_root(module, output)
+class _LayerHook(WatcherHook[_Watch]):
+    with_kwargs = True
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        if torch.compiler.is_exporting():
+            return None
+        x = args[0] if args else kwargs["input"]
+        if torch.compiler.is_dynamo_compiling():
+            return _traced(self.watchers, module, x, output)
+        for watch in tuple(self.watchers):
+            capture = watch.capture_of(module)
+            if capture is not None:
+                capture._observe(module, x, output)
+        return None
+
+
+def _traced(watches: Sequence[_Watch], module: nn.Module, x: Any, output: Any) -> Any:
+    """The output, watched inside a graph; a part of the graph, like every condition here."""
+    for watch in watches:
+        if not watch.gate.open or not _is_watchable(module, x, output):
+            continue
+        if watch.drawn:
+            _observe_between_graphs(watch, module, x, output)
+        else:
+            output = watched(_as_used(x).detach(), output, watch.outlet.anchor)
+    return output
+
+
+def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
+    """Whether a call can be one of a training pass."""
+    return (
+        torch.is_grad_enabled()
+        and isinstance(x, Tensor)
+        and isinstance(output, Tensor)
+        and output.requires_grad
+        and any(p is not None and p.requires_grad for p in module._parameters.values())
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+_F = TypeVar("_F", bound=Callable[..., None])
+_between_graphs = cast(
+    Callable[[_F], _F],
+    partial(
+        torch.compiler.disable,
+        reason="fisher='sampled' draws labels from the model's output in Python, between graphs: "
+        "leave fullgraph off, or use fisher='empirical'",
+    ),
+)
+
+
+@_between_graphs
+def _observe_between_graphs(watch: _Watch, module: nn.Module, x: Any, output: Any) -> None:
+    capture = watch.capture_of(module)
+    if capture is not None:
+        capture._observe(module, x, output)
+
+
+@_between_graphs
+def _enter(watches: Sequence[_Watch], module: nn.Module) -> None:
+    for watch in tuple(watches):
+        capture = watch.capture_of(module)
+        if capture is not None:
+            capture._enter_root(module)
+
+
+@_between_graphs
+def _leave(watches: Sequence[_Watch], module: nn.Module, output: Any) -> None:
+    for watch in tuple(watches):
+        capture = watch.capture_of(module)
+        if capture is not None:
+            capture._leave_root(module, output)
+
+
+class _RootPreHook(WatcherHook[_Watch]):
+    before = True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not _is_passed_by(self.watchers):
+            _enter(self.watchers, module)
+
+
+class _RootHook(WatcherHook[_Watch]):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not _is_passed_by(self.watchers):
+            _leave(self.watchers, module, output)
+
+
+def _is_passed_by(watches: Sequence[_Watch]) -> bool:
+    """Whether a graph need not break for a root's watchers, or the model is being exported."""
+    if torch.compiler.is_exporting():
+        return True
+    return torch.compiler.is_dynamo_compiling() and not any(watch.gate.open for watch in watches)
 
 
 @dataclass
@@ -210,28 +319,22 @@ def _delivery_hook(
             alive._emit(module, x, d, pass_id, source, False)
 
 
-def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
-    _captures.setdefault(module, weakref.WeakSet()).add(capture)
-    # A deep copy of a watched module has brought the hooks along.
-    if root and _root_hook not in module._forward_hooks.values():
-        module.register_forward_pre_hook(_root_pre_hook)
-        module.register_forward_hook(_root_hook)
-    if not root and _forward_hook not in module._forward_hooks.values():
-        module.register_forward_hook(_forward_hook, with_kwargs=True)
-
-
-def _release(modules: weakref.WeakSet[nn.Module]) -> None:
-    """Take the hooks off modules that nobody watches any more."""
-    for module in modules:
-        if any(True for _ in _captures.get(module, ())):
-            continue
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [k for k, hook in hooks.items() if hook in _HOOKS]:
-                del hooks[key]
-                module._forward_hooks_with_kwargs.pop(key, None)
-
-
-_HOOKS = (_forward_hook, _root_pre_hook, _root_hook)
+def _receive(
+    capture: weakref.ref[Capture], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
+) -> None:
+    """Take a pair that the backward of a compiled graph delivers."""
+    alive, layer = capture(), module()
+    if alive is None or layer is None or Capture.sampling:
+        return
+    with alive.timed():
+        if not _reaches_parameters(layer, alive.fsdp):
+            alive.missed[layer] = NOT_ACCUMULATED
+            return
+        # The node is the whole graph's; a forward makes a new one, a second backward does not.
+        pass_id = torch._C._current_graph_task_id()
+        node: Any = torch._C._current_autograd_node()
+        again = node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id
+        alive._emit(layer, x, gradient, pass_id, ALONE, again)
 
 
 class Capture:
@@ -251,7 +354,6 @@ class Capture:
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
             gradients in it are nobody else's.
-        enabled: Pairs are captured only while this is True.
         timed: Makes the context manager around the work of a hook.
         fsdp: What FSDP2 does with the model's parameters.
         root_calls: Number of outputs of the root that labels were drawn from.
@@ -268,7 +370,7 @@ class Capture:
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
     ) -> None:
-        self.enabled = True
+        self._gate = _Gate()
         self.timed = timed
         self.fsdp = fsdp
         self._wanted = _weight_trains if wanted is None else wanted
@@ -283,35 +385,74 @@ class Capture:
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
+        self._watches: list[_Watch] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        weakref.finalize(self, _release, self._watched)
+        weakref.finalize(self, _let_go, self._watches, self._watched)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether pairs are captured now; compiled graphs follow."""
+        return self._gate.open
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._gate.open = enabled
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch exactly these layers, and no longer those from before."""
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
-        self.detach()
-        for module in layers:
-            _watch(self, module)
+        before = weakref.WeakSet(self._watched)
+        self._dismiss()
+        new = [self._watch(module, _LayerHook) for module in layers]
         self._observed = weakref.WeakSet(layers)
-        self._watched.update(layers)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
-            _watch(self, root, root=True)
-            self._watched.add(root)
+            new += [self._watch(root, kind) for kind in (_RootPreHook, _RootHook)]
+        release(before)
+        if any(new):
+            forget_graphs()
+
+    def _watch(self, module: nn.Module, kind: type[WatcherHook[_Watch]]) -> bool:
+        """Watch a module by its hook of a kind; returns whether the hook is new."""
+        hook, new = hook_of(module, kind)
+        watch = _Watch(self, module, self._gate, drawn=self._sampler is not None)
+        hook.watchers.append(watch)
+        self._watches.append(watch)
+        self._watched.add(module)
+        return new
 
     def detach(self) -> None:
         """Remove every hook and forget pairs in flight."""
-        for module in self._watched:
-            _captures[module].discard(self)
-        _release(self._watched)
+        before = weakref.WeakSet(self._watched)
+        self._dismiss()
+        release(before)
+
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """Take the hooks off the watched modules for a block, those of other captures too."""
+        away, compiled = take_off(self._watched), frames_compiled()
+        try:
+            yield
+        finally:
+            put_back(away)
+            if frames_compiled() != compiled:  # graphs from within the block know of no hooks
+                forget_graphs()
+
+    def _dismiss(self) -> None:
+        """Watch nothing any more; hooks that serve nobody remain until they are released."""
+        for watch in self._watches:
+            watch.gone = True
+        self._watches.clear()
         self._watched.clear()
         self._observed = weakref.WeakSet()
         self._root = None
         self._pending.clear()
 
     def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
+        if torch._C._get_tracing_state() is not None:  # torch.jit traces the model
+            return
         if torch._C._are_functorch_transforms_active():
             if self.enabled and module in self._observed:
                 self.missed[module] = TRANSFORMED
@@ -421,6 +562,13 @@ class Capture:
             return
         with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
             self._consumer.consume(module, x, d.detach(), pass_id, source, again)
+
+
+def _let_go(watches: list[_Watch], modules: weakref.WeakSet[nn.Module]) -> None:
+    """Release the modules of a capture that is no more."""
+    for watch in watches:
+        watch.gone = True
+    release(modules)
 
 
 def _weight_trains(module: nn.Module) -> bool:

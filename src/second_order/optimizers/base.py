@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,8 +25,20 @@ from torch import nn
 
 from second_order.contract.averaging import start_average
 from second_order.contract.base_state import CURVATURE, BaseState
-from second_order.contract.base_step import initialises_state, set_aside, unhooked_step
-from second_order.contract.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
+from second_order.contract.base_step import (
+    initialises_state,
+    refuse_within_backward,
+    runs_between_graphs,
+    set_aside,
+    unhooked_step,
+)
+from second_order.contract.checkpoint import (
+    Checkpoint,
+    check_is_state,
+    export_base_state,
+    header,
+    read_checkpoint,
+)
 from second_order.contract.collected import Collected
 from second_order.contract.curvature import Curvature
 from second_order.contract.given import check_scaler, refuse_unknown_scaler, what_is_given
@@ -52,7 +65,15 @@ from second_order.contract.sharding import (
     replaced_in,
 )
 from second_order.contract.training import Training
-from second_order.contract.two_bases import TwoBases, base_of, kinds_of, made_again, name_of
+from second_order.contract.two_bases import (
+    TwoBases,
+    attributes_of,
+    base_of,
+    kinds_of,
+    made_again,
+    name_of,
+    parts_of,
+)
 from second_order.distributed.collectives import World
 from second_order.options import (
     PEAK_LR,
@@ -146,7 +167,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"trains alone; call torch.distributed.init_process_group() before making the "
                 f"optimizer"
             )
-        self._constructed, self._outline = False, Outline()
+        self._constructed, self._outline, self._unwatched = False, Outline(), False
         self._collected = Collected()
 
         if given.strange and needs_model:
@@ -210,6 +231,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------- stepping
 
+    @runs_between_graphs
     @warns_at_its_end
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -224,9 +246,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if the ranks do different things.
             SecondOrderError: On every rank, if the curvature cannot be computed.
+            RuntimeError: While backward runs, or inside :meth:`hooks_removed`.
         """
         training, curvature = self._training, self._curvature
         loss = None
+        refuse_within_backward(training.name)
+        if self._unwatched:
+            raise RuntimeError(
+                f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
+                f"statistics; train after the block"
+            )
         if closure is not None and not callable(closure):
             raise TypeError(f"closure={closure!r} is not a function; use step() without one")
         if training.steps == 0 and training.scaler is None and curvature.scaler_matters:
@@ -297,7 +326,46 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_curvature"):
             self._curvature.drop_pending()
 
+    @property
+    def train(self) -> Callable[[], None]:
+        """The base's ``train()``, which schedule-free ones want to be called before training."""
+        return partial(self._switch, "train", self._switches("train"))
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The base's ``eval()``: schedule-free ones set the parameters to their average."""
+        return partial(self._switch, "eval", self._switches("eval"))
+
+    def _switches(self, name: str) -> list[torch.optim.Optimizer]:
+        """The bases that have a method; AttributeError if none has."""
+        found = [part for part in parts_of(self._base) if callable(getattr(part, name, None))]
+        if not found:
+            raise AttributeError(
+                f"{self._training.name} has no {name}(): its base, {self._training.base_name}, has "
+                f"none; only schedule-free bases have"
+            )
+        return found
+
+    def _switch(self, name: str, bases: Sequence[torch.optim.Optimizer]) -> None:
+        for base in bases:
+            getattr(base, name)()
+        # A base may have looked for state that is not there; state that is empty counts as none.
+        for p in [p for p, parts in self.state.items() if not any(parts.values())]:
+            del self.state[p]
+
     # ------------------------------------------------------------------- groups and checkpoints
+
+    @property
+    def state(self) -> Any:
+        """The state by parameter, shared with the base. Another dictionary may be assigned."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Replace the state: the base follows, and starts anew if it is empty."""
+        self.__dict__["state"] = state
+        if self.__dict__.get("_constructed"):
+            self._base.state = BaseState(state)  # type: ignore[assignment]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -431,6 +499,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._collected.add_to(found["state"], members_of(self.param_groups))
         return found
 
+    def export_base_state(self, rest: bool = False) -> dict[str, Any]:
+        """The state that the base alone would have saved, for ``load_state_dict`` of its class.
+
+        Args:
+            rest: Whether to give the part of ``rest`` and not of ``base``, if there are two bases.
+
+        Raises:
+            SecondOrderError: If other processes keep some of the state; see :meth:`state_dict`.
+            ValueError: For ``rest=True`` without two bases.
+        """
+        return export_base_state(self.state_dict(), rest)
+
     @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or a state of its base alone.
@@ -469,6 +549,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
         self._collected.drop()
         self._training.steps = found.steps
+        if found.base and not any(saved.values()):
+            self._training.warn(
+                f"the state loaded is of {self._training.base_name} alone: it is taken over, and "
+                f"the curvature starts anew"
+            )
         if found.absent:
             self._training.warn(
                 f"the checkpoint has nothing of {', '.join(found.absent[:20])}: their state begins "
@@ -494,15 +579,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         state = dict(self.__dict__)
         state.pop("step", None)  # a scheduler's patch, bound to this instance
         state["_base"] = kinds_of(self._base)
+        state["_base_attributes"] = attributes_of(self._base)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_base" not in state:  # called by load_state_dict with state and groups alone
             super().__setstate__(state)
             return
-        kinds = state.pop("_base")
+        kinds, attributes = state.pop("_base"), state.pop("_base_attributes", ())
         super().__setstate__(state)
-        self._base = made_again(kinds, self.param_groups)
+        self._base = made_again(kinds, self.param_groups, attributes)
         self._bind_base()
         if len(self._base.state):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
@@ -535,6 +621,23 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         preconditioned = {id(p) for p in self._curvature.preconditioned()}
         return recipe_of(self._training, preconditioned)
+
+    @contextmanager
+    def hooks_removed(self) -> Iterator[None]:
+        """Take all hooks off the model for a block, and put them back after it.
+
+            with optimizer.hooks_removed():
+                scripted = torch.jit.script(model)
+
+        Passes inside the block leave no statistics, and :meth:`step` is refused there. Export,
+        tracing and compiling for inference do not need this: hooks step aside by themselves.
+        """
+        outer, self._unwatched = self._unwatched, True
+        try:
+            with self._curvature.unwatched():
+                yield
+        finally:
+            self._unwatched = outer
 
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
