@@ -41,7 +41,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi"),
     },
-    "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers"},
+    "": {"errors", "report", "lanczos", "contract", "kronecker", "kfac", "optimizers"},
 }
 
 

@@ -10,6 +10,7 @@ from second_order.errors import (
     SecondOrderWarning,
 )
 from second_order.kfac.distkfac_options import DecayingClip
+from second_order.kronecker.registration import register_layer
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
@@ -48,4 +49,5 @@ __all__ = [
     "Summary",
     "export_base_state",
     "lanczos",
+    "register_layer",
 ]

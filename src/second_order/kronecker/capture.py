@@ -32,6 +32,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
+from second_order.kronecker.attention import (
+    Assembly,
+    Place,
+    Projection,
+    hosts,
+    inputs_of,
+    is_attention,
+    is_checkpointed,
+    projections,
+)
+
 __all__ = ["Capture", "PairConsumer"]
 
 Sampler = Callable[[Any, int], Tensor]
@@ -43,6 +54,10 @@ TRANSFORMED = (
 NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
     "nothing, and backward() sends none through their outputs"
+)
+CHECKPOINTED = (
+    "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
+    "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
 )
 
 
@@ -80,6 +95,17 @@ class _SavedInput(torch.autograd.Function):
         raise AssertionError("this node is not part of any graph")
 
 
+@dataclass
+class _Kept:
+    """An input that is kept for a moment, in the manner of a node that saves it."""
+
+    x: Tensor
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor]:
+        return (self.x,)
+
+
 def _save(x: Tensor) -> Any:
     anchor = torch.empty(0, requires_grad=True)
     return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
@@ -104,6 +130,14 @@ def _forward_hook(
 
 
 @_eager
+def _attention_hook(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    for capture in tuple(_captures.get(module, ())):
+        capture._observe_attention(module, args, kwargs, output[0])
+
+
+@_eager
 def _root_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
     for capture in tuple(_captures.get(module, ())):
         capture._enter_root(module)
@@ -125,6 +159,8 @@ class _Call:
         source: A number of the input, as for :meth:`PairConsumer.consume`.
         outer: The id of the backward pass in which the layer was called, if any.
         used: Whether a backward pass has come through this call.
+        thirds: Of an attention, the product whose output's gradient is awaited.
+        assembly: Puts an attention's pair together from those of its products.
     """
 
     module: nn.Module
@@ -132,6 +168,12 @@ class _Call:
     source: int
     outer: int
     used: bool = False
+    thirds: tuple[int, ...] = ()
+    assembly: Assembly | None = None
+
+    def pair(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The pair of the call; None if others of its products are awaited."""
+        return (x, d) if self.assembly is None else self.assembly.add(self.thirds, x, d)
 
 
 def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor) -> None:
@@ -140,6 +182,11 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
         return
     with alive.timed():
         _take_gradient(alive, call, gradient)
+
+
+def _node_hook(capture: weakref.ref[Capture], call: _Call, gradients: tuple[Any, ...]) -> None:
+    if gradients[0] is not None:
+        _gradient_hook(capture, call, gradients[0])
 
 
 def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
@@ -158,7 +205,9 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
             alive._consumer.lose(call.module, "its input was changed in place after its forward")
             return
         again, call.used = call.used, True
-        alive._emit(call.module, x, gradient, pass_id, call.source, again)
+        pair = call.pair(x.detach(), gradient.detach())
+        if pair is not None:
+            alive._emit(call.module, *pair, pass_id, call.source, again)
     else:
         alive.missed[call.module] = NOT_ACCUMULATED
     if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -213,8 +262,9 @@ def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
     if root and _root_hook not in module._forward_hooks.values():
         module.register_forward_pre_hook(_root_pre_hook)
         module.register_forward_hook(_root_hook)
-    if not root and _forward_hook not in module._forward_hooks.values():
-        module.register_forward_hook(_forward_hook, with_kwargs=True)
+    hook = _attention_hook if is_attention(module) else _forward_hook
+    if not root and hook not in module._forward_hooks.values():
+        module.register_forward_hook(hook, with_kwargs=True)
 
 
 def _release(modules: weakref.WeakSet[nn.Module]) -> None:
@@ -228,7 +278,7 @@ def _release(modules: weakref.WeakSet[nn.Module]) -> None:
                 module._forward_hooks_with_kwargs.pop(key, None)
 
 
-_HOOKS = (_forward_hook, _root_pre_hook, _root_hook)
+_HOOKS = (_forward_hook, _attention_hook, _root_pre_hook, _root_hook)
 
 
 class Capture:
@@ -272,7 +322,7 @@ class Capture:
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._root: weakref.ref[nn.Module] | None = None
         self._inside_root = False
-        self._pending: list[tuple[nn.Module, Tensor, int, GradientEdge]] = []
+        self._pending: list[tuple[_Call, GradientEdge]] = []
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
@@ -285,10 +335,11 @@ class Capture:
         if layers and set(layers) == set(self._observed):
             return
         self.detach()
-        for module in layers:
+        called = hosts(root, layers)
+        for module in called:
             _watch(self, module)
         self._observed = weakref.WeakSet(layers)
-        self._watched.update(layers)
+        self._watched.update(called)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
             _watch(self, root, root=True)
@@ -329,8 +380,53 @@ class Capture:
             call = _Call(module, [_save(x)], source, outer, again)
             output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
         elif self._inside_root:
+            call = _Call(module, [_Kept(x.detach())], source, NO_BACKWARD)
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
-            self._pending.append((module, x.detach(), source, get_gradient_edge(output)))
+            self._pending.append((call, get_gradient_edge(output)))
+
+    def _observe_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        layers = [layer for layer in (module, module.out_proj) if layer in self._observed]
+        if torch._C._are_functorch_transforms_active():
+            self.missed.update(dict.fromkeys(layers if self.enabled else [], TRANSFORMED))
+            return
+        wanted = [layer for layer in layers if self.enabled and self._wanted(layer)]
+        if not (wanted and torch.is_grad_enabled() and output.requires_grad):
+            return
+        with self.timed():
+            inputs = inputs_of(module, args, kwargs)
+            whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
+            for product in projections(module, output, (*args, *kwargs.values())):
+                if product.owner not in wanted:
+                    continue
+                if product.owner is module:
+                    self._await(product, whole, inputs[product.thirds[0]])
+                elif is_checkpointed():
+                    self.missed[product.owner] = CHECKPOINTED
+                else:
+                    self._await(product, apart, None)
+
+    def _await(self, product: Projection, assembly: Assembly, x: Tensor | None) -> None:
+        """Wait for the gradient of a product's output.
+
+        Args:
+            product: The product.
+            assembly: Puts its call's pair together.
+            x: Its input; None where only autograd has it.
+        """
+        self._sources += 1
+        layer, parts = product.owner, (product.thirds, assembly)
+        if self._sampler is None:
+            # A hook of a node must not hold it.
+            saved: Any = Place() if x is None else _save(_as_used(x))
+            outer, again = self._repeated_in()
+            call = _Call(layer, [saved], self._sources, outer, again, *parts)
+            product.node.register_prehook(partial(_node_hook, weakref.ref(self), call))
+        elif self._inside_root:
+            kept: Any = Place(product.node) if x is None else _Kept(_as_used(x).detach())
+            call = _Call(layer, [kept], self._sources, NO_BACKWARD, False, *parts)
+            self._pending.append((call, GradientEdge(product.node, 0)))
 
     def _repeated_in(self) -> tuple[int, bool]:
         """The id of the backward pass that repeats this forward, and if an earlier pass has.
@@ -374,11 +470,12 @@ class Capture:
     def _draw(
         self,
         sampler: Sampler,
-        pending: Sequence[tuple[nn.Module, Tensor, int, GradientEdge]],
+        pending: Sequence[tuple[_Call, GradientEdge]],
         output: Any,
     ) -> None:
         """Take the gradients of the loss on labels drawn from the root's output."""
-        with torch.autocast(_device_type(pending[0][1]), enabled=False):
+        weights = pending[0][0].module.parameters(recurse=False)
+        with torch.autocast(_device_type(next(iter(weights))), enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
@@ -396,11 +493,12 @@ class Capture:
             ) from error
         finally:
             Capture.sampling = False
-        pairs = [
-            (layer, x, source, gradient)
-            for (layer, x, source, _), gradient in zip(pending, gradients, strict=True)
+        found = [
+            (call, call.pair(call.saved[0].saved_tensors[0].detach(), gradient))
+            for (call, _), gradient in zip(pending, gradients, strict=True)
             if gradient is not None
         ]
+        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in _differentiable_tensors(output):
