@@ -12,6 +12,7 @@ from second_order.errors import (
 from second_order.kfac.distkfac_options import DecayingClip
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.kronecker.registration import register_layer
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
@@ -54,4 +55,5 @@ __all__ = [
     "export_base_state",
     "lanczos",
     "parameter_groups",
+    "register_layer",
 ]

@@ -18,7 +18,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.clip import kl_change
 from second_order.options import PEAK_LR, value_at
 
-__all__ = ["Clip", "bound_for"]
+__all__ = ["USUAL_BATCH", "Clip", "bound_for"]
 
 USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/kfac.md, "The clip"
 

@@ -36,6 +36,7 @@ from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers
+from second_order.kfac.matrices import gradient_blocks, gradient_statistics
 from second_order.kfac.options import KFACOptions, PerStep, check_decay
 from second_order.kfac.plan import (
     LayerPlan,
@@ -215,6 +216,7 @@ class KFACCurvature(Curvature):
 
         with self.training.meter.stage("statistics"), on(Account.STATISTICS):
             self.take_statistics()
+            self._take_gradients(averaged)
         with self.training.meter.stage("solve"), on(Account.REFRESH):
             due = self._due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
@@ -230,7 +232,7 @@ class KFACCurvature(Curvature):
         """Update the running averages by the statistics of the step's passes and of helpers."""
         helpers, exchange = self.helpers, self._exchange
         assert exchange is not None
-        taken = [block for block in self.plan if self._takes(block)]
+        taken = [block for block in self.plan if block.watched and self._takes(block)]
         fed = [block for block in taken if not block.staged.empty]
         own = self._due("factor_update_steps")
         if helpers is not None:
@@ -253,6 +255,23 @@ class KFACCurvature(Curvature):
                 block.expect()
             self.layers.take_in(found, decay)
         helpers.tell(self.training)
+
+    def _take_gradients(self, average: Callable[[], None]) -> None:
+        """Update the averages of matrices that no rule knows, by the mean gradients."""
+        blocks = gradient_blocks(self.plan)
+        if not blocks or not self._due("factor_update_steps"):
+            return
+        average()
+        sums = gradient_statistics(
+            self.training,
+            self.layers.blocks,
+            [block for block in blocks if self._takes(block)],
+            counts_own=self._system.owners is not None,
+            mean_loss=self._options.loss_reduction == "mean",
+        )
+        for block in blocks:
+            block.expect()
+        self.layers.take_in(sums, self._decay())
 
     def _precondition(self) -> None:
         """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""

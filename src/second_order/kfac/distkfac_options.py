@@ -83,8 +83,6 @@ def check_distkfac_options(keywords: Mapping[str, Any]) -> None:
     check_timeout("helper_timeout", keywords["helper_timeout"])
     check_choice("inverse_device", keywords["inverse_device"], ("cpu", "cuda"))
     check_choice("conv_factors", keywords["conv_factors"], ("kfc", "cheap"))
-    check_count("max_exact_dim", keywords["max_exact_dim"], "rows")
-    check_flag("exact_blocks", keywords["exact_blocks"])
     if keywords["inverse_threads"] is not None:
         check_count("inverse_threads", keywords["inverse_threads"], "threads")
 

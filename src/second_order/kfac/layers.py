@@ -167,7 +167,7 @@ class Layers:
 
     def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
         """Hook the layers whose statistics this process takes."""
-        modules = [m for block in self.blocks if taken(block) for m in block.modules]
+        modules = [m for block in self.blocks if taken(block) for m in block.watched]
         self.capture.attach(self._training.model, modules)
 
     def expect(self, due: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.kronecker.layers import Approximation
+from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SOLVERS, SolverName
 from second_order.options import (
     AutoInterval,
@@ -157,6 +158,14 @@ iteration from the last ones where that is accurate.""",
 Largest size of a factor. Layers with a larger one, A of the inputs or G of the outputs,
 are left to the base, and named: memory grows with its square, a solve with its cube. The A of an
 embedding is diagonal, of any size.""",
+    "exact_blocks": """\
+Gains and biases of normalisations have exact blocks, and biases that train alone; False leaves them
+to the base. Norms of other classes are found by what they compute.""",
+    "max_exact_dim": "Entries up to which such a block is a full matrix; above, its diagonal.",
+    "other_matrices": """\
+"gradient": matrices of which no rule is known, those of recurrent layers or lone parameters for
+example, and of layers that are too large, get factors from the gradient itself, as in Shampoo; a
+side longer than ``max_factor_dim`` its diagonal. "base" leaves them to the base.""",
     "skip_layers": """\
 Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``, that
 the base trains alone, with all that is inside them.""",
@@ -208,6 +217,9 @@ class KFACOptions:
     inv_dtype: torch.dtype = torch.float32
     max_consecutive_failures: int = 3
     max_factor_dim: int = 8192
+    exact_blocks: bool = False
+    max_exact_dim: int = 256
+    other_matrices: str = "base"
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
@@ -253,6 +265,15 @@ class KFACOptions:
         return f"damping {damping}; clip {clip}; {memory}"
 
     @property
+    def block_rules(self) -> BlockRules:
+        """The rules for which modules become blocks."""
+        return BlockRules(
+            max_factor_dim=self.max_factor_dim,
+            max_exact_dim=self.max_exact_dim if self.exact_blocks else None,
+            other_matrices=self.other_matrices,
+        )
+
+    @property
     def solve_dtype(self) -> torch.dtype:
         """The dtype in which factors are decomposed."""
         dtype = torch.promote_types(self.factor_dtype, self.inv_dtype)
@@ -294,6 +315,9 @@ class KFACOptions:
                     f"(float16 overflows at 65504); use torch.float32"
                 )
         check_count("max_factor_dim", self.max_factor_dim, "rows")
+        check_count("max_exact_dim", self.max_exact_dim, "rows")
+        check_flag("exact_blocks", self.exact_blocks)
+        check_choice("other_matrices", self.other_matrices, ("base", "gradient"))
         check_count(
             "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
         )

@@ -49,6 +49,7 @@ def _factors(shape: FactorShape) -> str:
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
     groups = f"{shape.groups} x " if shape.groups > 1 else ""
     squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
+    groups = "of gradients: " if shape.marginal else groups
     return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
 
 

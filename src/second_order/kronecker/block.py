@@ -19,13 +19,16 @@ from second_order.kronecker.factors import (
     mean_eigenvalue,
 )
 from second_order.kronecker.layers import (
+    KINDS,
     Approximation,
     FactorShape,
+    Key,
     PairStatistics,
     factor_shape,
     gradient_from_matrix,
     gradient_to_matrix,
     is_convolution,
+    key_of,
     pair_statistics,
 )
 from second_order.kronecker.solvers import Inverse
@@ -68,6 +71,7 @@ class KroneckerBlock:
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
         modules: The modules that share the weight.
+        keys: The kind of each module.
         weight: The shared weight.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
@@ -84,9 +88,11 @@ class KroneckerBlock:
         bias: nn.Parameter | None,
         factor_dtype: torch.dtype,
         triangular: bool,
+        keys: Sequence[Key | None] = (),
     ) -> None:
         self.names = list(names)
         self.modules = list(modules)
+        self.keys = list(keys) or list(map(key_of, modules))
         self.weight = self._key_parameter()
         self.bias = bias
         self.factor_dtype = factor_dtype
@@ -98,7 +104,14 @@ class KroneckerBlock:
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.modules[0].weight)
+        key = self.keys[0]
+        assert key is not None
+        return cast(nn.Parameter, getattr(self.modules[0], KINDS[key].weight))
+
+    @property
+    def watched(self) -> Sequence[nn.Module]:
+        """The modules whose passes make the statistics."""
+        return self.modules
 
     def _reset(self) -> None:
         self.shape: FactorShape = self._current_shape()
@@ -212,7 +225,7 @@ class KroneckerBlock:
             self._reset()
 
     def _current_shape(self) -> FactorShape:
-        return factor_shape(self.modules[0], self.trains_bias)
+        return factor_shape(self.modules[0], self.trains_bias, self.keys[0])
 
     def statistics(
         self,
@@ -233,6 +246,7 @@ class KroneckerBlock:
             dtype=dtype,
             triangular=self.staged.triangular,
             known=known,
+            key=self.keys[self.modules.index(module)],
         )
 
     def ensure_factors(self) -> KroneckerFactors:
@@ -474,7 +488,7 @@ class StatisticsCollector:
         """Set the blocks that get the pairs of their modules from now on."""
         self.blocks.clear()
         for block in blocks:
-            for module in block.modules:
+            for module in block.watched:
                 self.blocks.setdefault(module, []).append(block)
 
     def settle(self) -> None:
@@ -531,6 +545,7 @@ class StatisticsCollector:
             approximation = self.conv_approximation
         # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
         plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and source >= 0
+        plain = plain and not block.shape.marginal
         key, last, known = (source, pass_id, block.trains_bias), self._last_a, None
         if plain and last is not None and last[0] == key and last[1] is not block:
             known = last[2]

@@ -37,6 +37,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
+from second_order.kronecker.attention import (
+    Assembly,
+    Place,
+    Projection,
+    hosts,
+    inputs_of,
+    is_attention,
+    is_checkpointed,
+    projections,
+)
 from second_order.kronecker.compiled import Outlet, forget_graphs, frames_compiled, watched
 from second_order.kronecker.hooks import WatcherHook, hook_of, put_back, release, take_off
 from second_order.sharded import FSDPParams
@@ -53,6 +63,14 @@ TRANSFORMED = (
 NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
     "nothing, and backward() sends none through their outputs"
+)
+CHECKPOINTED = (
+    "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
+    "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
+)
+COMPILED = (
+    "torch.compile leaves nothing of an attention's products to be seen; keep it out of the graph, "
+    "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
 )
 
 
@@ -89,6 +107,17 @@ class _SavedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise AssertionError("this node is not part of any graph")
+
+
+@dataclass
+class _Kept:
+    """An input that is kept for a moment, in the manner of a node that saves it."""
+
+    x: Tensor
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor]:
+        return (self.x,)
 
 
 def _save(x: Tensor) -> Any:
@@ -147,6 +176,24 @@ class _LayerHook(WatcherHook[_Watch]):
         return None
 
 
+class _AttentionHook(WatcherHook[_Watch]):
+    with_kwargs = True
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if torch.compiler.is_exporting():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            if any(watch.gate.open for watch in self.watchers):
+                _miss(self.watchers, module)
+            return
+        for watch in tuple(self.watchers):
+            capture = watch.capture_of(module)
+            if capture is not None:
+                capture._observe_attention(module, args, kwargs, output[0])
+
+
 def _traced(watches: Sequence[_Watch], module: nn.Module, x: Any, output: Any) -> Any:
     """The output, watched inside a graph; a part of the graph, like every condition here."""
     for watch in watches:
@@ -169,6 +216,19 @@ def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
         and any(p is not None and p.requires_grad for p in module._parameters.values())
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+@partial(
+    torch.compiler.disable,
+    reason="the products of nn.MultiheadAttention cannot be watched in a graph: leave "
+    "fullgraph off, or name the attention in skip_layers",
+)
+def _miss(watches: Sequence[_Watch], module: nn.Module) -> None:
+    for watch in tuple(watches):
+        capture = watch.capture_of(module)
+        if capture is not None:
+            layers = (module, module.out_proj)
+            capture.missed.update(dict.fromkeys(cast(Any, layers), COMPILED))
 
 
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -236,6 +296,8 @@ class _Call:
         source: A number of the input, as for :meth:`PairConsumer.consume`.
         outer: The id of the backward pass in which the layer was called, if any.
         used: Whether a backward pass has come through this call.
+        thirds: Of an attention, the product whose output's gradient is awaited.
+        assembly: Puts an attention's pair together from those of its products.
     """
 
     module: nn.Module
@@ -243,6 +305,12 @@ class _Call:
     source: int
     outer: int
     used: bool = False
+    thirds: tuple[int, ...] = ()
+    assembly: Assembly | None = None
+
+    def pair(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The pair of the call; None if others of its products are awaited."""
+        return (x, d) if self.assembly is None else self.assembly.add(self.thirds, x, d)
 
 
 def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor) -> None:
@@ -251,6 +319,11 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
         return
     with alive.timed():
         _take_gradient(alive, call, gradient)
+
+
+def _node_hook(capture: weakref.ref[Capture], call: _Call, gradients: tuple[Any, ...]) -> None:
+    if gradients[0] is not None:
+        _gradient_hook(capture, call, gradients[0])
 
 
 def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
@@ -269,7 +342,9 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
             alive._consumer.lose(call.module, "its input was changed in place after its forward")
             return
         again, call.used = call.used, True
-        alive._emit(call.module, x, gradient, pass_id, call.source, again)
+        pair = call.pair(x.detach(), gradient.detach())
+        if pair is not None:
+            alive._emit(call.module, *pair, pass_id, call.source, again)
     else:
         alive.missed[call.module] = NOT_ACCUMULATED
     if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -381,7 +456,7 @@ class Capture:
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._root: weakref.ref[nn.Module] | None = None
         self._inside_root = False
-        self._pending: list[tuple[nn.Module, Tensor, int, GradientEdge]] = []
+        self._pending: list[tuple[_Call, GradientEdge]] = []
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
@@ -405,7 +480,10 @@ class Capture:
             return
         before = weakref.WeakSet(self._watched)
         self._dismiss()
-        new = [self._watch(module, _LayerHook) for module in layers]
+        new = [
+            self._watch(module, _AttentionHook if is_attention(module) else _LayerHook)
+            for module in hosts(root, layers)
+        ]
         self._observed = weakref.WeakSet(layers)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
@@ -477,8 +555,55 @@ class Capture:
             call = _Call(module, [_save(x)], source, outer, again)
             output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
         elif self._inside_root:
+            call = _Call(module, [_Kept(x.detach())], source, NO_BACKWARD)
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
-            self._pending.append((module, x.detach(), source, get_gradient_edge(output)))
+            self._pending.append((call, get_gradient_edge(output)))
+
+    def _observe_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        layers = [
+            layer for layer in (module, cast(nn.Module, module.out_proj)) if layer in self._observed
+        ]
+        if torch._C._are_functorch_transforms_active():
+            self.missed.update(dict.fromkeys(layers if self.enabled else [], TRANSFORMED))
+            return
+        wanted = [layer for layer in layers if self.enabled and self._wanted(layer)]
+        if not (wanted and torch.is_grad_enabled() and output.requires_grad):
+            return
+        with self.timed():
+            inputs = inputs_of(module, args, kwargs)
+            whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
+            for product in projections(module, output, (*args, *kwargs.values())):
+                if product.owner not in wanted:
+                    continue
+                if product.owner is module:
+                    self._await(product, whole, inputs[product.thirds[0]])
+                elif is_checkpointed():
+                    self.missed[product.owner] = CHECKPOINTED
+                else:
+                    self._await(product, apart, None)
+
+    def _await(self, product: Projection, assembly: Assembly, x: Tensor | None) -> None:
+        """Wait for the gradient of a product's output.
+
+        Args:
+            product: The product.
+            assembly: Puts its call's pair together.
+            x: Its input; None where only autograd has it.
+        """
+        self._sources += 1
+        layer, parts = product.owner, (product.thirds, assembly)
+        if self._sampler is None:
+            # A hook of a node must not hold it.
+            saved: Any = Place() if x is None else _save(_as_used(x))
+            outer, again = self._repeated_in()
+            call = _Call(layer, [saved], self._sources, outer, again, *parts)
+            product.node.register_prehook(partial(_node_hook, weakref.ref(self), call))
+        elif self._inside_root:
+            kept: Any = Place(product.node) if x is None else _Kept(_as_used(x).detach())
+            call = _Call(layer, [kept], self._sources, NO_BACKWARD, False, *parts)
+            self._pending.append((call, GradientEdge(product.node, 0)))
 
     def _repeated_in(self) -> tuple[int, bool]:
         """The id of the backward pass that repeats this forward, and if an earlier pass has.
@@ -522,11 +647,12 @@ class Capture:
     def _draw(
         self,
         sampler: Sampler,
-        pending: Sequence[tuple[nn.Module, Tensor, int, GradientEdge]],
+        pending: Sequence[tuple[_Call, GradientEdge]],
         output: Any,
     ) -> None:
         """Take the gradients of the loss on labels drawn from the root's output."""
-        with torch.autocast(_device_type(pending[0][1]), enabled=False):
+        weights = pending[0][0].module.parameters(recurse=False)
+        with torch.autocast(_device_type(next(iter(weights))), enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
@@ -544,11 +670,12 @@ class Capture:
             ) from error
         finally:
             Capture.sampling = False
-        pairs = [
-            (layer, x, source, gradient)
-            for (layer, x, source, _), gradient in zip(pending, gradients, strict=True)
+        found = [
+            (call, call.pair(call.saved[0].saved_tensors[0].detach(), gradient))
+            for (call, _), gradient in zip(pending, gradients, strict=True)
             if gradient is not None
         ]
+        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in _differentiable_tensors(output):

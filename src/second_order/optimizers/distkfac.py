@@ -41,7 +41,6 @@ from second_order.kfac.solves import Background
 from second_order.kfac.stats_workers import StatsWorker
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
@@ -98,9 +97,9 @@ class DistKFAC(KroneckerOptimizer):
             G (Ba et al. 2017, section 4). "auto": layers with more than ``max_factor_dim`` inputs,
             with the channels of the convolution before them. None: no layer.
         {max_factor_dim}
-        exact_blocks: Gains and biases of normalisations have exact blocks, and biases that train
-            alone; False leaves them to the base.
-        max_exact_dim: Entries up to which such a block is a full matrix; above, its diagonal.
+        {exact_blocks}
+        {max_exact_dim}
+        {other_matrices}
         {damping}
         {relative_damping}
         {factor_decay}
@@ -170,7 +169,8 @@ class DistKFAC(KroneckerOptimizer):
         doubly_factored: DoublyFactored = "auto",
         max_factor_dim: int = KFACOptions.max_factor_dim,
         exact_blocks: bool = True,
-        max_exact_dim: int = 256,
+        max_exact_dim: int = KFACOptions.max_exact_dim,
+        other_matrices: str = KFACOptions.other_matrices,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
         factor_decay: AutoSchedule | None = AUTO,
@@ -199,10 +199,8 @@ class DistKFAC(KroneckerOptimizer):
         options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
         check_distkfac_options(locals())
         staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
-        rules = BlockRules(
-            max_factor_dim=max_factor_dim,
-            doubly_factored=checked_doubly_factored(doubly_factored),
-            max_exact_dim=max_exact_dim if exact_blocks else None,
+        rules = replace(
+            options.block_rules, doubly_factored=checked_doubly_factored(doubly_factored)
         )
         background = Background(
             threads=half_the_cores() if inverse_threads is None else inverse_threads,

@@ -26,7 +26,6 @@ from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, documente
 from second_order.kfac.plan import dpkfac_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
@@ -78,6 +77,9 @@ class DPKFAC(KroneckerOptimizer):
         {eigen_refresh}
         {symmetry_aware}
         {max_factor_dim}
+        {exact_blocks}
+        {max_exact_dim}
+        {other_matrices}
         {skip_layers}
         {accumulation_steps}
         {loss_reduction}
@@ -124,6 +126,9 @@ class DPKFAC(KroneckerOptimizer):
         eigen_refresh: str = KFACOptions.eigen_refresh,
         symmetry_aware: bool = KFACOptions.symmetry_aware,
         max_factor_dim: int = KFACOptions.max_factor_dim,
+        exact_blocks: bool = KFACOptions.exact_blocks,
+        max_exact_dim: int = KFACOptions.max_exact_dim,
+        other_matrices: str = KFACOptions.other_matrices,
         skip_layers: Sequence[str] = KFACOptions.skip_layers,
         accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,
         loss_reduction: str = KFACOptions.loss_reduction,
@@ -140,7 +145,7 @@ class DPKFAC(KroneckerOptimizer):
         check_choice("gradient_exchange", gradient_exchange, ("owner", "all_reduce"))
         system = System(
             partial(dpkfac_plan, assignment=assignment),
-            BlockRules(max_factor_dim),
+            options.block_rules,
             f"{assignment} {gradient_exchange}",
             owners=gradient_exchange,
         )

@@ -23,7 +23,6 @@ from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, documente
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
@@ -78,6 +77,9 @@ class KAISA(KroneckerOptimizer):
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         {symmetry_aware}
         {max_factor_dim}
+        {exact_blocks}
+        {max_exact_dim}
+        {other_matrices}
         {skip_layers}
         {accumulation_steps}
         {loss_reduction}
@@ -124,6 +126,9 @@ class KAISA(KroneckerOptimizer):
         colocate_factors: bool = True,
         symmetry_aware: bool = KFACOptions.symmetry_aware,
         max_factor_dim: int = KFACOptions.max_factor_dim,
+        exact_blocks: bool = KFACOptions.exact_blocks,
+        max_exact_dim: int = KFACOptions.max_exact_dim,
+        other_matrices: str = KFACOptions.other_matrices,
         skip_layers: Sequence[str] = KFACOptions.skip_layers,
         accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,
         loss_reduction: str = KFACOptions.loss_reduction,
@@ -154,7 +159,7 @@ class KAISA(KroneckerOptimizer):
                 colocate=colocate_factors,
                 keeps_all=factor_exchange == "all_reduce",
             ),
-            BlockRules(max_factor_dim),
+            options.block_rules,
             f"{grad_worker_fraction} {assignment} {colocate_factors} {factor_exchange}",
         )
         super().__init__(
