@@ -10,6 +10,7 @@ from second_order.errors import (
     SecondOrderWarning,
 )
 from second_order.kfac.distkfac_options import DecayingClip
+from second_order.kfac.options import PerStep
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.registration import register_layer
@@ -45,6 +46,7 @@ __all__ = [
     "KroneckerCurvature",
     "LayerCurvature",
     "LayerRow",
+    "PerStep",
     "RankMismatchError",
     "Recipe",
     "RecipeRow",

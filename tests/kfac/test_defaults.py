@@ -25,9 +25,8 @@ from torch.optim import (
 )
 
 import second_order
-from second_order import KAISA, DistKFAC
+from second_order import KAISA, DistKFAC, PerStep
 from second_order.kfac.clip import bound_for
-from second_order.kfac.options import PerStep
 from second_order.options import is_adaptive
 
 if TYPE_CHECKING:
@@ -312,6 +311,20 @@ def test_factors_remember_steps_whatever_the_interval() -> None:
         weights.append(float(optimizer.state[of[0].weight]["curvature"]["average_weight"]))
     assert weights[0] == pytest.approx(sum(0.995**k for k in range(6)))
     assert weights[1] == pytest.approx(1 + 0.995**5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"decay": 1.0}, "factor_decay"),
+        ({"decay": -0.1}, "factor_decay"),
+        ({"decay": 0.9, "share": 0.0}, "share"),
+        ({"decay": 0.9, "share": 1.5}, "share"),
+    ],
+)
+def test_a_memory_in_steps_has_bounds(fields: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PerStep(**fields)
 
 
 def test_a_young_training_remembers_a_share_of_its_steps() -> None:

@@ -46,17 +46,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PerStep:
-    """A weight of the past that counts steps, however rare updates are.
+    """A weight of the past that counts steps, however rare updates are; a ``factor_decay``.
 
     Attributes:
         decay: Weight of the past per step, in [0, 1); some 1 / (1 - decay) steps are remembered.
         share: The part of the steps taken so far that is remembered while that is less, two
             steps at least; None: training's age does not count. Curvature changes fastest at
             the start, and what it was then is soon no guide.
+
+    Raises:
+        TypeError: For a value that is no number.
+        ValueError: For a value outside its bounds.
     """
 
     decay: float
     share: float | None = None
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay)
+        if self.share is not None:
+            remedy = "1 / 3, say, or None"
+            check_number("share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy)
 
     def after(self, steps: int, step: int) -> float:
         """The weight of the past at an update at ``step``, ``steps`` after the last one."""
@@ -108,8 +118,8 @@ G), which frees it of the scale of the loss. False: γ is ``damping`` itself, as
 papers. KAISA's published code has smaller factors, and so another γ for the same
 step: see "Where it differs from the paper" in its docs.""",
     "factor_decay": """\
-Weight of the past in the running averages of A and G at an update, in [0, 1); number
-or callable. "auto": the number of steps remembered does not depend on the intervals: some
+Weight of the past in the running averages of A and G at an update, in [0, 1); number,
+callable or ``PerStep``. "auto": the number of steps remembered does not depend on the intervals: some
 45 (0.978 to the power of the steps since the last update) under a base that scales
 its steps itself, as Adam does, and two hundred (0.995) under others.""",
     "kl_clip": """\

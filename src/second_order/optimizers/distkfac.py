@@ -34,6 +34,7 @@ from second_order.kfac.options import (
     AUTO,
     AutoSchedule,
     KFACOptions,
+    PerStep,
     documented,
 )
 from second_order.kfac.plan import distkfac_plan
@@ -173,7 +174,7 @@ class DistKFAC(KroneckerOptimizer):
         other_matrices: str = KFACOptions.other_matrices,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule | None = AUTO,
+        factor_decay: AutoSchedule | PerStep | None = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: AutoInterval = 20,

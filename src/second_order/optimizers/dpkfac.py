@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFACCurvature, System
 from second_order.kfac.exchange import OwnerGradients
-from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, documented
+from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, PerStep, documented
 from second_order.kfac.plan import dpkfac_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -113,7 +113,7 @@ class DPKFAC(KroneckerOptimizer):
         gradient_exchange: str = "owner",
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule = AUTO,
+        factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,

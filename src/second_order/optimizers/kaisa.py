@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.assignment import AssignmentCost
 from second_order.kfac.curvature import KFACCurvature, System
-from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, documented
+from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, PerStep, documented
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -109,7 +109,7 @@ class KAISA(KroneckerOptimizer):
         rest_kwargs: Mapping[str, Any] | None = None,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule = AUTO,
+        factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
