@@ -44,6 +44,24 @@ __all__ = [
 T = TypeVar("T")
 
 
+def check_damping(value: Any) -> None:
+    """Raise ValueError unless a damping is at least 0 and finite."""
+    check_number("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
+
+
+def check_decay(value: Any) -> None:
+    """Raise ValueError unless a factor_decay lies in 0..1, 1 excluded."""
+    check_number(
+        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="'auto' counts steps"
+    )
+
+
+def check_clip(value: Any) -> None:
+    """Raise ValueError unless a kl_clip is positive."""
+    remedy = "use a positive number, 'auto', or None for no clip"
+    check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
+
+
 @dataclass(frozen=True)
 class PerStep:
     """A weight of the past that counts steps, however rare updates are; a ``factor_decay``.
@@ -119,8 +137,8 @@ papers. KAISA's published code has smaller factors, and so another γ for the sa
 step: see "Where it differs from the paper" in its docs.""",
     "factor_decay": """\
 Weight of the past in the running averages of A and G at an update, in [0, 1); number,
-callable or ``PerStep``. "auto": the number of steps remembered does not depend on the intervals: some
-45 (0.978 to the power of the steps since the last update) under a base that scales
+callable or ``PerStep``. "auto": the number of steps remembered does not depend on the
+intervals: some 45 (0.978 to the power of the steps since the last update) under a base that scales
 its steps itself, as Adam does, and two hundred (0.995) under others.""",
     "kl_clip": """\
 κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
@@ -331,24 +349,6 @@ class KFACOptions:
         check_count(
             "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
         )
-
-
-def check_damping(value: Any) -> None:
-    """Raise ValueError unless a damping is at least 0 and finite."""
-    check_number("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
-
-
-def check_decay(value: Any) -> None:
-    """Raise ValueError unless a factor_decay lies in 0..1, 1 excluded."""
-    check_number(
-        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="'auto' counts steps"
-    )
-
-
-def check_clip(value: Any) -> None:
-    """Raise ValueError unless a kl_clip is positive."""
-    remedy = "use a positive number, 'auto', or None for no clip"
-    check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
 def documented(optimizer: type[T]) -> type[T]:
