@@ -67,10 +67,11 @@ def test_sharded_trajectories_are_those_of_one_process(world: World) -> None:
         (KAISA, {**MOMENTUM, "colocate_factors": False, "solver": "inverse"}),
     ]
     found = by_choice(world.run(train_sharded, 3, spread, "blocks"))
+    found += by_choice(world.run(train_sharded, 1, spread[:1], "blocks"))
     (expected,) = train_sharded(0, 1, spread[:1], "")
     (base,) = train_sharded(0, 1, [(KAISA, {**MOMENTUM, "skip_layers": ["*"]})], "")
-    for choice, trajectory in zip(spread, found, strict=True):
-        assert_same_trajectory(trajectory, expected, rtol=TIGHT, hint=choice)
+    for trajectory in found:
+        assert_same_trajectory(trajectory, expected, rtol=TIGHT)
     assert float((base[-1] - expected[-1]).abs().max()) > 1e-3
 
 
@@ -212,14 +213,18 @@ def test_passes_in_bfloat16_leave_factors_and_gradients_in_float32(world: World)
 
 
 def with_a_scaler(rank: int, world_size: int, scaled: bool) -> list[Tensor]:
+    """The second step is skipped: with a scaler, for an overflow in rows of one rank."""
     model, trajectory = fsdp(narrow()), []
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
     optimizer = KAISA(model, **{**OPTIONS, **MOMENTUM}, grad_scaler=scaler)
-    for x, y in shares(rank, world_size):
+    for step, (x, y) in enumerate(shares(rank, world_size)):
         optimizer.zero_grad()
         scaler.scale(half_squared_error(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        if step == 1 and rank == 1:
+            model.conv.weight.grad.to_local().fill_(torch.inf)
+        if step != 1 or scaled:
+            scaler.step(optimizer)
+            scaler.update()
         trajectory.append(whole(model))
     return trajectory
 
