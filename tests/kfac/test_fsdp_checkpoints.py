@@ -51,7 +51,7 @@ def made(case: str, how: str) -> tuple[Any, Any]:
 def saved(rank: int, world_size: int, folder: str, case: str, how: str) -> list[Tensor]:
     """Two steps, a checkpoint by all ranks, and the two steps that follow."""
     model, optimizer = made(case, how)
-    data = shares(rank, world_size)
+    data = shares(rank, world_size, 4)
     with optimizer:
         go_on(model, optimizer, data[:2])
         state = {
@@ -73,7 +73,7 @@ def resumed(rank: int, world_size: int, folder: str, case: str, how: str) -> lis
         dcp.load(state, checkpoint_id=folder)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        return go_on(model, optimizer, shares(rank, world_size)[2:])
+        return go_on(model, optimizer, shares(rank, world_size, 4)[2:])
 
 
 @pytest.mark.parametrize("case", ["KAISA", "reduce", "DistKFAC"])
