@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
         loss = next_loss(model, windows[rank::processes])
         loss.backward()
         optimizer.step()
-        if step % 20 == 19:
+        if step % 20 == 19 or step == args.steps - 1:
             with torch.no_grad():  # of a sharded model a forward is everybody's
                 unseen = next_loss(model, judged)
             if rank == 0:

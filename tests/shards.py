@@ -106,7 +106,7 @@ def go_on(model: Any, optimizer: Any, data: Sequence[Batch]) -> list[Tensor]:
     return trajectory
 
 
-def shares(rank: int, world_size: int, count: int = 4) -> list[Batch]:
+def shares(rank: int, world_size: int, count: int = 3) -> list[Batch]:
     """A rank's share of each batch."""
     return [shard(batch, rank, world_size) for batch in batches(count)]
 

@@ -3,7 +3,7 @@
     export PYTHONPATH=examples:benchmarks/speed
     torchrun --standalone --nproc-per-node=2 benchmarks/speed/sharded.py
 
-The model is the language model of the examples, 0.45 million parameters. Kept by a process, the
+The model is the language model of the examples, 0.43 million parameters. Kept by a process, the
 most of any: parameters, AdamW's two averages, factors and inverses. Sent by a process in a step
 without statistics, the most of any: gradients to those that precondition them and results back, in
 all-to-alls. What FSDP2 itself sends is not counted: 3 (P − 1)/P times the parameters, in a step of

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from ranks import replaced
 from reference import half_squared_error
 from shards import fsdp, mesh_of, narrow, shares
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -70,11 +71,15 @@ def test_tensor_parallel_layers_are_refused_by_name(world: World) -> None:
 def other_shards(rank: int, world_size: int) -> dict[str, str]:
     columns = perceptron()
     fully_shard(columns, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    offloaded = fully_shard(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with replaced(DeviceMesh, {"device_type": "cuda"}):
+        elsewhere = refusal(KAISA, offloaded)
     alone = perceptron()
     fully_shard(alone, mesh=mesh_of(world_size, 1)["shard"])
     return {
         "columns": refusal(KAISA, columns),
         "alone": refusal(DPKFAC, alone),
+        "elsewhere": elsewhere,
         "helpers": refusal(DistKFAC, fully_shard(perceptron()), stats_workers=1),
         "DHO2": refusal(DHO2, fully_shard(perceptron())),
         "MRDHO2": refusal(MRDHO2, fully_shard(perceptron())),
@@ -88,6 +93,7 @@ def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
         assert "works with the ranks [0, 1]" in found["alone"]
         assert "process_group=" in found["alone"]
         assert "use stats_workers=0" in found["helpers"]
+        assert "'0.weight' is kept on the cpu (CPUOffloadPolicy)" in found["elsewhere"]
         for name in ("DHO2", "MRDHO2"):
             assert re.search("fully_shard.*use DistributedDataParallel", found[name])
 

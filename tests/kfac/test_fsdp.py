@@ -50,11 +50,13 @@ def assert_alike(found: Sequence[Any], expected: Sequence[Any], hint: Any = "") 
         assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=(choice, hint))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sharded_trajectories_are_those_of_ddp(world: World, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "ways"), [(2, ["blocks"]), (3, ["root", "layers"])])
+def test_sharded_trajectories_are_those_of_ddp(
+    world: World, world_size: int, ways: Sequence[str]
+) -> None:
     """However it is sharded; on three ranks some have one row of a layer, or none."""
     expected = by_choice(world.run(train_sharded, world_size, CHOICES, "ddp"))
-    for how in ("root", "blocks", "layers"):
+    for how in ways:
         found = by_choice(world.run(train_sharded, world_size, CHOICES, how))
         assert_alike(found, expected, how)
 
@@ -67,22 +69,24 @@ def test_sharded_trajectories_are_those_of_one_process(world: World) -> None:
         (KAISA, {**MOMENTUM, "colocate_factors": False, "solver": "inverse"}),
     ]
     found = by_choice(world.run(train_sharded, 3, spread, "blocks"))
+    found += by_choice(world.run(train_sharded, 1, spread[:1], "blocks"))
     (expected,) = train_sharded(0, 1, spread[:1], "")
     (base,) = train_sharded(0, 1, [(KAISA, {**MOMENTUM, "skip_layers": ["*"]})], "")
-    for choice, trajectory in zip(spread, found, strict=True):
-        assert_same_trajectory(trajectory, expected, rtol=TIGHT, hint=choice)
+    for trajectory in found:
+        assert_same_trajectory(trajectory, expected, rtol=TIGHT)
     assert float((base[-1] - expected[-1]).abs().max()) > 1e-3
 
 
 def test_an_optimizer_made_before_goes_on_with_the_shards(world: World) -> None:
-    made_after = by_choice(world.run(train_sharded, 2, CHOICES, "layers"))
-    made_before = by_choice(world.run(train_sharded, 2, CHOICES, "layers", before=True))
+    choices = CHOICES[:2]
+    made_after = by_choice(world.run(train_sharded, 2, choices, "layers"))
+    made_before = by_choice(world.run(train_sharded, 2, choices, "layers", before=True))
     assert_alike(made_before, made_after)
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 1)])
 def test_replicas_of_shards_train_as_one(world: World, replicas: int, shards: int) -> None:
-    size, choices = replicas * shards, [CHOICES[i] for i in (0, 3, 5)]
+    size, choices = replicas * shards, [CHOICES[0], CHOICES[3]]
     expected = by_choice(world.run(train_sharded, size, choices, "ddp"))
     found = by_choice(world.run(train_sharded, size, choices, "blocks", replicas=replicas))
     for choice, mine, theirs in zip(choices, found, expected, strict=True):
@@ -212,14 +216,18 @@ def test_passes_in_bfloat16_leave_factors_and_gradients_in_float32(world: World)
 
 
 def with_a_scaler(rank: int, world_size: int, scaled: bool) -> list[Tensor]:
+    """The second step is skipped: with a scaler, for an overflow in rows of one rank."""
     model, trajectory = fsdp(narrow()), []
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
     optimizer = KAISA(model, **{**OPTIONS, **MOMENTUM}, grad_scaler=scaler)
-    for x, y in shares(rank, world_size):
+    for step, (x, y) in enumerate(shares(rank, world_size)):
         optimizer.zero_grad()
         scaler.scale(half_squared_error(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        if step == 1 and rank == 1:
+            model.conv.weight.grad.to_local().fill_(torch.inf)
+        if step != 1 or scaled:
+            scaler.step(optimizer)
+            scaler.update()
         trajectory.append(whole(model))
     return trajectory
 

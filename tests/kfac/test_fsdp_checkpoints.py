@@ -6,6 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DPKFAC, KAISA, DistKFAC
+from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +51,7 @@ def made(case: str, how: str) -> tuple[Any, Any]:
 def saved(rank: int, world_size: int, folder: str, case: str, how: str) -> list[Tensor]:
     """Two steps, a checkpoint by all ranks, and the two steps that follow."""
     model, optimizer = made(case, how)
-    data = shares(rank, world_size)
+    data = shares(rank, world_size, 4)
     with optimizer:
         go_on(model, optimizer, data[:2])
         state = {
@@ -72,7 +73,7 @@ def resumed(rank: int, world_size: int, folder: str, case: str, how: str) -> lis
         dcp.load(state, checkpoint_id=folder)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        return go_on(model, optimizer, shares(rank, world_size)[2:])
+        return go_on(model, optimizer, shares(rank, world_size, 4)[2:])
 
 
 @pytest.mark.parametrize("case", ["KAISA", "reduce", "DistKFAC"])
@@ -96,6 +97,24 @@ def test_owners_factors_come_back_to_them(world: World, tmp_path: Path) -> None:
     for how in ("fsdp", "ddp"):
         found = agreed(world.run(resumed, 2, folder, "DPKFAC", how))
         assert_same_trajectory(found, expected, rtol=1e-8, hint=how)
+
+
+def asked_by_hand(rank: int, world_size: int) -> list[str]:
+    """What is said where a state is asked for, twice, and by torch.distributed.checkpoint."""
+    model, optimizer = made("KAISA", "fsdp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SecondOrderWarning)
+        get_optimizer_state_dict(model, optimizer)
+        before = len(caught)
+        optimizer.state_dict()
+        optimizer.state_dict()
+    return [str(each.message) for each in caught[before:]]
+
+
+def test_a_state_of_rows_is_said_to_be_one(world: World) -> None:
+    for messages in world.run(asked_by_hand, 2):
+        (message,) = [m for m in messages if "rows" in m]
+        assert "get_optimizer_state_dict" in message
 
 
 def by_one_rank(rank: int, world_size: int) -> list[list[Tensor]]:

@@ -48,6 +48,12 @@ def check_sharding(model: nn.Module) -> None:
                 f"tensors, too: its parameter {leaf!r} has placements {_said(placements)}; leave "
                 f"the layer out of parallelize_module (ColwiseParallel, RowwiseParallel)"
             )
+        if p.device.type != cast(Any, p).device_mesh.device_type:
+            raise TypeError(
+                f"parameter {name!r} is kept on the {p.device.type} (CPUOffloadPolicy), and its "
+                f"layer's activations are on {cast(Any, p).device_mesh.device_type}, where factors "
+                f"are made; shard the model without offload_policy"
+            )
         if shards[0].dim != 0:
             raise TypeError(
                 f"parameter {name!r} is sharded along dimension {shards[0].dim}; rows are sent to "
