@@ -730,6 +730,48 @@ MUTANTS = [
     ),
     # Exact and doubly factored blocks.
     _mutant(
+        "factors of gradients on the scale of their mean",
+        "kronecker/gradient.py",
+        "whole * (scale * examples)",
+        "whole * examples",
+        "gradient_factors::factors_are_the_averages_of_those_of_gradients",
+    ),
+    _mutant(
+        "both factors of gradients with the trace of the curvature",
+        "kronecker/factors.py",
+        "sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums",
+        "pass",
+        "kinds::a_tied_embedding_has_the_partial_traces_of_both_uses",
+    ),
+    _mutant(
+        "values taken for queries",
+        "kronecker/attention.py",
+        "(0, 1, 2)[piece : piece + width]",
+        "(0, 1, 2)[:width]",
+        "attention::factors_are_those_of_separate_linears",
+    ),
+    _mutant(
+        "keys counted as queries are",
+        "kronecker/kinds.py",
+        "more = [counts[0] / count for count in counts]",
+        "more = [1.0 for _ in counts]",
+        "attention::factors_are_those_of_separate_linears",
+    ),
+    _mutant(
+        "a Linear with an activation behind it taken for one",
+        "kronecker/probing.py",
+        "return all(map(_near, found, expected))",
+        "return True",
+        "kinds::what_computes_like_a_linear",
+    ),
+    _mutant(
+        "a registered layer's own rows left out",
+        "kronecker/registration.py",
+        "x, d = rows(module, x, d)",
+        "pass",
+        "kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute",
+    ),
+    _mutant(
         "a LayerNorm's own eps is ignored",
         "kronecker/exact.py",
         "return layer_norm(x, module.normalized_shape, eps=module.eps)",
@@ -781,8 +823,8 @@ MUTANTS = [
     _mutant(
         "the largest factor that is allowed is refused",
         "kronecker/model_blocks.py",
-        "if max(sizes) <= rules.max_factor_dim:",
-        "if max(sizes) < rules.max_factor_dim:",
+        "if largest <= rules.max_factor_dim:",
+        "if largest < rules.max_factor_dim:",
         "finding::layers_with_a_larger_factor_are_left_to_the_base",
     ),
     # Decompositions and solves.

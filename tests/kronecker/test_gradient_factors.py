@@ -278,3 +278,43 @@ def test_processes_agree_and_do_what_one_does(
     assert_same_trajectory(found, on_ranks(0, 1, name, chosen))
     without = on_ranks(0, 1, name, {**chosen, "other_matrices": "base"})
     assert (found[-1] - without[-1]).norm() > 1e-4 * without[-1].norm()
+
+
+class Everything(nn.Module):
+    """A tied embedding, attention, a norm, a transposed convolution and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.up, self.cell = nn.ConvTranspose1d(4, 4, 1), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embedding(x))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.cell(torch.tanh(self.up(x.mT).mT))[0])
+
+
+def everything_on_ranks(rank: int, size: int, name: str) -> list[Tensor]:
+    """The parameters after each step on a rank's share of sequences of words."""
+    System = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}[name]
+    options = {"grad_worker_fraction": 0.5, "factor_exchange": "reduce"} if name == "KAISA" else {}
+    model = made(Everything)
+    chosen: dict[str, Any] = {**options, **GRADIENT, "exact_blocks": True}
+    optimizer = make(System, model, relative_damping=True, damping=0.5, kl_clip=1e-2, **chosen)
+    assert optimizer.summary().preconditioned_share > 0.9  # but the biases of the GRU
+    generator = torch.Generator().manual_seed(2)
+    words = [torch.randint(5, (2, 4, 3), generator=generator) for _ in range(3)]
+    case: Any = type("Case", (), {"loss": staticmethod(cross_entropy)})
+    return go(model, optimizer, case, [shard((x, y), rank, size) for x, y in words])
+
+
+@pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DistKFAC"])
+def test_every_kind_on_two_processes(world: World, name: str) -> None:
+    found = agreed(world.run(everything_on_ranks, 2, name))
+    alone = everything_on_ranks(0, 1, name)
+    if name == "DPKFAC":  # its owners take factors from their own batches
+        assert 0 < (found[-1] - alone[-1]).norm() < 0.5 * alone[-1].norm()
+    else:
+        assert_same_trajectory(found, alone)

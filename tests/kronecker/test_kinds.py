@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -550,6 +554,22 @@ def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
     mean = torch.stack(rows).mean(0)
     expected = ref.damped_dense_solve(A[None], G[None], mean, 0.1)
     close(torch.cat([model[0].kernel.grad.T, model[0].offset.grad[:, None]], 1), expected, 1e-8)
+
+
+def test_the_worked_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
+    own = page[page.index("## Your own layer") :]
+    first, second = re.findall(r"```python\n(.*?)```", own, re.DOTALL)
+    names: dict[str, Any] = {}
+    with redirect_stdout(io.StringIO()) as said:
+        exec(first, names)
+    assert re.search(r"Scaled +144 +preconditioned +A 9², G 16²", said.getvalue())
+    assert names["optimizer"].summary().preconditioned_share == 1.0
+    names["optimizer"].close()
+    exec(second, names)
+    model = nn.Sequential(names["LayerScale"](8), nn.Linear(8, 3))
+    rows = KAISA(model, lr=0.1, exact_blocks=True).summary().rows
+    assert {row.detail for row in rows} == {"exact 8²", "A 9², G 3²"}
 
 
 def test_what_cannot_be_registered_is_refused() -> None:

@@ -116,6 +116,22 @@ def test_with_exact_blocks_all_are(name: str) -> None:
     assert all(row.detail == f"of gradients: A {WORDS}, G {WIDTH}²" for row in tied)
 
 
+def test_an_output_layer_over_many_words_has_the_factors_of_its_gradient() -> None:
+    """Its G would have as many rows as there are words."""
+    options: dict[str, Any] = {"lr": 0.1, "max_factor_dim": WORDS - 1, "exact_blocks": True}
+    shares = []
+    for others in ("base", "gradient"):
+        model = made("Llama")
+        optimizer = KAISA(model, other_matrices=others, **options)
+        trained(model, optimizer, 1)
+        shares.append(optimizer.summary().preconditioned_share)
+        rows = {row.name: row for row in optimizer.summary().rows}
+        assert ("lm_head" in rows) == (others == "base")
+    assert shares[0] < 0.9
+    assert shares[1] == 1.0
+    assert rows["lm_head.weight"].detail == f"of gradients: A {WORDS}, G {WIDTH}²"
+
+
 def test_the_search_leaves_a_model_as_it_is() -> None:
     """Layers are probed on copies: no gradient, no buffer, no random number changes."""
     model = made("GPT-2")

@@ -134,8 +134,8 @@ def _batched(module: nn.Module, x: Tensor) -> Tensor:
 
 def is_checkpointed() -> bool:
     """Whether a checkpoint that saves nothing is in force: what a node saves can be read once."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 class Place:

@@ -64,6 +64,10 @@ NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
     "nothing, and backward() sends none through their outputs"
 )
+UNSEEN = (
+    "autograd's record of an attention's call shows no product with its weight, as inside of a "
+    "graph that torch.compile has made; leave the attention out of it"
+)
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
@@ -562,9 +566,8 @@ class Capture:
     def _observe_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
-        layers = [
-            layer for layer in (module, cast(nn.Module, module.out_proj)) if layer in self._observed
-        ]
+        both = module, cast(nn.Module, module.out_proj)
+        layers = [layer for layer in both if layer in self._observed]
         if torch._C._are_functorch_transforms_active():
             self.missed.update(dict.fromkeys(layers if self.enabled else [], TRANSFORMED))
             return
@@ -574,7 +577,10 @@ class Capture:
         with self.timed():
             inputs = inputs_of(module, args, kwargs)
             whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-            for product in projections(module, output, (*args, *kwargs.values())):
+            products = projections(module, output, (*args, *kwargs.values()))
+            unseen = set(wanted).difference(product.owner for product in products)
+            self.missed.update(dict.fromkeys(unseen, UNSEEN))
+            for product in products:
                 if product.owner not in wanted:
                     continue
                 if product.owner is module:

@@ -262,8 +262,8 @@ def find_blocks(
                     bias = None  # also once the weight thaws
                 elif apart:
                     reason = f"its weight is {apart}, and there are no exact blocks"
-                    row = (f"{name}.{letter}", type(module).__name__, reason, each.numel())
-                    left.append(LeftToBase(*row))
+                    lone, kind_name = f"{name}.{letter}", type(module).__name__
+                    left.append(LeftToBase(lone, kind_name, reason, each.numel()))
                     counted.add(id(each))
             bias = None if apart else bias
         block = known.get(key)

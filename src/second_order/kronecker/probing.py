@@ -103,14 +103,15 @@ def _random(seed: int, like: Tensor, *shape: int) -> Tensor:
 
 def _copied(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """A copy with buffers and inner modules of its own, and other tensors as parameters."""
-    probe = copy.copy(module)
-    others = {k: None if p is None else p.detach() for k, p in module._parameters.items()}
-    inside: dict[str, Any] = {"_parameters": {}, "_buffers": {}}
-    inside["_modules"] = {k: copy.deepcopy(child) for k, child in module._modules.items()}
-    inside["_buffers"] = {
-        k: None if b is None else b.detach().clone() for k, b in module._buffers.items()
+    probe, own = copy.copy(module), module.__dict__
+    others = {k: None if p is None else p.detach() for k, p in own["_parameters"].items()}
+    inside: dict[str, Any] = {
+        "_parameters": {**others, "weight": weight},
+        "_buffers": {
+            k: None if b is None else b.detach().clone() for k, b in own["_buffers"].items()
+        },
+        "_modules": {k: copy.deepcopy(child) for k, child in own["_modules"].items()},
     }
-    inside["_parameters"] = {**others, "weight": weight}
     if "bias" in others:
         inside["_parameters"]["bias"] = bias
     probe.__dict__.update(inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
@@ -59,7 +59,8 @@ def register_layer(
         TypeError: If ``kind`` is no class of modules, or a function is none.
         ValueError: If the class is both a product and a gain.
     """
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind is nn.Module:
+    given: Any = kind
+    if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
