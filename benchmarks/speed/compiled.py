@@ -9,6 +9,8 @@ A pass is zero_grad, forward and backward, the same work in each case:
     statistics   with KAISA's hooks, at steps that do
     broken       with a hook on each layer that breaks the graph there, and does nothing
     eager        not compiled, without hooks
+
+Times are the processor's, of one thread, so that what else the machine does counts little.
 """
 
 from __future__ import annotations
@@ -84,9 +86,9 @@ def measure(workload: Workload, backend: str, turns: int, repeats: int) -> dict[
         for case, one in functions.items():
             times = []
             for _ in range(repeats):
-                start = time.perf_counter()
+                start = time.process_time()
                 one()
-                times.append(1e3 * (time.perf_counter() - start))
+                times.append(1e3 * (time.process_time() - start))
             found[case].append(statistics.median(times))
     return found
 

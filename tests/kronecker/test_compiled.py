@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
 X = MLP.batch()[0]
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 each_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 

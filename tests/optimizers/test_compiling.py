@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from pool import World
     from reference import Batch
 
-pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(5)
 

@@ -13,6 +13,7 @@ from second_order.sharded import local
 
 __all__ = [
     "initialises_state",
+    "refuse_in_evaluation",
     "refuse_within_backward",
     "runs_between_graphs",
     "set_aside",
@@ -67,6 +68,18 @@ def initialises_state(groups: Iterable[Mapping[str, Any]]) -> bool:
         )
         for group in groups
     )
+
+
+def refuse_in_evaluation(name: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise RuntimeError if a schedule-free base has not been told that it trains.
+
+    It would raise itself, and leave gradients that are preconditioned already.
+    """
+    if any(group.get("train_mode") is False for group in groups):
+        raise RuntimeError(
+            f"{name}.step() with a schedule-free base that is not in train mode: call "
+            f"optimizer.train() before training, and optimizer.eval() before evaluation"
+        )
 
 
 @contextmanager

@@ -412,7 +412,7 @@ def _receive(
         # The node is the whole graph's; a forward makes a new one, a second backward does not.
         pass_id = torch._C._current_graph_task_id()
         node: Any = torch._C._current_autograd_node()
-        again = node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id
+        again = bool(node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
         alive._emit(layer, x, gradient, pass_id, ALONE, again)
 
 
@@ -475,6 +475,7 @@ class Capture:
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
+        """Open or close the gate for the passes to come."""
         self._gate.open = enabled
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:

@@ -27,6 +27,7 @@ from second_order.contract.averaging import start_average
 from second_order.contract.base_state import CURVATURE, BaseState
 from second_order.contract.base_step import (
     initialises_state,
+    refuse_in_evaluation,
     refuse_within_backward,
     runs_between_graphs,
     set_aside,
@@ -246,11 +247,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if the ranks do different things.
             SecondOrderError: On every rank, if the curvature cannot be computed.
-            RuntimeError: While backward runs, or inside :meth:`hooks_removed`.
+            RuntimeError: While backward runs, inside :meth:`hooks_removed`, or if a schedule-free
+                base is not in train mode.
         """
         training, curvature = self._training, self._curvature
         loss = None
         refuse_within_backward(training.name)
+        refuse_in_evaluation(training.name, self.param_groups)
         if self._unwatched:
             raise RuntimeError(
                 f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
