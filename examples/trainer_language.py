@@ -10,6 +10,7 @@ characters that are hidden, the others the next one.
 """
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def main() -> None:
         save_steps=args.save_steps or 1,
         logging_steps=max(1, args.steps // 10),
         use_cpu=True,
-        ddp_backend="gloo",
+        ddp_backend="gloo" if "RANK" in os.environ else None,  # torchrun sets it
         dataloader_pin_memory=False,
         disable_tqdm=True,
         seed=0,

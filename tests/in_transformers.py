@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +124,9 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def recorded(model: nn.Module, parts: int) -> Iterator[list[dict[str, Tensor]]]:
     """The batches that a model learns from meanwhile, in their order; not a curvature closure's.
 
-    The Trainer has a loss divided by the number of targets in all `parts` of a step, which it may
-    count otherwise than the model does; divided by `parts`, the number gives each part's own mean.
+    The Trainer has a loss divided by the number of targets in all `parts` of a step, on all
+    processes, which it may count otherwise than the model does. Divided by `parts`, the number
+    gives each part's own mean.
     """
     seen: list[dict[str, Tensor]] = []
 
@@ -176,7 +178,7 @@ def fit(
         "dataloader_pin_memory": False,
         **arguments,
     }
-    parts = given.get("gradient_accumulation_steps", 1)
+    parts = given.get("gradient_accumulation_steps", 1) * int(os.environ.get("WORLD_SIZE", "1"))
     with fresh_state(), recorded(model, parts) as seen:
         trainer = Trainer(
             model,

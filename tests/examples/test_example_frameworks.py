@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pool import World
 
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 TINY = ("--steps", 2, "--batch-size", 4, "--length", 8, "--width", 8, "--layers", 1)
 
 

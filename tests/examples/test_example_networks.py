@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pool import World
 
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 RESNET = ("--steps", 3, "--batch-size", 16, "--width", 4)
 UNET = ("--steps", 3, "--batch-size", 4, "--width", 4, "--size", 16)
 BERT = ("--steps", 2, "--pretrain-steps", 2, "--batch-size", 4, "--length", 16, "--width", 16)

@@ -45,18 +45,18 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
             if control.should_save:
                 given["optimizer"].optimizer.consolidate()
 
-    curved = hf.curved("BERT")
+    curved = hf.curved("Llama")
 
     def made(model: Any, **options: Any) -> Any:
         options = {"lr": hf.LR, "momentum": 0.9, **options}
         return optimizer_of(System, model, None, hf.loss_of, curved, **options)
 
     shared = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
-    whole, half, wrapped, alone = (hf.model_of("BERT") for _ in range(4))
+    whole, half, wrapped, alone = (hf.model_of("Llama") for _ in range(4))
     with launched(rank, world_size):
         _, seen = hf.fit(
             whole,
-            "BERT",
+            "Llama",
             folder,
             optimizers=(made(whole, gradient_averaging=False), None),
             callbacks=[Collect()],
@@ -65,7 +65,7 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
             **shared,
         )
         path = str(folder / "checkpoint-2")
-        hf.fit(half, "BERT", folder, optimizers=(made(half), None), resume=path, **shared)
+        hf.fit(half, "Llama", folder, optimizers=(made(half), None), resume=path, **shared)
 
     def schedule(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: (hf.STEPS - s) / hf.STEPS)
@@ -82,7 +82,7 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
 @each_of_four
 def test_trainer(world: World, System: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert_agreed(world.run(by_trainer, 2, System, tmp_path, timeout=240), rtol=1e-6)
+    assert_agreed(world.run(by_trainer, 2, System, tmp_path, timeout=240), rtol=1e-5)
 
 
 def by_accelerate(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:

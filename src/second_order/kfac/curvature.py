@@ -429,9 +429,12 @@ class KFACCurvature(Curvature):
 
     @property
     def kept_elsewhere(self) -> str:
-        """A name for the factors if some are kept by other ranks alone; "" otherwise."""
+        """A name for the factors if some are kept by other ranks alone; "" otherwise.
+
+        Before the first step there are none: Accelerate asks for the state of each new optimizer.
+        """
         spread = any(layer.keepers is not None for layer in self.known.values())
-        here = self.training.world.size > 1 and spread
+        here = self.training.world.size > 1 and self.training.steps > 0 and spread
         return "the factors that other processes keep" if here else ""
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
