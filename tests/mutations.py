@@ -631,7 +631,7 @@ MUTANTS = [
     ),
     _mutant(
         "layers in groups of their own without statistics",
-        "kronecker/capture.py",
+        "kronecker/autograd.py",
         "if fsdp is None else fsdp.in_pass(module)",
         "if True else fsdp.in_pass(module)",
         "fsdp::an_optimizer_made_before_goes_on_with_the_shards",
@@ -647,14 +647,14 @@ MUTANTS = [
     _mutant(
         "gradients beside the loss as examples",
         "kronecker/capture.py",
-        "if _reaches_parameters(call.module, alive.fsdp):",
+        "if reaches_parameters(call.module, alive.fsdp):",
         "if True:",
         "examples::gradients_beside_the_loss_are_no_examples",
     ),
     _mutant(
         "drawn labels of an attack as examples",
         "kronecker/capture.py",
-        "reached = {module: _reaches_parameters(module, alive.fsdp) for module, *_ in pairs}",
+        "reached = {module: reaches_parameters(module, alive.fsdp) for module, *_ in pairs}",
         "reached = {module: True for module, *_ in pairs}",
         "examples::gradients_beside_the_loss_are_no_examples",
     ),
@@ -2035,8 +2035,8 @@ MUTANTS = [
     _mutant(
         "factors that count updates",
         "kfac/options.py",
-        "return self.decay ** max(steps, 1)",
-        "return self.decay",
+        "return decay ** max(steps, 1)",
+        "return decay",
         "defaults::factors_remember_steps_whatever_the_interval",
     ),
     _mutant(
@@ -2158,7 +2158,7 @@ MUTANTS = [
     _mutant(
         "gradients beside the loss as examples, in a graph",
         "kronecker/capture.py",
-        "if not _reaches_parameters(layer, alive.fsdp):",
+        "if not reaches_parameters(layer, alive.fsdp):",
         "if False:",
         "compiled::evaluation_attacks_and_frozen_layers_give_nothing",
     ),

@@ -23,19 +23,16 @@ exported or traced is not watched meanwhile.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction
 
 from second_order.kronecker.attention import (
     Assembly,
@@ -46,6 +43,15 @@ from second_order.kronecker.attention import (
     is_attention,
     is_checkpointed,
     projections,
+)
+from second_order.kronecker.autograd import (
+    Kept,
+    as_used,
+    device_type,
+    differentiable_tensors,
+    reaches_parameters,
+    repeating_checkpoints,
+    save,
 )
 from second_order.kronecker.compiled import Outlet, forget_graphs, frames_compiled, watched
 from second_order.kronecker.hooks import WatcherHook, hook_of, put_back, release, take_off
@@ -100,36 +106,6 @@ class PairConsumer(Protocol):
         """Note that a pair of a module cannot be had, for a reason."""
 
 
-class _SavedInput(torch.autograd.Function):
-    """A node beside the graph whose only purpose is to hold one saved tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("this node is not part of any graph")
-
-
-@dataclass
-class _Kept:
-    """An input that is kept for a moment, in the manner of a node that saves it."""
-
-    x: Tensor
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor]:
-        return (self.x,)
-
-
-def _save(x: Tensor) -> Any:
-    anchor = torch.empty(0, requires_grad=True)
-    return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
-
-
-_REPEAT = CheckpointFunction.backward.__code__
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
 
@@ -206,7 +182,7 @@ def _traced(watches: Sequence[_Watch], module: nn.Module, x: Any, output: Any) -
         if watch.drawn:
             _observe_between_graphs(watch, module, x, output)
         else:
-            output = watched(_as_used(x).detach(), output, watch.outlet.anchor)
+            output = watched(as_used(x).detach(), output, watch.outlet.anchor)
     return output
 
 
@@ -331,7 +307,7 @@ def _node_hook(capture: weakref.ref[Capture], call: _Call, gradients: tuple[Any,
 
 
 def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
-    if _reaches_parameters(call.module, alive.fsdp):
+    if reaches_parameters(call.module, alive.fsdp):
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
         if call.outer == NO_BACKWARD:
@@ -355,32 +331,6 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
         call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
 
 
-def _repeating_checkpoints() -> list[Any]:
-    """The nodes of the reentrant checkpoints now repeating a forward, the outermost last."""
-    frame: FrameType | None = sys._getframe(1)
-    found: list[Any] = []
-    while frame is not None:
-        if frame.f_code is _REPEAT:
-            found.append(frame.f_locals["ctx"])
-        frame = frame.f_back
-    return found or [torch._C._current_autograd_node()]  # of another library's checkpoint
-
-
-def _reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
-    """Whether the backward pass that is running accumulates into a parameter of the module."""
-    params = module._parameters.values() if fsdp is None else fsdp.in_pass(module)
-    return any(map(_is_reached, params))
-
-
-def _is_reached(p: Tensor | None) -> bool:
-    if p is None or not p.requires_grad:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
-    except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
-        return False
-
-
 def _delivery_hook(
     capture: weakref.ref[Capture],
     pairs: list[tuple[nn.Module, Tensor, int, Tensor]],
@@ -391,7 +341,7 @@ def _delivery_hook(
     if alive is None or Capture.sampling:
         return
     with alive.timed():
-        reached = {module: _reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
+        reached = {module: reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
         delivered = [pair for pair in pairs if reached[pair[0]]]
         pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
         for module, x, source, d in delivered:
@@ -406,7 +356,7 @@ def _receive(
     if alive is None or layer is None or Capture.sampling:
         return
     with alive.timed():
-        if not _reaches_parameters(layer, alive.fsdp):
+        if not reaches_parameters(layer, alive.fsdp):
             alive.missed[layer] = NOT_ACCUMULATED
             return
         # The node is the whole graph's; a forward makes a new one, a second backward does not.
@@ -554,13 +504,13 @@ class Capture:
             self._remember(module, x, output)
 
     def _remember(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        source, x = self._source_of(x), _as_used(x)
+        source, x = self._source_of(x), as_used(x)
         if self._sampler is None:
             outer, again = self._repeated_in()
-            call = _Call(module, [_save(x)], source, outer, again)
+            call = _Call(module, [save(x)], source, outer, again)
             output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
         elif self._inside_root:
-            call = _Call(module, [_Kept(x.detach())], source, NO_BACKWARD)
+            call = _Call(module, [Kept(x.detach())], source, NO_BACKWARD)
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
             self._pending.append((call, get_gradient_edge(output)))
 
@@ -603,12 +553,12 @@ class Capture:
         layer, parts = product.owner, (product.thirds, assembly)
         if self._sampler is None:
             # A hook of a node must not hold it.
-            saved: Any = Place() if x is None else _save(_as_used(x))
+            saved: Any = Place() if x is None else save(as_used(x))
             outer, again = self._repeated_in()
             call = _Call(layer, [saved], self._sources, outer, again, *parts)
             product.node.register_prehook(partial(_node_hook, weakref.ref(self), call))
         elif self._inside_root:
-            kept: Any = Place(product.node) if x is None else _Kept(_as_used(x).detach())
+            kept: Any = Place(product.node) if x is None else Kept(as_used(x).detach())
             call = _Call(layer, [kept], self._sources, NO_BACKWARD, False, *parts)
             self._pending.append((call, GradientEdge(product.node, 0)))
 
@@ -622,7 +572,7 @@ class Capture:
         outer = torch._C._current_graph_task_id()
         if outer == NO_BACKWARD:
             return outer, False
-        nodes = _repeating_checkpoints()
+        nodes = repeating_checkpoints()
         if len(nodes) > 1 and self._pass != NO_BACKWARD:
             outer = self._pass
         self._pass = outer
@@ -659,7 +609,7 @@ class Capture:
     ) -> None:
         """Take the gradients of the loss on labels drawn from the root's output."""
         weights = pending[0][0].module.parameters(recurse=False)
-        with torch.autocast(_device_type(next(iter(weights))), enabled=False):
+        with torch.autocast(device_type(next(iter(weights))), enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
@@ -685,7 +635,7 @@ class Capture:
         pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
-        for tensor in _differentiable_tensors(output):
+        for tensor in differentiable_tensors(output):
             tensor.register_hook(deliver)
         self.root_calls += 1
 
@@ -694,7 +644,7 @@ class Capture:
     ) -> None:
         if module not in self._observed:  # let go while its pair was in flight
             return
-        with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
+        with torch.no_grad(), torch.autocast(device_type(d), enabled=False):
             self._consumer.consume(module, x, d.detach(), pass_id, source, again)
 
 
@@ -707,32 +657,3 @@ def _let_go(watches: list[_Watch], modules: weakref.WeakSet[nn.Module]) -> None:
 
 def _weight_trains(module: nn.Module) -> bool:
     return cast(Tensor, module.weight).requires_grad
-
-
-def _device_type(tensor: Tensor) -> str:
-    return tensor.device.type
-
-
-def _differentiable_tensors(output: Any) -> list[Tensor]:
-    """The tensors of a model's output that a backward can start from."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    if isinstance(output, Mapping):
-        parts = list(output.values())
-    elif isinstance(output, (list, tuple)):
-        parts = list(output)
-    else:
-        parts = list(getattr(output, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in _differentiable_tensors(part)]
-
-
-def _as_used(x: Tensor) -> Tensor:
-    """The layer's input in the precision that the layer computes with.
-
-    Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
-    place, or be freed, before the backward.
-    """
-    device = _device_type(x)
-    if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
-        return x.detach().to(torch.get_autocast_dtype(device))
-    return x
