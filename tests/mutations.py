@@ -2040,6 +2040,13 @@ MUTANTS = [
         "defaults::factors_remember_steps_whatever_the_interval",
     ),
     _mutant(
+        "a young training remembers as much as an old one",
+        "kfac/options.py",
+        "decay = min(decay, 1 - 1 / max(2.0, self.share * step))",
+        "pass",
+        "defaults::a_young_training_remembers_a_share_of_its_steps",
+    ),
+    _mutant(
         "every base taken for SGD",
         "kfac/options.py",
         'adaptive = is_adaptive(keywords["base"])',

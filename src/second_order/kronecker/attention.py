@@ -69,17 +69,19 @@ class Projection:
     thirds: tuple[int, ...]
 
 
-def projections(module: nn.Module, output: Tensor, given: Iterable[Any]) -> list[Projection]:
+def projections(
+    module: nn.Module, output: Tensor, given: Iterable[Any], owners: Mapping[Tensor, nn.Module]
+) -> list[Projection]:
     """The products with the weights of an attention in its last call.
 
     Args:
         module: The attention.
         output: Its output.
         given: The arguments of the call: the search does not go beyond them.
+        owners: The attention or its ``out_proj``, by their parameters as the call has them.
     """
     beyond = {t.grad_fn for t in given if isinstance(t, Tensor)}
     attention = cast(nn.MultiheadAttention, module)
-    weights = {id(attention.in_proj_weight): module, id(attention.out_proj.weight): module.out_proj}
     found: list[Projection] = []
     todo, seen = [output.grad_fn], set(beyond)
     while todo:
@@ -90,8 +92,8 @@ def projections(module: nn.Module, output: Tensor, given: Iterable[Any]) -> list
         todo += [following for following, _ in node.next_functions]
         if node.name() in PRODUCTS:
             weight, part = _weight_of(node)
-            owner = cast("nn.Module | None", weights.get(id(weight)))
-            if weight is not None and owner is not None:
+            owner = None if weight is None else owners.get(weight)
+            if owner is not None:
                 thirds = _thirds(node, part, attention) if owner is module else ()
                 found.append(Projection(owner, node, thirds))
     return found

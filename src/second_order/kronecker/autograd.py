@@ -20,6 +20,7 @@ __all__ = [
     "as_used",
     "device_type",
     "differentiable_tensors",
+    "params_in_pass",
     "reaches_parameters",
     "repeating_checkpoints",
     "save",
@@ -72,12 +73,17 @@ def repeating_checkpoints() -> list[Any]:
 
 def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
     """Whether the backward pass that is running accumulates into a parameter of the module."""
+    return any(map(_is_reached, params_in_pass(module, fsdp)))
+
+
+def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> list[Tensor]:
+    """A module's own parameters that the graph of a pass ends in; with FSDP2 the whole ones."""
     params = module._parameters.values() if fsdp is None else fsdp.in_pass(module)
-    return any(map(_is_reached, params))
+    return [p for p in params if p is not None]
 
 
-def _is_reached(p: Tensor | None) -> bool:
-    if p is None or not p.requires_grad:
+def _is_reached(p: Tensor) -> bool:
+    if not p.requires_grad:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))

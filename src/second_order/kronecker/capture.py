@@ -49,6 +49,7 @@ from second_order.kronecker.autograd import (
     as_used,
     device_type,
     differentiable_tensors,
+    params_in_pass,
     reaches_parameters,
     repeating_checkpoints,
     save,
@@ -528,7 +529,8 @@ class Capture:
         with self.timed():
             inputs = inputs_of(module, args, kwargs)
             whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-            products = projections(module, output, (*args, *kwargs.values()))
+            owners = {p: owner for owner in both for p in params_in_pass(owner, self.fsdp)}
+            products = projections(module, output, (*args, *kwargs.values()), owners)
             unseen = set(wanted).difference(product.owner for product in products)
             self.missed.update(dict.fromkeys(unseen, UNSEEN))
             for product in products:
