@@ -81,7 +81,6 @@ def other_shards(rank: int, world_size: int) -> dict[str, str]:
         "alone": refusal(DPKFAC, alone),
         "elsewhere": elsewhere,
         "helpers": refusal(DistKFAC, fully_shard(perceptron()), stats_workers=1),
-        "DHO2": refusal(DHO2, fully_shard(perceptron())),
         "MRDHO2": refusal(MRDHO2, fully_shard(perceptron())),
     }
 
@@ -94,24 +93,24 @@ def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
         assert "process_group=" in found["alone"]
         assert "use stats_workers=0" in found["helpers"]
         assert "'0.weight' is kept on the cpu (CPUOffloadPolicy)" in found["elsewhere"]
-        for name in ("DHO2", "MRDHO2"):
-            assert re.search("fully_shard.*use DistributedDataParallel", found[name])
+        assert re.search("fully_shard.*use DistributedDataParallel", found["MRDHO2"])
 
 
 def sharded_too_late(rank: int, world_size: int) -> list[tuple[str, bool]]:
     """The optimizer was made before; what is wrong is said at the step, which changes nothing."""
     found = []
     x, y = shares(rank, world_size, 1)[0]
-    for System in (DHO2, KAISA):
+    alone = {"accelerators": 0, "epoch_steps": 2}
+    for System, options in ((MRDHO2, alone), (KAISA, {})):
         model = narrow()
-        optimizer = System(model, lr=0.1)
+        optimizer = System(model, lr=0.1, **options)
         if System is KAISA:
             mesh = init_device_mesh("cpu", (world_size,))
             parallelize_module(model, mesh, {"middle.0": ColwiseParallel()})
         else:
             fsdp(model)
         before = [p for group in optimizer.param_groups for p in group["params"]]
-        if System is DHO2:
+        if System is MRDHO2:
             half_squared_error(model(x), y).backward()
         with pytest.raises(TypeError) as caught:
             optimizer.step()

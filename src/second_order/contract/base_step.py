@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from second_order.contract.groups import members_of
 from second_order.contract.training import Training
-from second_order.sharded import local
+from second_order.distributed.checkpointing import is_checkpointing
+from second_order.sharded import is_dtensor, local
 
 __all__ = [
     "initialises_state",
@@ -54,11 +56,15 @@ def unhooked_step(base: torch.optim.Optimizer) -> None:
     step(base)
 
 
-def initialises_state(groups: Iterable[Mapping[str, Any]]) -> bool:
+def initialises_state(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether this is the empty step by which checkpointing code makes state exist.
 
     ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients.
+    Where parameters are sharded, gradients may be zero here and not elsewhere: then it has to be
+    that code that is calling.
     """
+    if any(map(is_dtensor, members_of(groups))) and not is_checkpointing():
+        return False
     return all(
         float(group["lr"]) == 0.0
         and all(

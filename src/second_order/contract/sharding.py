@@ -99,6 +99,7 @@ class Places:
         self._entries = [
             (module, name, p)
             for module in model.modules()
+            if isinstance(module._parameters, dict)  # not of torch.jit
             for name, p in module._parameters.items()
             if p is not None and id(p) in ours
         ]

@@ -21,6 +21,7 @@ from torch import Tensor
 from second_order.contract.averaging import Routed
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
+from second_order.contract.groups import members_of
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
@@ -31,7 +32,12 @@ from second_order.fosi.checkpoint import (
     gather_eigenpairs,
 )
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
-from second_order.fosi.options import SHARDED, FOSIOptions, check_one_vector, newton_scale_at
+from second_order.fosi.options import (
+    FOSIOptions,
+    check_one_vector,
+    check_shards,
+    newton_scale_at,
+)
 from second_order.fosi.statistics import ACCOUNTS, newton_share, statistics_of
 from second_order.fosi.subspace import (
     Subspace,
@@ -78,6 +84,7 @@ class FOSICurvature(Curvature):
         super().__init__(training)
         check_one_vector(training.groups)
         _check_uncorrected(training)
+        check_shards(members_of(training.groups), options)
         self.options = options
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
@@ -108,12 +115,20 @@ class FOSICurvature(Curvature):
         return "a step skipped on one process would leave the others waiting" * averages
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Raise TypeError: FSDP2 has sharded the parameters since the optimizer was made."""
-        raise TypeError(SHARDED)
+        """Go on with the shards of parameters, if they can be; the vector is cut anew then."""
+        if self.vector.in_parts:
+            raise TypeError(
+                f"{self.training.name} has stepped this model before fully_shard sharded it, and "
+                f"each process has another part of the base's state; shard the model before the "
+                f"first step"
+            )
+        groups = self.training.groups
+        check_shards([others.get(p, p) for group in groups for p in group["params"]], self.options)
 
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training.groups)
+        check_shards(members_of(self.training.groups), self.options)
 
     # ----------------------------------------------------------------------------------- a step
 

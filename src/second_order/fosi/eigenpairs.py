@@ -300,12 +300,12 @@ class Eigenpairs:
             return
         basis: Basis
         if self._by_rows:
-            rows = loaded.vectors[:, vector.rows].contiguous()
+            rows = vector.here(loaded.vectors).contiguous()
             basis = RowBasis(rows, vector.chunks, world)
         else:
             basis = ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
         subspace = self._span(basis, loaded.values, loaded.residuals, loaded.largest)
         subspace.momentum = loaded.momentum[basis.mine].clone()
-        subspace.carried = None if loaded.carried is None else loaded.carried[vector.rows].clone()
+        subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
         subspace.decayed = loaded.decayed
         self.subspace = subspace

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ __all__ = [
     "Layout",
     "check_newton_scale",
     "check_one_vector",
+    "check_shards",
     "newton_scale_at",
     "refuse_no_closure",
 ]
@@ -192,23 +193,48 @@ def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> fl
 
 
 SHARDED = (
-    "DHO2 and MRDHO2 do not work on parameters that fully_shard (FSDP2) has sharded: their vectors "
-    "are cut in other places than its rows; use DistributedDataParallel, where layout='row' keeps "
-    "1/P of the base's state and of the eigenvectors on each of P processes, or KAISA, DPKFAC or "
+    "MRDHO2 does not work on parameters that fully_shard (FSDP2) has sharded: its accelerators "
+    "take whole copies of the model; use DistributedDataParallel, or DHO2, KAISA, DPKFAC or "
     "DistKFAC under fully_shard"
 )
 
 
-def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless the groups' parameters can be one vector with a Hessian.
+def check_shards(params: Sequence[Tensor], options: FOSIOptions) -> None:
+    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
 
-    Raises:
-        TypeError: If FSDP2 has sharded them.
+    Args:
+        params: The parameters, sharded or not.
+        options: The options of the step.
     """
+    shards = [p for p in params if is_dtensor(p)]
+    if not shards:
+        return
+    if len(shards) < len(params):
+        raise TypeError(
+            f"DHO2: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
+            f"vector spans all; shard the rest, too, without ignored_params"
+        )
+    if any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
+        raise TypeError(
+            "DHO2: the parameters are sharded over a mesh with replicas (HSDP), and each process "
+            "is to have rows of its own; shard over a mesh of one dimension"
+        )
+    if options.layout == "column":
+        raise TypeError(
+            "DHO2: layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) "
+            "leaves it rows; use layout='row'"
+        )
+    if options.hvp not in ("auto", "differences"):
+        raise TypeError(
+            f"DHO2: hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has "
+            f"first ones only; use hvp='differences'"
+        )
+
+
+def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless the groups' parameters can be one vector with a Hessian."""
     groups = list(groups)
     params = [p for group in groups for p in group["params"]]
-    if any(map(is_dtensor, params)):
-        raise TypeError(SHARDED)
     devices = {p.device for p in params}
     if len(devices) > 1:
         raise ValueError(
