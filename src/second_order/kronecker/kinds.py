@@ -186,8 +186,9 @@ def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
     """The modules that use one weight both as an embedding and as an output layer, and how."""
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 2:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        uninitialised = isinstance(weight, nn.parameter.UninitializedParameter)
+        if weight is not None and not uninitialised and weight.dim() == 2:
             sharing.setdefault(id(weight), []).append(module)
     found: dict[nn.Module, Key] = {}
     for modules in sharing.values():

@@ -61,11 +61,12 @@ def gain_factor(module: nn.Module, x: Tensor) -> Tensor:
 
 def _is_simple(module: nn.Module, dims: int) -> bool:
     """Whether a module has a ``weight`` of so many dimensions, and no parameters inside others."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     return (
         isinstance(weight, nn.Parameter)
         and not isinstance(weight, nn.parameter.UninitializedParameter)
-        and not isinstance(module, torch.jit.ScriptModule)
         and weight.dim() == dims
         and min(weight.shape) > 1
         and weight.is_floating_point()
