@@ -407,13 +407,46 @@ def test_without_exact_blocks_its_bias_is_the_bases() -> None:
     assert sum(r.parameters for r in rows.values()) == sum(p.numel() for p in model.parameters())
 
 
-# An embedding tied to the output layer.
+# Embeddings that are scaled, or tied to the output layer.
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As BART and Gemma have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class Positions(nn.Embedding):
+    """With something of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(super().forward(x))
+
+
+@each_kronecker
+def test_a_scaled_embedding_has_the_factors_of_its_gradient(System: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ScaledEmbedding(6, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    x, y = torch.randint(6, (8,)), torch.randint(CLASSES, (8,))
+    rows = []
+    for n in range(8):
+        loss = cross_entropy(model(x[n : n + 1]), y[n : n + 1])
+        rows += torch.autograd.grad(loss, [model[0].weight])
+    optimizer = make(System, model)
+    take(model, optimizer, (x, y))
+    A, G = factors(optimizer)["0"]
+    close(A[0], torch.bincount(x, minlength=6).double() / 8)
+    close(G[0], sum((g.T @ g for g in rows), torch.zeros(4, 4, dtype=F64)) / 8)
+    assert found_kind(Positions(6, 4)) == (None, "Positions overrides Embedding.forward")
 
 
 class Tied(nn.Module):
-    def __init__(self, bias: bool, padding: int | None) -> None:
+    def __init__(self, bias: bool, padding: int | None, scale: float) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(6, 4, padding_idx=padding)
+        self.embedding: nn.Embedding = ScaledEmbedding(6, 4, padding_idx=padding)
+        if scale == 1:
+            self.embedding = nn.Embedding(6, 4, padding_idx=padding)
         self.hidden, self.head = nn.Linear(4, 4), nn.Linear(4, 6, bias=bias)
         self.head.weight = self.embedding.weight
 
@@ -421,9 +454,9 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.hidden(self.embedding(x))))
 
 
-def tied(bias: bool = True, padding: int | None = None) -> tuple[Tied, Batch]:
+def tied(bias: bool = True, padding: int | None = None, scale: float = 1.0) -> tuple[Tied, Batch]:
     torch.manual_seed(0)
-    model = Tied(bias, padding).double()
+    model = Tied(bias, padding, scale).double()
     generator = torch.Generator().manual_seed(3)
     x, y = (torch.randint(6, (5, 3), generator=generator) for _ in range(2))
     return model, (x, y)
@@ -445,11 +478,13 @@ def partial_traces(model: Tied, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @each_kronecker
-@pytest.mark.parametrize(("bias", "padding"), [(True, None), (False, 2)])
+@pytest.mark.parametrize(
+    ("bias", "padding", "scale"), [(True, None, 1.0), (False, 2, 1.0), (False, None, 3.0)]
+)
 def test_a_tied_embedding_has_the_partial_traces_of_both_uses(
-    System: Any, bias: bool, padding: int | None
+    System: Any, bias: bool, padding: int | None, scale: float
 ) -> None:
-    model, batch = tied(bias, padding)
+    model, batch = tied(bias, padding, scale)
     entries, width = partial_traces(model, batch)
     optimizer = make(System, model)
     take(model, optimizer, batch)

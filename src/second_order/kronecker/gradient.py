@@ -1,9 +1,9 @@
 """Blocks of matrices that no rule knows, from their gradients alone.
 
 Of the mean gradient M of a step, ``(out, in)``, the factors are M Mᵀ and Mᵀ M, as in Shampoo (Gupta
-et al. 2018) and SOAP (Vyas et al. 2024). The block is their product over their trace,
+et al. 2018) and SOAP (Vyas et al. 2024). The block is their product over the trace of one,
 
-    F ≈ N E[M Mᵀ] ⊗ E[Mᵀ M] / E[tr Mᵀ M],
+    F ≈ N E[M Mᵀ] ⊗ E[Mᵀ M / tr Mᵀ M],
 
 N the number of examples in a step: exact where F is a Kronecker product, and near the best one in
 the Frobenius norm otherwise (Morwani et al. 2024). It is inverted as K-FAC's blocks are, each

@@ -5,6 +5,7 @@
 | transposed linear         | (in, out)         | inputs                  | gradients            |
 | transposed convolution    | (in, out, kernel) | channels of the input   | patches of gradients |
 | attention's in-projection | (3 E, E)          | inputs of q, of k, of v | gradients of each    |
+| scaled embedding          | (entries, width)  | entries, a diagonal     | width                |
 | tied embedding and output | (entries, width)  | entries, a diagonal     | width                |
 
 A transposed convolution multiplies each location of its input by the weight and adds the products
@@ -33,19 +34,21 @@ from second_order.kronecker.layers import (
     LayerKind,
     PairStatistics,
     at_least_one,
+    embedding_statistics,
     gram,
     key_of,
     linear_statistics,
     reduced,
+    rows_of_embedding,
     unsupported_reason,
 )
 from second_order.kronecker.patches import extract_patches
-from second_order.kronecker.probing import computes_like
+from second_order.kronecker.probing import computes_like, scale_of_lookup
 
 __all__ = ["found_kind", "ties_of"]
 
 TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
-TRANSPOSED = "transposed linear"
+TRANSPOSED, SCALED = "transposed linear", "scaled embedding"
 
 
 def _columns_of_weight(module: nn.Module, bias: bool) -> FactorShape:
@@ -132,7 +135,20 @@ def _attention_statistics(
     return PairStatistics({"A": a, "G": g}, each[0].examples, each[0].rows)
 
 
-# ------------------------------------------------------------------------------- tied embeddings
+# -------------------------------------------------------------------------------------- embeddings
+
+
+def _scaled_embedding_statistics(
+    module: nn.Module,
+    x: Tensor,
+    d: Tensor,
+    bias: bool,
+    approximation: Approximation,
+    triangular: bool,
+    known: PairStatistics | None = None,
+) -> PairStatistics:
+    d = d * scale_of_lookup(module)
+    return embedding_statistics(module, x, d, bias, approximation, triangular)
 
 
 def _entries_by_width(module: nn.Module, bias: bool) -> FactorShape:
@@ -149,7 +165,7 @@ def _tied_embedding_statistics(
     triangular: bool,
     known: PairStatistics | None = None,
 ) -> PairStatistics:
-    embedding = cast(nn.Embedding, module)
+    embedding, d = cast(nn.Embedding, module), d * scale_of_lookup(module)
     tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
     live = live_rows(rows)
     if embedding.padding_idx is not None:
@@ -186,15 +202,17 @@ def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
     """The modules that use one weight both as an embedding and as an output layer, and how."""
     sharing: dict[int, list[nn.Module]] = {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 2:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        uninitialised = isinstance(weight, nn.parameter.UninitializedParameter)
+        if weight is not None and not uninitialised and weight.dim() == 2:
             sharing.setdefault(id(weight), []).append(module)
     found: dict[nn.Module, Key] = {}
     for modules in sharing.values():
         if len(modules) < 2:
             continue
         keys = [found_kind(module)[0] for module in modules]
-        kinds = {nn.Embedding: TIED_EMBEDDING, nn.Linear: TIED_OUTPUT, "linear": TIED_OUTPUT}
+        kinds = dict.fromkeys((nn.Embedding, SCALED), TIED_EMBEDDING)
+        kinds |= dict.fromkeys((nn.Linear, "linear"), TIED_OUTPUT)
         if len(set(keys)) > 1 and all(key in kinds for key in keys):
             both = [kinds[key] for key in keys if key is not None]
             found |= dict(zip(modules, both, strict=True)) if len(set(both)) > 1 else {}
@@ -210,6 +228,7 @@ for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
 KINDS[nn.MultiheadAttention] = LayerKind(
     _attention_statistics, _thirds_of_weight, "in_proj_weight", "in_proj_bias"
 )
+KINDS[SCALED] = LayerKind(_scaled_embedding_statistics, rows_of_embedding)
 KINDS[TIED_EMBEDDING] = LayerKind(_tied_embedding_statistics, _entries_by_width, with_bias=False)
 KINDS[TIED_OUTPUT] = LayerKind(_tied_output_statistics, _entries_by_width, with_bias=False)
 

@@ -50,6 +50,7 @@ __all__ = [
     "PairStatistics",
     "Statistics",
     "at_least_one",
+    "embedding_statistics",
     "factor_shape",
     "gradient_from_matrix",
     "gradient_to_matrix",
@@ -59,6 +60,7 @@ __all__ = [
     "linear_statistics",
     "pair_statistics",
     "reduced",
+    "rows_of_embedding",
     "unsupported_reason",
 ]
 
@@ -248,7 +250,7 @@ def reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return (x * mask).sum(1) / counts, d.sum(1)
 
 
-def _embedding_statistics(
+def embedding_statistics(
     module: nn.Module,
     x: Tensor,
     d: Tensor,
@@ -257,6 +259,7 @@ def _embedding_statistics(
     triangular: bool,
     known: PairStatistics | None = None,
 ) -> PairStatistics:
+    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``; see `pair_statistics`."""
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
     embedding = cast(nn.Embedding, module)
@@ -379,7 +382,8 @@ def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
     return FactorShape(groups, weight.shape[1:].numel() + int(bias), weight.shape[0] // groups)
 
 
-def _rows_of_embedding(module: nn.Module, bias: bool) -> FactorShape:
+def rows_of_embedding(module: nn.Module, bias: bool) -> FactorShape:
+    """Sizes of an embedding's factors."""
     weight = cast(Tensor, module.weight)
     return FactorShape(1, weight.shape[0], weight.shape[1], diagonal_a=True)
 
@@ -408,7 +412,7 @@ KINDS: dict[Key, LayerKind] = {
     nn.Conv1d: LayerKind(_conv_statistics),
     nn.Conv2d: LayerKind(_conv_statistics),
     nn.Conv3d: LayerKind(_conv_statistics),
-    nn.Embedding: LayerKind(_embedding_statistics, _rows_of_embedding),
+    nn.Embedding: LayerKind(embedding_statistics, rows_of_embedding),
     "linear": LayerKind(linear_statistics),
 }
 """All kinds of layers, those of users among them."""

@@ -279,14 +279,13 @@ def find_blocks(
         blocks.append(block)
     ours = {id(p) for block in blocks for p in (block.weight, block.bias) if p is not None}
     if rules.other_matrices == "gradient":
-        matrices = _matrices(model, set(owned) - ours, barred_modules)
-        for name, module, p in matrices:
-            block = known.get(id(p))
-            if not isinstance(block, GradientBlock) or block.modules != [module]:
+        for name, module, p in _matrices(model, set(owned) - ours, barred_modules):
+            made = known.get(id(p))
+            if not isinstance(made, GradientBlock) or made.modules != [module]:
                 most = rules.max_factor_dim
-                block = GradientBlock(name, module, p, most, factor_dtype, triangular)
-            if not _too_large(block.shape, rules):
-                blocks.append(block)
+                made = GradientBlock(name, module, p, most, factor_dtype, triangular)
+            if not _too_large(made.shape, rules):
+                blocks.append(made)
                 ours.add(id(p))
         for key in ours & counted_in.keys():
             row = left[counted_in[key]]

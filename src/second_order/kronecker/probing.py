@@ -19,13 +19,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["computes_like", "gain_factor", "has_gain"]
+__all__ = ["computes_like", "gain_factor", "has_gain", "scale_of_lookup"]
 
 NEAR = 0.05  # relative error of products in low precision, or of quantised inputs
 LEADING = (2, 3)  # batch and positions of the inputs
 
 _products: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _gains: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_scales: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 
 
 def computes_like(module: nn.Module) -> str | None:
@@ -33,11 +34,22 @@ def computes_like(module: nn.Module) -> str | None:
 
     Args:
         module: A module; it is a layer if it has a ``weight`` of two dimensions whose gradient is
-            that of a Linear, "linear", or of one whose weight is transposed, "transposed linear".
+            that of a Linear, "linear", of one whose weight is transposed, "transposed linear", or
+            a multiple of that of an embedding, "scaled embedding".
     """
     if module not in _products:
         _products[module] = _product_of(module) if _is_simple(module, 2) else ""
     return _products[module] or None
+
+
+def scale_of_lookup(module: nn.Module) -> float:
+    """The number that an embedding's subclass multiplies entries by; 1 for an embedding itself."""
+    if type(module).forward is nn.Embedding.forward:
+        return 1.0
+    if module not in _scales:
+        _scales[module] = 0.0
+        _tried(_has_scale, module)
+    return _scales[module]
 
 
 def has_gain(module: nn.Module) -> bool:
@@ -61,11 +73,12 @@ def gain_factor(module: nn.Module, x: Tensor) -> Tensor:
 
 def _is_simple(module: nn.Module, dims: int) -> bool:
     """Whether a module has a ``weight`` of so many dimensions, and no parameters inside others."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     return (
         isinstance(weight, nn.Parameter)
         and not isinstance(weight, nn.parameter.UninitializedParameter)
-        and not isinstance(module, torch.jit.ScriptModule)
         and weight.dim() == dims
         and min(weight.shape) > 1
         and weight.is_floating_point()
@@ -133,6 +146,8 @@ def _output(module: nn.Module, x: Tensor, weight: Tensor, bias: float) -> Tensor
 
 
 def _product_of(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding):
+        return "scaled embedding" if scale_of_lookup(module) else ""
     if _tried(_is_linear, module):
         return "linear"
     return "transposed linear" if _tried(_is_transposed, module) else ""
@@ -161,6 +176,24 @@ def _is_product(module: nn.Module, transposed: bool) -> bool:
     flat_x, flat_d = x.flatten(0, 1), d.flatten(0, 1)
     expected = [flat_x.mT @ flat_d if transposed else flat_d.mT @ flat_x, flat_d.sum(0)]
     return all(map(_near, found, expected))
+
+
+def _has_scale(module: nn.Module) -> bool:
+    """Whether the gradient of an embedding's weight is a multiple of d at the entries looked up."""
+    embedding = cast(nn.Embedding, module)
+    weight = embedding.weight.detach().clone().requires_grad_()
+    entries = [i for i in range(len(weight)) if i != embedding.padding_idx]
+    words = torch.tensor([entries[i % len(entries)] for i in range(6)], device=weight.device)
+    d = _random(0, weight, *LEADING, weight.shape[1])
+    output = _call(module, words.view(LEADING), weight, None)
+    if output.shape != d.shape:
+        return False
+    (found,) = torch.autograd.grad(output, weight, d.to(output.dtype))
+    plain = torch.zeros_like(found).index_add_(0, words, d.flatten(0, 1).to(found.dtype))
+    scale = float((found * plain).sum() / plain.square().sum())
+    if _near(found, scale * plain):
+        _scales[module] = scale
+    return _scales[module] != 0
 
 
 def _is_gain(module: nn.Module) -> bool:
