@@ -30,15 +30,28 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from second_order.kronecker.compiled import Outlet, forget_graphs, frames_compiled, watched
-from second_order.kronecker.hooks import WatcherHook, hook_of, put_back, release, take_off
+from second_order.kronecker.compiled import forget_graphs, frames_compiled
+from second_order.kronecker.hooks import (
+    Gate,
+    LayerHook,
+    RootHook,
+    RootPreHook,
+    Watch,
+    WatchHook,
+    as_used,
+    device_type,
+    hook_of,
+    put_back,
+    release,
+    take_off,
+)
 
 __all__ = ["Capture", "PairConsumer"]
 
@@ -98,131 +111,6 @@ def _save(x: Tensor) -> Any:
 _REPEAT = CheckpointFunction.backward.__code__
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
-
-
-@dataclass
-class _Gate:
-    open: bool = True
-
-
-class _Watch:
-    """A capture's interest in a module, as the module's hooks and compiled graphs see it.
-
-    Attributes:
-        capture: The capture.
-        module: The module.
-        gate: Open while the capture takes pairs.
-        drawn: Whether the gradients are those of drawn labels.
-        outlet: Where compiled graphs deliver the module's pairs.
-        gone: Whether the interest is over.
-    """
-
-    def __init__(self, capture: Capture, module: nn.Module, gate: _Gate, drawn: bool) -> None:
-        self.capture, self.module = weakref.ref(capture), weakref.ref(module)
-        self.gate, self.drawn = gate, drawn
-        self.outlet = Outlet(partial(_receive, self.capture, self.module))
-        self.gone = False
-
-    def capture_of(self, module: nn.Module) -> Capture | None:
-        """The capture, if it is there and means this module and not one that shares its hooks."""
-        return self.capture() if self.module() is module else None
-
-
-class _LayerHook(WatcherHook[_Watch]):
-    with_kwargs = True
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        if torch.compiler.is_exporting():
-            return None
-        x = args[0] if args else kwargs["input"]
-        if torch.compiler.is_dynamo_compiling():
-            return _traced(self.watchers, module, x, output)
-        for watch in tuple(self.watchers):
-            capture = watch.capture_of(module)
-            if capture is not None:
-                capture._observe(module, x, output)
-        return None
-
-
-def _traced(watches: Sequence[_Watch], module: nn.Module, x: Any, output: Any) -> Any:
-    """The output, watched inside a graph; a part of the graph, like every condition here."""
-    for watch in watches:
-        if not watch.gate.open or not _is_watchable(module, x, output):
-            continue
-        if watch.drawn:
-            _observe_between_graphs(watch, module, x, output)
-        else:
-            output = watched(_as_used(x).detach(), output, watch.outlet.anchor)
-    return output
-
-
-def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
-    """Whether a call can be one of a training pass."""
-    return (
-        torch.is_grad_enabled()
-        and isinstance(x, Tensor)
-        and isinstance(output, Tensor)
-        and output.requires_grad
-        and any(p is not None and p.requires_grad for p in module._parameters.values())
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-_F = TypeVar("_F", bound=Callable[..., None])
-_between_graphs = cast(
-    Callable[[_F], _F],
-    partial(
-        torch.compiler.disable,
-        reason="fisher='sampled' draws labels from the model's output in Python, between graphs: "
-        "leave fullgraph off, or use fisher='empirical'",
-    ),
-)
-
-
-@_between_graphs
-def _observe_between_graphs(watch: _Watch, module: nn.Module, x: Any, output: Any) -> None:
-    capture = watch.capture_of(module)
-    if capture is not None:
-        capture._observe(module, x, output)
-
-
-@_between_graphs
-def _enter(watches: Sequence[_Watch], module: nn.Module) -> None:
-    for watch in tuple(watches):
-        capture = watch.capture_of(module)
-        if capture is not None:
-            capture._enter_root(module)
-
-
-@_between_graphs
-def _leave(watches: Sequence[_Watch], module: nn.Module, output: Any) -> None:
-    for watch in tuple(watches):
-        capture = watch.capture_of(module)
-        if capture is not None:
-            capture._leave_root(module, output)
-
-
-class _RootPreHook(WatcherHook[_Watch]):
-    before = True
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not _is_passed_by(self.watchers):
-            _enter(self.watchers, module)
-
-
-class _RootHook(WatcherHook[_Watch]):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not _is_passed_by(self.watchers):
-            _leave(self.watchers, module, output)
-
-
-def _is_passed_by(watches: Sequence[_Watch]) -> bool:
-    """Whether a graph need not break for a root's watchers, or the model is being exported."""
-    if torch.compiler.is_exporting():
-        return True
-    return torch.compiler.is_dynamo_compiling() and not any(watch.gate.open for watch in watches)
 
 
 @dataclass
@@ -317,24 +205,6 @@ def _delivery_hook(
             alive._emit(module, x, d, pass_id, source, False)
 
 
-def _receive(
-    capture: weakref.ref[Capture], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
-) -> None:
-    """Take a pair that the backward of a compiled graph delivers."""
-    alive, layer = capture(), module()
-    if alive is None or layer is None or Capture.sampling:
-        return
-    with alive.timed():
-        if not _reaches_parameters(layer):
-            alive.missed[layer] = NOT_ACCUMULATED
-            return
-        # The node is the whole graph's; a forward makes a new one, a second backward does not.
-        pass_id = torch._C._current_graph_task_id()
-        node: Any = torch._C._current_autograd_node()
-        again = bool(node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
-        alive._emit(layer, x, gradient, pass_id, ALONE, again)
-
-
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
@@ -365,7 +235,7 @@ class Capture:
         wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._gate = _Gate()
+        self._gate = Gate()
         self.timed = timed
         self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
@@ -379,7 +249,7 @@ class Capture:
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
-        self._watches: list[_Watch] = []
+        self._watches: list[Watch] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, _let_go, self._watches, self._watched)
 
@@ -400,20 +270,20 @@ class Capture:
             return
         before = weakref.WeakSet(self._watched)
         self._dismiss()
-        new = [self._watch(module, _LayerHook) for module in layers]
+        new = [self._watch(module, LayerHook) for module in layers]
         self._observed = weakref.WeakSet(layers)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
-            new += [self._watch(root, kind) for kind in (_RootPreHook, _RootHook)]
+            new += [self._watch(root, kind) for kind in (RootPreHook, RootHook)]
         release(before)
         if any(new):
             forget_graphs()
 
-    def _watch(self, module: nn.Module, kind: type[WatcherHook[_Watch]]) -> bool:
+    def _watch(self, module: nn.Module, kind: type[WatchHook]) -> bool:
         """Watch a module by its hook of a kind; returns whether the hook is new."""
         hook, new = hook_of(module, kind)
-        watch = _Watch(self, module, self._gate, drawn=self._sampler is not None)
-        hook.watchers.append(watch)
+        watch = Watch(self, module, self._gate, drawn=self._sampler is not None)
+        hook.watches.append(watch)
         self._watches.append(watch)
         self._watched.add(module)
         return new
@@ -445,7 +315,8 @@ class Capture:
         self._root = None
         self._pending.clear()
 
-    def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
+    def observe(self, module: nn.Module, x: Any, output: Any) -> None:
+        """See a call of a layer; in a training pass, wait for the gradient of its output."""
         if torch._C._get_tracing_state() is not None:  # torch.jit traces the model
             return
         if torch._C._are_functorch_transforms_active():
@@ -466,7 +337,7 @@ class Capture:
             self._remember(module, x, output)
 
     def _remember(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        source, x = self._source_of(x), _as_used(x)
+        source, x = self._source_of(x), as_used(x)
         if self._sampler is None:
             outer, again = self._repeated_in()
             call = _Call(module, [_save(x)], source, outer, again)
@@ -500,12 +371,14 @@ class Capture:
             self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
         return self._sources
 
-    def _enter_root(self, module: nn.Module) -> None:
+    def enter_root(self, module: nn.Module) -> None:
+        """See the beginning of the model's forward."""
         if self._root is not None and module is self._root():
             self._pending.clear()
             self._inside_root = True
 
-    def _leave_root(self, module: nn.Module, output: Any) -> None:
+    def leave_root(self, module: nn.Module, output: Any) -> None:
+        """See the model's output, and draw labels from it."""
         if self._root is None or module is not self._root():
             return
         self._inside_root = False
@@ -521,7 +394,7 @@ class Capture:
         output: Any,
     ) -> None:
         """Take the gradients of the loss on labels drawn from the root's output."""
-        with torch.autocast(_device_type(pending[0][1]), enabled=False):
+        with torch.autocast(device_type(pending[0][1]), enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
@@ -550,16 +423,30 @@ class Capture:
             tensor.register_hook(deliver)
         self.root_calls += 1
 
+    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+        """Take a pair that the backward of a compiled graph delivers."""
+        if Capture.sampling:
+            return
+        with self.timed():
+            if not _reaches_parameters(module):
+                self.missed[module] = NOT_ACCUMULATED
+                return
+            # The node is the whole graph's; a forward makes a new one, a second backward does not.
+            pass_id = torch._C._current_graph_task_id()
+            node: Any = torch._C._current_autograd_node()
+            again = bool(node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+            self._emit(module, x, gradient, pass_id, ALONE, again)
+
     def _emit(
         self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
     ) -> None:
         if module not in self._observed:  # let go while its pair was in flight
             return
-        with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
+        with torch.no_grad(), torch.autocast(device_type(d), enabled=False):
             self._consumer.consume(module, x, d.detach(), pass_id, source, again)
 
 
-def _let_go(watches: list[_Watch], modules: weakref.WeakSet[nn.Module]) -> None:
+def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
     """Release the modules of a capture that is no more."""
     for watch in watches:
         watch.gone = True
@@ -568,10 +455,6 @@ def _let_go(watches: list[_Watch], modules: weakref.WeakSet[nn.Module]) -> None:
 
 def _weight_trains(module: nn.Module) -> bool:
     return cast(Tensor, module.weight).requires_grad
-
-
-def _device_type(tensor: Tensor) -> str:
-    return tensor.device.type
 
 
 def _differentiable_tensors(output: Any) -> list[Tensor]:
@@ -585,15 +468,3 @@ def _differentiable_tensors(output: Any) -> list[Tensor]:
     else:
         parts = list(getattr(output, "__dict__", {}).values())
     return [tensor for part in parts for tensor in _differentiable_tensors(part)]
-
-
-def _as_used(x: Tensor) -> Tensor:
-    """The layer's input in the precision that the layer computes with.
-
-    Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
-    place, or be freed, before the backward.
-    """
-    device = _device_type(x)
-    if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
-        return x.detach().to(torch.get_autocast_dtype(device))
-    return x
