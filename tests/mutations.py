@@ -2157,7 +2157,7 @@ MUTANTS = [
     ),
     _mutant(
         "steps without statistics have the operators in their graph",
-        "kronecker/capture.py",
+        "kronecker/hooks.py",
         "if not watch.gate.open or not _is_watchable(",
         "if not _is_watchable(",
         "compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice",
@@ -2165,7 +2165,7 @@ MUTANTS = [
     _mutant(
         "gradients beside the loss as examples, in a graph",
         "kronecker/capture.py",
-        "if not reaches_parameters(layer, alive.fsdp):",
+        "if not reaches_parameters(module, self.fsdp):",
         "if False:",
         "compiled::evaluation_attacks_and_frozen_layers_give_nothing",
     ),
@@ -2178,7 +2178,7 @@ MUTANTS = [
     ),
     _mutant(
         "exports with hooks",
-        "kronecker/capture.py",
+        "kronecker/hooks.py",
         "        if torch.compiler.is_exporting():\n            return None\n",
         "",
         "compiled::exports_and_traces_have_nothing_of_the_hooks",

@@ -7,7 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ __all__ = [
     "kinds_of",
     "made_again",
     "name_of",
-    "parts_of",
+    "switch_of",
 ]
 
 Kinds: TypeAlias = tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...]
@@ -134,9 +134,36 @@ def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.opti
     return base.of(group) if isinstance(base, TwoBases) else base
 
 
-def parts_of(base: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that a base consists of, each on its own groups and state as they are now."""
-    return base.following() if isinstance(base, TwoBases) else (base,)
+def switch_of(
+    base: torch.optim.Optimizer, method: str, owner: str, state: MutableMapping[Tensor, Any]
+) -> Callable[[], None]:
+    """A base's method, or those of two bases, as one function.
+
+    Args:
+        base: The base, one or two.
+        method: "train" or "eval".
+        owner: Name of the optimizer that has the base, for messages.
+        state: The optimizer's state. Entries that the method makes and leaves empty are taken out:
+            state that is empty counts as none.
+
+    Raises:
+        AttributeError: If no base has such a method.
+    """
+    parts = base.following() if isinstance(base, TwoBases) else (base,)
+    methods = [found for part in parts if callable(found := getattr(part, method, None))]
+    if not methods:
+        raise AttributeError(
+            f"{owner} has no {method}(): its base, {name_of(base)}, has none; only schedule-free "
+            f"bases have"
+        )
+
+    def switch() -> None:
+        for each in methods:
+            each()
+        for p in [p for p, parts in state.items() if not any(parts.values())]:
+            del state[p]
+
+    return switch
 
 
 def kinds_of(base: torch.optim.Optimizer) -> Kinds:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,20 @@ from second_order.kronecker.autograd import (
     repeating_checkpoints,
     save,
 )
-from second_order.kronecker.compiled import Outlet, forget_graphs, frames_compiled, watched
-from second_order.kronecker.hooks import WatcherHook, hook_of, put_back, release, take_off
+from second_order.kronecker.compiled import forget_graphs, frames_compiled
+from second_order.kronecker.hooks import (
+    AttentionHook,
+    Gate,
+    LayerHook,
+    RootHook,
+    RootPreHook,
+    Watch,
+    WatchHook,
+    hook_of,
+    put_back,
+    release,
+    take_off,
+)
 from second_order.sharded import FSDPParams
 
 __all__ = ["Capture", "PairConsumer"]
@@ -109,162 +121,6 @@ class PairConsumer(Protocol):
 
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
-
-
-@dataclass
-class _Gate:
-    open: bool = True
-
-
-class _Watch:
-    """A capture's interest in a module, as the module's hooks and compiled graphs see it.
-
-    Attributes:
-        capture: The capture.
-        module: The module.
-        gate: Open while the capture takes pairs.
-        drawn: Whether the gradients are those of drawn labels.
-        outlet: Where compiled graphs deliver the module's pairs.
-        gone: Whether the interest is over.
-    """
-
-    def __init__(self, capture: Capture, module: nn.Module, gate: _Gate, drawn: bool) -> None:
-        self.capture, self.module = weakref.ref(capture), weakref.ref(module)
-        self.gate, self.drawn = gate, drawn
-        self.outlet = Outlet(partial(_receive, self.capture, self.module))
-        self.gone = False
-
-    def capture_of(self, module: nn.Module) -> Capture | None:
-        """The capture, if it is there and means this module and not one that shares its hooks."""
-        return self.capture() if self.module() is module else None
-
-
-class _LayerHook(WatcherHook[_Watch]):
-    with_kwargs = True
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        if torch.compiler.is_exporting():
-            return None
-        x = args[0] if args else kwargs["input"]
-        if torch.compiler.is_dynamo_compiling():
-            return _traced(self.watchers, module, x, output)
-        for watch in tuple(self.watchers):
-            capture = watch.capture_of(module)
-            if capture is not None:
-                capture._observe(module, x, output)
-        return None
-
-
-class _AttentionHook(WatcherHook[_Watch]):
-    with_kwargs = True
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if torch.compiler.is_exporting():
-            return
-        if torch.compiler.is_dynamo_compiling():
-            if any(watch.gate.open for watch in self.watchers):
-                _miss(self.watchers, module)
-            return
-        for watch in tuple(self.watchers):
-            capture = watch.capture_of(module)
-            if capture is not None:
-                capture._observe_attention(module, args, kwargs, output[0])
-
-
-def _traced(watches: Sequence[_Watch], module: nn.Module, x: Any, output: Any) -> Any:
-    """The output, watched inside a graph; a part of the graph, like every condition here."""
-    for watch in watches:
-        if not watch.gate.open or not _is_watchable(module, x, output):
-            continue
-        if watch.drawn:
-            _observe_between_graphs(watch, module, x, output)
-        else:
-            output = watched(as_used(x).detach(), output, watch.outlet.anchor)
-    return output
-
-
-def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
-    """Whether a call can be one of a training pass."""
-    return (
-        torch.is_grad_enabled()
-        and isinstance(x, Tensor)
-        and isinstance(output, Tensor)
-        and output.requires_grad
-        and any(p is not None and p.requires_grad for p in module._parameters.values())
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-@partial(
-    torch.compiler.disable,
-    reason="the products of nn.MultiheadAttention cannot be watched in a graph: leave "
-    "fullgraph off, or name the attention in skip_layers",
-)
-def _miss(watches: Sequence[_Watch], module: nn.Module) -> None:
-    for watch in tuple(watches):
-        capture = watch.capture_of(module)
-        if capture is not None:
-            layers = (module, module.out_proj)
-            capture.missed.update(dict.fromkeys(cast(Any, layers), COMPILED))
-
-
-_F = TypeVar("_F", bound=Callable[..., None])
-_between_graphs = cast(
-    Callable[[_F], _F],
-    partial(
-        torch.compiler.disable,
-        reason="fisher='sampled' draws labels from the model's output in Python, between graphs: "
-        "leave fullgraph off, or use fisher='empirical'",
-    ),
-)
-
-
-@_between_graphs
-def _observe_between_graphs(watch: _Watch, module: nn.Module, x: Any, output: Any) -> None:
-    capture = watch.capture_of(module)
-    if capture is not None:
-        capture._observe(module, x, output)
-
-
-@_between_graphs
-def _enter(watches: Sequence[_Watch], module: nn.Module) -> None:
-    for watch in tuple(watches):
-        capture = watch.capture_of(module)
-        if capture is not None:
-            capture._enter_root(module)
-
-
-@_between_graphs
-def _leave(watches: Sequence[_Watch], module: nn.Module, output: Any) -> None:
-    for watch in tuple(watches):
-        capture = watch.capture_of(module)
-        if capture is not None:
-            capture._leave_root(module, output)
-
-
-class _RootPreHook(WatcherHook[_Watch]):
-    before = True
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not _is_passed_by(self.watchers):
-            _enter(self.watchers, module)
-
-
-class _RootHook(WatcherHook[_Watch]):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not _is_passed_by(self.watchers):
-            _leave(self.watchers, module, output)
-
-
-def _is_passed_by(watches: Sequence[_Watch]) -> bool:
-    """Whether a graph need not break for a root's watchers, or the model is being exported."""
-    if torch.compiler.is_exporting():
-        return True
-    return torch.compiler.is_dynamo_compiling() and not any(watch.gate.open for watch in watches)
 
 
 @dataclass
@@ -349,24 +205,6 @@ def _delivery_hook(
             alive._emit(module, x, d, pass_id, source, False)
 
 
-def _receive(
-    capture: weakref.ref[Capture], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
-) -> None:
-    """Take a pair that the backward of a compiled graph delivers."""
-    alive, layer = capture(), module()
-    if alive is None or layer is None or Capture.sampling:
-        return
-    with alive.timed():
-        if not reaches_parameters(layer, alive.fsdp):
-            alive.missed[layer] = NOT_ACCUMULATED
-            return
-        # The node is the whole graph's; a forward makes a new one, a second backward does not.
-        pass_id = torch._C._current_graph_task_id()
-        node: Any = torch._C._current_autograd_node()
-        again = bool(node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
-        alive._emit(layer, x, gradient, pass_id, ALONE, again)
-
-
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
@@ -400,7 +238,7 @@ class Capture:
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
     ) -> None:
-        self._gate = _Gate()
+        self._gate = Gate()
         self.timed = timed
         self.fsdp = fsdp
         self._wanted = _weight_trains if wanted is None else wanted
@@ -415,7 +253,7 @@ class Capture:
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
-        self._watches: list[_Watch] = []
+        self._watches: list[Watch] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, _let_go, self._watches, self._watched)
 
@@ -437,22 +275,22 @@ class Capture:
         before = weakref.WeakSet(self._watched)
         self._dismiss()
         new = [
-            self._watch(module, _AttentionHook if is_attention(module) else _LayerHook)
+            self._watch(module, AttentionHook if is_attention(module) else LayerHook)
             for module in hosts(root, layers)
         ]
         self._observed = weakref.WeakSet(layers)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
-            new += [self._watch(root, kind) for kind in (_RootPreHook, _RootHook)]
+            new += [self._watch(root, kind) for kind in (RootPreHook, RootHook)]
         release(before)
         if any(new):
             forget_graphs()
 
-    def _watch(self, module: nn.Module, kind: type[WatcherHook[_Watch]]) -> bool:
+    def _watch(self, module: nn.Module, kind: type[WatchHook]) -> bool:
         """Watch a module by its hook of a kind; returns whether the hook is new."""
         hook, new = hook_of(module, kind)
-        watch = _Watch(self, module, self._gate, drawn=self._sampler is not None)
-        hook.watchers.append(watch)
+        watch = Watch(self, module, self._gate, drawn=self._sampler is not None)
+        hook.watches.append(watch)
         self._watches.append(watch)
         self._watched.add(module)
         return new
@@ -484,7 +322,8 @@ class Capture:
         self._root = None
         self._pending.clear()
 
-    def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
+    def observe(self, module: nn.Module, x: Any, output: Any) -> None:
+        """See a call of a layer; in a training pass, wait for the gradient of its output."""
         if torch._C._get_tracing_state() is not None:  # torch.jit traces the model
             return
         if torch._C._are_functorch_transforms_active():
@@ -515,9 +354,15 @@ class Capture:
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
             self._pending.append((call, get_gradient_edge(output)))
 
-    def _observe_attention(
+    def miss_attention(self, module: nn.Module) -> None:
+        """Note a call of an attention inside a graph, where nobody sees its products."""
+        layers = module, cast(nn.Module, module.out_proj)
+        self.missed.update(dict.fromkeys(layers, COMPILED))
+
+    def observe_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
+        """See a call of an attention; in a training pass, wait for its products' gradients."""
         both = module, cast(nn.Module, module.out_proj)
         layers = [layer for layer in both if layer in self._observed]
         if torch._C._are_functorch_transforms_active():
@@ -589,12 +434,14 @@ class Capture:
             self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
         return self._sources
 
-    def _enter_root(self, module: nn.Module) -> None:
+    def enter_root(self, module: nn.Module) -> None:
+        """See the beginning of the model's forward."""
         if self._root is not None and module is self._root():
             self._pending.clear()
             self._inside_root = True
 
-    def _leave_root(self, module: nn.Module, output: Any) -> None:
+    def leave_root(self, module: nn.Module, output: Any) -> None:
+        """See the model's output: draw labels from it, and take the gradients of their loss."""
         if self._root is None or module is not self._root():
             return
         self._inside_root = False
@@ -641,6 +488,20 @@ class Capture:
             tensor.register_hook(deliver)
         self.root_calls += 1
 
+    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+        """Take a pair that the backward of a compiled graph delivers."""
+        if Capture.sampling:
+            return
+        with self.timed():
+            if not reaches_parameters(module, self.fsdp):
+                self.missed[module] = NOT_ACCUMULATED
+                return
+            # The node is the whole graph's; a forward makes a new one, a second backward does not.
+            pass_id = torch._C._current_graph_task_id()
+            node: Any = torch._C._current_autograd_node()
+            again = bool(node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+            self._emit(module, x, gradient, pass_id, ALONE, again)
+
     def _emit(
         self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
     ) -> None:
@@ -650,7 +511,7 @@ class Capture:
             self._consumer.consume(module, x, d.detach(), pass_id, source, again)
 
 
-def _let_go(watches: list[_Watch], modules: weakref.WeakSet[nn.Module]) -> None:
+def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
     """Release the modules of a capture that is no more."""
     for watch in watches:
         watch.gone = True

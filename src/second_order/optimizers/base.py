@@ -73,7 +73,7 @@ from second_order.contract.two_bases import (
     kinds_of,
     made_again,
     name_of,
-    parts_of,
+    switch_of,
 )
 from second_order.distributed.collectives import World
 from second_order.options import (
@@ -332,29 +332,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     @property
     def train(self) -> Callable[[], None]:
         """The base's ``train()``, which schedule-free ones want to be called before training."""
-        return partial(self._switch, "train", self._switches("train"))
+        return switch_of(self._base, "train", self._training.name, self.state)
 
     @property
     def eval(self) -> Callable[[], None]:
         """The base's ``eval()``: schedule-free ones set the parameters to their average."""
-        return partial(self._switch, "eval", self._switches("eval"))
-
-    def _switches(self, name: str) -> list[torch.optim.Optimizer]:
-        """The bases that have a method; AttributeError if none has."""
-        found = [part for part in parts_of(self._base) if callable(getattr(part, name, None))]
-        if not found:
-            raise AttributeError(
-                f"{self._training.name} has no {name}(): its base, {self._training.base_name}, has "
-                f"none; only schedule-free bases have"
-            )
-        return found
-
-    def _switch(self, name: str, bases: Sequence[torch.optim.Optimizer]) -> None:
-        for base in bases:
-            getattr(base, name)()
-        # A base may have looked for state that is not there; state that is empty counts as none.
-        for p in [p for p, parts in self.state.items() if not any(parts.values())]:
-            del self.state[p]
+        return switch_of(self._base, "eval", self._training.name, self.state)
 
     # ------------------------------------------------------------------- groups and checkpoints
 
