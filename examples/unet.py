@@ -51,7 +51,8 @@ class UNet(nn.Module):
         quarter = self.down2(nn.functional.max_pool2d(half, 2))
         half = self.up1(torch.cat([half, interpolate(quarter, scale_factor=2.0)], 1))
         whole = self.up2(torch.cat([whole, interpolate(half, scale_factor=2.0)], 1))
-        return images - self.leave(whole)
+        result: Tensor = images - self.leave(whole)
+        return result
 
 
 def photograph(name: str) -> Tensor:

@@ -3,6 +3,7 @@
     @pytest.mark.works("DDP")                       # of the optimizer in the parameter `System`
     @pytest.mark.works("compile", "KAISA", "DHO2")  # of those named
     @pytest.mark.refused("FSDP1", message="the model is in FullyShardedDataParallel")
+    @pytest.mark.refused("AMP float16", when="untold of the scaler", message="...")
 
 python tests/compatibility.py          # runs the tests that have a mark, and writes the page
 python tests/compatibility.py --check  # only compares the page with the marks
@@ -54,7 +55,8 @@ HEAD = """\
 This page is written by the tests: `make compatibility` runs those that have a mark and writes it,
 and another test fails if it is not what the marks say. *works*: a test trains there with parameters
 equal to those of the usual loop, to the precision of the arithmetic, and different from those of
-the base alone. *refused*: an error says so, and what to do. *not tried*: no test has a mark.
+the base alone. *refused*: an error says so, and what to do instead. *not tried*: no test has a
+mark.
 
 MRDHO2 on one process has nobody to help it, and is [DHO2](dho2.md) there. [In
 frameworks](frameworks.md) has the lines to write.
@@ -86,7 +88,8 @@ def cells_of(item: Any) -> Iterable[Cell]:
             for optimizer in named:
                 if stack not in STACKS or optimizer not in OPTIMIZERS:
                     raise ValueError(f"{test}: {stack!r} with {optimizer!r} is not in the table")
-                yield Cell(stack, optimizer, outcome, test, mark.kwargs.get("message", ""))
+                when = f"{outcome} {mark.kwargs.get('when', '')}".strip()
+                yield Cell(stack, optimizer, when, test, mark.kwargs.get("message", ""))
 
 
 class Collected:
@@ -134,14 +137,15 @@ def _outcome(cells: list[Cell]) -> str:
 
 def _rows(stack: str, what: str, cells: list[Cell]) -> Iterable[str]:
     """A row for each test, with the optimizers that it is about."""
+    first = f"{stack}: {what}"
     by_test: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for cell in cells:
         by_test[cell.outcome, cell.test, cell.message].append(cell.optimizer)
     for (outcome, test, message), optimizers in sorted(by_test.items(), reverse=True):
         named = "all" if len(optimizers) == len(OPTIMIZERS) else ", ".join(optimizers)
         told = f': "{message}"' if message else ""
-        yield f"| {stack}: {what} | {outcome}{told} | {named} | `{test}` |"
-        stack, what = "", ""
+        yield f"| {first} | {outcome}{told} | {named} | `{test}` |"
+        first = ""
 
 
 def marked() -> list[str]:

@@ -78,10 +78,10 @@ def parameter_groups(
     inner = look_through(model)[0]
     _check(lr, weight_decay, layer_decay)
     kinds = {"embeddings": embeddings, "head": head}
-    for name, given in [*kinds.items(), *(rules or {}).items()]:
-        if given is not None:
-            _check_settings(name, given)
-    patterns = {_compiled(pattern): given for pattern, given in (rules or {}).items()}
+    for what, told in [*kinds.items(), *(rules or {}).items()]:
+        if told is not None:
+            _check_settings(what, told)
+    patterns = {_compiled(pattern): told for pattern, told in (rules or {}).items()}
     kind_of = _kinds(inner)
     still = _undecayed(inner) if weight_decay is not None else set()
     depth_of = depths(inner) if layer_decay != 1.0 else {}
@@ -163,8 +163,8 @@ def _kinds(model: nn.Module) -> dict[int, str]:
     """Which parameters are embeddings and which are the head's, by their ids."""
     found: dict[int, str] = {}
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    for head in linears[-1:]:
-        found |= {id(p): "head" for p in head.parameters(recurse=False)}
+    if linears:
+        found |= {id(p): "head" for p in linears[-1].parameters(recurse=False)}
     for module in model.modules():
         if isinstance(module, EMBEDDINGS):
             found |= {id(p): "embeddings" for p in module.parameters(recurse=False)}
