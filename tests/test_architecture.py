@@ -3,8 +3,8 @@
     optimizers                             what users make
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
-    distributed options
-    report  errors  farewell  patterns  stages      know nothing at all
+    distributed options                    recipes
+    report  errors  farewell  patterns  stages  sharded         know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
 
@@ -31,23 +31,31 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "farewell": set(),
-    "patterns": set(),
+    "sharded": set(),
+    "patterns": {"sharded"},
     "stages": set(),
-    "kronecker": {"errors", "farewell", "patterns", "stages"},
-    "lanczos": {"errors", "distributed"},
-    "distributed": {"errors", "farewell", "stages"},
+    "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
+    "lanczos": {"errors", "distributed", "sharded"},
+    "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},
-    "contract": {"errors", "report", "patterns", "distributed", "options", "stages"},
+    "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
     "kfac": {
-        *("errors", "report", "patterns", "stages", "options", "contract", "kronecker"),
+        *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
         "distributed",
     },
-    "fosi": {"errors", "report", "stages", "options", "contract", "lanczos", "distributed"},
+    "fosi": {
+        *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
+        "distributed",
+    },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi"),
+        *("kfac", "fosi", "sharded"),
     },
-    "": {"errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"},
+    "recipes": {"errors", "options", "contract"},
+    "": {
+        *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
+        "recipes",
+    },
     "profiling": {"stages"},
     "__main__": {"profiling"},
 }

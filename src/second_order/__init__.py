@@ -10,14 +10,17 @@ from second_order.errors import (
     SecondOrderWarning,
 )
 from second_order.kfac.distkfac_options import DecayingClip
+from second_order.kfac.options import PerStep
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.kronecker.registration import register_layer
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
+from second_order.recipes import parameter_groups
 from second_order.report import (
     CurvatureReport,
     EpochReport,
@@ -43,6 +46,7 @@ __all__ = [
     "KroneckerCurvature",
     "LayerCurvature",
     "LayerRow",
+    "PerStep",
     "RankMismatchError",
     "Recipe",
     "RecipeRow",
@@ -52,4 +56,6 @@ __all__ = [
     "Summary",
     "export_base_state",
     "lanczos",
+    "parameter_groups",
+    "register_layer",
 ]

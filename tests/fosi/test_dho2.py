@@ -147,6 +147,7 @@ def rising_and_falling(step: int) -> float:
     return (0.25, 1.0, 0.5, 0.1)[min(step // 3, 3)]
 
 
+@pytest.mark.works("plain", "DHO2")
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_those_of_dense_algebra(name: str) -> None:
     """In warm-up, with pairs, and with others; momentum outlasts the refreshes."""

@@ -191,6 +191,7 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.works("plain", "MRDHO2")
 @pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (3, 1)])
 def test_final_updates_of_a_network_are_those_of_dense_hessians(
     world: World, world_size: int, accelerators: int
@@ -243,6 +244,7 @@ def ragged(rank: int, world_size: int) -> tuple[str, Any, int]:
         return optimizer.role, found, wrapped.process_group.size()
 
 
+@pytest.mark.works("DDP", "MRDHO2")
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_accelerators_weigh_their_examples_and_ddp_spans_the_workers(
     world: World, world_size: int

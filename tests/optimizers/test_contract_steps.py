@@ -35,6 +35,7 @@ BATCHES = MLP.batches(4)
 LR, DAMPING = 0.05, 0.1  # those of `make`
 
 
+@pytest.mark.works("plain")
 @each_kronecker
 def test_factors_are_those_of_the_batch_and_the_step_is_their_dense_solve(System: Any) -> None:
     """The plain case that the others of this file are compared with; no clip unless asked for."""

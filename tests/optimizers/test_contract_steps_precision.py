@@ -66,6 +66,7 @@ def test_curvature_with_and_without_loss_scaling_agrees(
         assert scaling.get_scale() > 1024
 
 
+@pytest.mark.refused("AMP float16", message="is called by a GradScaler that it was not told of")
 @each_kronecker
 def test_a_scaler_that_the_optimizer_was_not_told_of_is_refused(System: Any) -> None:
     """The captured gradients would carry its scale, and training would stall without a word."""

@@ -244,13 +244,21 @@ def refusal(System: Any, params_or_model: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.refused(
+    "FSDP1",
+    *("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2"),
+    message="the model is in FullyShardedDataParallel",
+)
 def test_flattened_parameters_are_refused_with_the_remedy(world: World) -> None:
     (messages,) = world.run(flattened, 1)
     for message in messages:
         assert re.search(
             "flatten.*FullyShardedDataParallel|FullyShardedDataParallel.*flatten", message
         )
-        assert "use DistributedDataParallel, or build the optimizer on an unsharded" in message
+        assert (
+            "by torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
+            in message
+        )
 
 
 # Frozen.

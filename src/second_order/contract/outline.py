@@ -13,6 +13,7 @@ from second_order.contract.saved import unusual
 from second_order.contract.training import Training
 from second_order.distributed.agreement import Facts, require_same, word_of
 from second_order.distributed.collectives import World
+from second_order.sharded import is_dtensor
 
 __all__ = ["Outline", "described", "outline_of_load"]
 
@@ -162,6 +163,8 @@ def _outline(group: dict[str, Any]) -> list[Any]:
 
 
 def _number(value: Any) -> Any:
+    if is_dtensor(value):  # its numbers are on several ranks
+        return None
     if isinstance(value, int | float | str):
         return value
     if isinstance(value, tuple | list):

@@ -137,6 +137,13 @@ class World:
             )
 
     @property
+    def global_ranks(self) -> list[int]:
+        """The ranks as torch numbers them in the default group."""
+        if self.group is None:
+            return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+        return list(dist.get_process_group_ranks(self.group))
+
+    @property
     def backend(self) -> str:
         """Name of the backend in use, "none" with one process alone."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
@@ -348,6 +355,26 @@ class World:
             buffer, flat, received, parts, group=self.group, async_op=True
         )
         return buffer, work
+
+    @explained()
+    def swap(self, parts: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
+        """Send each rank its flat part, and get one from each, in one collective.
+
+        Args:
+            parts: By rank, what goes there; all of one dtype, on one device.
+            sizes: By rank, the number of elements that come from there.
+
+        Returns:
+            By rank, what has come from there.
+        """
+        if self.size == 1:
+            return list(parts)
+        sizes = list(sizes)
+        flat = torch.cat(list(parts))
+        sent = self._stage(flat)
+        received, work = self._exchange(sent, [part.numel() for part in parts], sizes)
+        work.wait()
+        return list(received.to(flat.device, flat.dtype).split(sizes))
 
     @explained()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:

@@ -31,7 +31,7 @@ from second_order.fosi.checkpoint import (
     gather_eigenpairs,
 )
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
-from second_order.fosi.options import FOSIOptions, check_one_vector, newton_scale_at
+from second_order.fosi.options import SHARDED, FOSIOptions, check_one_vector, newton_scale_at
 from second_order.fosi.statistics import ACCOUNTS, newton_share, statistics_of
 from second_order.fosi.subspace import (
     Subspace,
@@ -63,6 +63,7 @@ class FOSICurvature(Curvature):
 
     Raises:
         ValueError: If the parameters are no vector with a Hessian, or the base cannot step parts.
+        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
     """
 
     read_by_all = READ_BY_ALL
@@ -76,6 +77,7 @@ class FOSICurvature(Curvature):
     def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
         super().__init__(training)
         check_one_vector(training.groups)
+        _check_uncorrected(training)
         self.options = options
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
@@ -104,6 +106,10 @@ class FOSICurvature(Curvature):
         """Why a GradScaler has to be announced; "" if it need not be."""
         averages = self.training.averages
         return "a step skipped on one process would leave the others waiting" * averages
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Raise TypeError: FSDP2 has sharded the parameters since the optimizer was made."""
+        raise TypeError(SHARDED)
 
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
@@ -293,4 +299,14 @@ class FOSICurvature(Curvature):
             parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
             notes=eigenpair_notes(self.report()),
             refused=self.refused,
+        )
+
+
+def _check_uncorrected(training: Training) -> None:
+    """Raise TypeError if the base sets the parameters to averages that no correction reaches."""
+    if all(callable(getattr(training.base, name, None)) for name in ("train", "eval")):
+        raise TypeError(
+            f"{training.name} corrects the parameters after its base's step, and "
+            f"{training.base_name}, which has train() and eval(), keeps averages of them that the "
+            f"correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
         )

@@ -25,8 +25,10 @@ from second_order.options import (
     check_whole,
     value_at,
 )
+from second_order.sharded import is_dtensor
 
 __all__ = [
+    "SHARDED",
     "EpochOptions",
     "FOSIOptions",
     "FinalUpdate",
@@ -189,10 +191,24 @@ def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> fl
     return scale * (lr / peak) if peak > 0.0 else 0.0
 
 
+SHARDED = (
+    "DHO2 and MRDHO2 do not work on parameters that fully_shard (FSDP2) has sharded: their vectors "
+    "are cut in other places than its rows; use DistributedDataParallel, where layout='row' keeps "
+    "1/P of the base's state and of the eigenvectors on each of P processes, or KAISA, DPKFAC or "
+    "DistKFAC under fully_shard"
+)
+
+
 def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless the groups' parameters can be one vector with a Hessian."""
+    """Raise ValueError unless the groups' parameters can be one vector with a Hessian.
+
+    Raises:
+        TypeError: If FSDP2 has sharded them.
+    """
     groups = list(groups)
     params = [p for group in groups for p in group["params"]]
+    if any(map(is_dtensor, params)):
+        raise TypeError(SHARDED)
     devices = {p.device for p in params}
     if len(devices) > 1:
         raise ValueError(

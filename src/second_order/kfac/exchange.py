@@ -8,7 +8,7 @@ gradients        from a gradient worker to the receivers of its own column; or, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -91,6 +91,25 @@ class Exchange:
         return deliver_parts(self._row, shapes, routes, mine, dtype, device)
 
 
+def preconditioned(
+    layers: Iterable[KroneckerBlock], dtype: torch.dtype, *, wants_all: bool
+) -> tuple[dict[KroneckerBlock, Tensor], dict[KroneckerBlock, Tensor]]:
+    """P of the layers that this rank preconditions, and ∇ of those that have a gradient here.
+
+    Args:
+        layers: The layers; those that are not solved do not count.
+        dtype: The dtype of the inverses.
+        wants_all: Whether a layer without a gradient has a P, too: others expect it.
+    """
+    found = {block: block.gradient(block.work_dtype) for block in layers if block.solved}
+    mine = {
+        block: block.precondition(gradient, dtype)
+        for block, gradient in found.items()
+        if block.inverse is not None and (wants_all or gradient is not None)
+    }
+    return mine, {block: g for block, g in found.items() if g is not None}
+
+
 class ResultGradients:
     """Preconditioned gradients that gradient workers send to the other ranks.
 
@@ -99,9 +118,6 @@ class ResultGradients:
     Attributes:
         coefficient: ν of the last step, a scalar; None where nothing was clipped.
     """
-
-    wants_all = True
-    """Whether a result has to be sent of a layer without a gradient, too: others expect it."""
 
     def __init__(self, training: Training, clip: Clip) -> None:
         self._training, self._clip = training, clip
@@ -119,22 +135,21 @@ class ResultGradients:
     def follow_moved(self, layers: Mapping[KroneckerBlock, LayerPlan]) -> None:
         """Do nothing: no gradient is at one rank alone."""
 
-    def finish(
+    def precondition(
         self,
         layers: Mapping[KroneckerBlock, LayerPlan],
         exchange: Exchange,
-        mine: Mapping[KroneckerBlock, Tensor],
-        gradients: Mapping[KroneckerBlock, Tensor],
+        dtype: torch.dtype,
     ) -> None:
-        """Exchange the results, clip them, and write them where the gradients were.
+        """Precondition, exchange the results, clip them, and write them to the gradients.
 
         Args:
             layers: The plan of each layer.
             exchange: The collectives between the ranks.
-            mine: Gradients that this rank has preconditioned, ``(groups, out, in)``.
-            gradients: The layers' mean gradients, ``(groups, out, in)``.
+            dtype: The dtype of the inverses.
         """
         self.coefficient = None
+        mine, gradients = preconditioned(layers, dtype, wants_all=True)
         with self._training.meter.stage("exchange"):
             results = self._exchanged(layers, exchange.column, mine)
         if not gradients:
@@ -192,8 +207,6 @@ class OwnerGradients:
         hooked: Whether DistributedDataParallel sends gradients to their owners.
         coefficient: ν of the last step, a scalar; None where nothing was clipped.
     """
-
-    wants_all = False
 
     def __init__(self, training: Training, clip: Clip, *, only_to_owners: bool) -> None:
         self._training, self._clip = training, clip
@@ -254,21 +267,20 @@ class OwnerGradients:
         moved = [(p.grad, rank) for p, rank in summed.items() if owners.get(p, rank) != rank]
         self._share([(grad, rank) for grad, rank in moved if grad is not None])
 
-    def finish(
+    def precondition(
         self,
         layers: Mapping[KroneckerBlock, LayerPlan],
         exchange: Exchange,
-        mine: Mapping[KroneckerBlock, Tensor],
-        gradients: Mapping[KroneckerBlock, Tensor],
+        dtype: torch.dtype,
     ) -> None:
         """Write the owners' results, send them to all with the clip's sums, and clip them.
 
         Args:
             layers: The plan of each layer.
             exchange: The collectives between the ranks.
-            mine: Gradients that this rank has preconditioned, ``(groups, out, in)``.
-            gradients: The layers' mean gradients that are here, ``(groups, out, in)``.
+            dtype: The dtype of the inverses.
         """
+        mine, gradients = preconditioned(layers, dtype, wants_all=False)
         world, solved = self._training.world, [block for block in layers if block.solved]
         ranks = range(world.size)
         changes: list[Tensor] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -531,6 +532,10 @@ class StatsWorker(Curvature):
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
         return self.layers.summary({})
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.capture.unhooked()
 
     def close(self) -> None:
         """Say goodbye to the workers, and release the model."""

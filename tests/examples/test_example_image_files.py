@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from datasets import (
+from image_files import (
     CIFAR10_DEVIATION,
     CIFAR10_MEAN,
     IMAGENET_DEVIATION,

@@ -1,0 +1,172 @@
+"""The table of training stacks and optimizers in docs/compatibility.md, made by the tests.
+
+    @pytest.mark.works("DDP")                       # of the optimizer in the parameter `System`
+    @pytest.mark.works("compile", "KAISA", "DHO2")  # of those named
+    @pytest.mark.refused("FSDP1", message="the model is in FullyShardedDataParallel")
+
+python tests/compatibility.py          # runs the tests that have a mark, and writes the page
+python tests/compatibility.py --check  # only compares the page with the marks
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "compatibility.md"
+OPTIMIZERS = ("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2")
+STACKS = {
+    "plain": "one process, the usual loop",
+    "DDP": "`DistributedDataParallel`, gloo",
+    "FSDP1": "`FullyShardedDataParallel`",
+    "FSDP2": "`fully_shard`",
+    "HSDP": "`fully_shard` on a mesh of two dimensions",
+    "Lightning": "automatic and manual optimization",
+    "Lightning DDP": '`strategy="ddp"`, two processes',
+    "Lightning FSDP2": "`ModelParallelStrategy`",
+    "Trainer": "`transformers.Trainer`",
+    "Trainer DDP": "under `torchrun`, two processes",
+    "Accelerate": "`prepare`, `accumulate`, `save_state`",
+    "Accelerate DDP": "two processes",
+    "compile": "`torch.compile(model)`",
+    "AMP bfloat16": "`torch.autocast`",
+    "AMP float16": "`torch.autocast` and a `GradScaler`",
+    "accumulation": "several backward passes to a step",
+    "checkpoint": "`state_dict`, `torch.save`, resume",
+    "activation checkpointing": "`torch.utils.checkpoint`",
+    "schedulers": "`torch.optim.lr_scheduler`",
+    "frozen layers": "`requires_grad=False`",
+    "LoRA": "adapters beside frozen layers",
+    "gradient clipping": "`clip_grad_norm_`",
+}
+HEAD = """\
+# What works with what
+
+This page is written by the tests: `make compatibility` runs those that have a mark and writes it,
+and another test fails if it is not what the marks say. *works*: a test trains there with parameters
+equal to those of the usual loop, to the precision of the arithmetic, and different from those of
+the base alone. *refused*: an error says so, and what to do. *not tried*: no test has a mark.
+
+MRDHO2 on one process has nobody to help it, and is [DHO2](dho2.md) there. [In
+frameworks](frameworks.md) has the lines to write.
+
+"""
+
+
+class Cell(NamedTuple):
+    """What a test says of a stack and an optimizer; the message of a refusal."""
+
+    stack: str
+    optimizer: str
+    outcome: str
+    test: str
+    message: str
+
+
+def cells_of(item: Any) -> Iterable[Cell]:
+    """What the marks of one test say; ValueError for a name that is not in the table."""
+    test = f"{item.path.name}::{getattr(item, 'originalname', None) or item.name}"
+    for outcome in ("works", "refused"):
+        for mark in item.iter_markers(outcome):
+            stack, *named = mark.args
+            if not named:
+                System = getattr(item, "callspec", None) and item.callspec.params.get("System")
+                if System is None:
+                    raise ValueError(f"{test}: name the optimizers of mark {outcome}({stack!r})")
+                named = [System.__name__]
+            for optimizer in named:
+                if stack not in STACKS or optimizer not in OPTIMIZERS:
+                    raise ValueError(f"{test}: {stack!r} with {optimizer!r} is not in the table")
+                yield Cell(stack, optimizer, outcome, test, mark.kwargs.get("message", ""))
+
+
+class Collected:
+    """A plugin that keeps what the marks of the tests say, and which tests failed."""
+
+    def __init__(self) -> None:
+        self.cells: dict[Cell, None] = {}
+        self.failed: list[str] = []
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        for item in session.items:
+            self.cells |= dict.fromkeys(cells_of(item))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed or (report.skipped and report.when != "teardown"):
+            self.failed.append(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def page(cells: Iterable[Cell]) -> str:
+    """The whole page."""
+    table: Mapping[str, dict[str, list[Cell]]] = defaultdict(lambda: defaultdict(list))
+    for cell in cells:
+        table[cell.stack][cell.optimizer].append(cell)
+    lines = [
+        f"| | {' | '.join(OPTIMIZERS)} |",
+        "|---" * (len(OPTIMIZERS) + 1) + "|",
+    ]
+    for stack in STACKS:
+        outcomes = [_outcome(table[stack][optimizer]) for optimizer in OPTIMIZERS]
+        lines.append(f"| {stack} | {' | '.join(outcomes)} |")
+    lines += ["", "## By which tests", "", "| | | optimizers | test |", "|---|---|---|---|"]
+    for stack, what in STACKS.items():
+        lines += _rows(stack, what, [c for o in OPTIMIZERS for c in table[stack][o]])
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _outcome(cells: list[Cell]) -> str:
+    found = sorted({cell.outcome for cell in cells}, reverse=True)
+    return ", ".join(found) or "not tried"
+
+
+def _rows(stack: str, what: str, cells: list[Cell]) -> Iterable[str]:
+    """A row for each test, with the optimizers that it is about."""
+    by_test: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for cell in cells:
+        by_test[cell.outcome, cell.test, cell.message].append(cell.optimizer)
+    for (outcome, test, message), optimizers in sorted(by_test.items(), reverse=True):
+        named = "all" if len(optimizers) == len(OPTIMIZERS) else ", ".join(optimizers)
+        told = f': "{message}"' if message else ""
+        yield f"| {stack}: {what} | {outcome}{told} | {named} | `{test}` |"
+        stack, what = "", ""
+
+
+def marked() -> list[str]:
+    """The files of tests that have a mark."""
+    pattern = re.compile(r"mark\.(works|refused)\(")
+    return [str(p) for p in sorted(TESTS.rglob("test_*.py")) if pattern.search(p.read_text())]
+
+
+def main(arguments: list[str]) -> int:
+    check = arguments == ["--check"]
+    found = Collected()
+    options = ["--collect-only"] if check else ["-m", "works or refused"]
+    quiet = ["-q", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    code = pytest.main([*quiet, *options, *marked()], plugins=[found])
+    if code or found.failed:
+        sys.stderr.write(f"nothing is written: {found.failed}\n")
+        return 1
+    text = page(found.cells)
+    if check:
+        same = PAGE.exists() and PAGE.read_text("utf-8") == text
+        sys.stderr.write("" if same else f"{PAGE} is not what the marks say\n")
+        return int(not same)
+    PAGE.write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,327 @@
+"""Groups as recipes have them: `parameter_groups`, and those that other packages make."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import each_system, make
+from models import ZOO
+from stacks import BATCHES, CASE, assert_as_usual, optimizer_of, usual_loop
+from torch import nn
+
+from second_order import DHO2, KAISA, SecondOrderWarning, parameter_groups
+from second_order.recipes import depths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    """A model as language models are: embeddings, blocks, a norm, a head that may be tied."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 7)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def settings(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """What is said of a parameter, which is in one group only."""
+    (group,) = [g for g in groups if name in g["param_names"]]
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def assert_complete(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    """Every parameter that trains, once, by its name."""
+    named = dict(model.named_parameters())
+    pairs = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
+    assert sorted(name for name, _ in pairs) == sorted(n for n in named if named[n].requires_grad)
+    assert all(named[name] is p for name, p in pairs)
+
+
+def test_vectors_and_norms_do_not_decay() -> None:
+    model = Words()
+    model.blocks[0].norm = nn.LayerNorm((2, 4))  # its gain is a matrix
+    groups = parameter_groups(model, weight_decay=0.1)
+    assert_complete(groups, model)
+    assert len(groups) == 2
+    for name in ("blocks.0.norm.weight", "blocks.0.up.bias", "norm.weight", "head.bias"):
+        assert settings(groups, name) == {"weight_decay": 0.0}
+    for name in ("words.weight", "blocks.1.up.weight", "head.weight"):
+        assert settings(groups, name) == {"weight_decay": 0.1}
+
+
+def test_the_head_and_the_embeddings_are_apart_with_settings_of_their_own() -> None:
+    model = Words()
+    groups = parameter_groups(model, lr=0.1, weight_decay=0.2, embeddings={}, head={"lr": 0.3})
+    assert_complete(groups, model)
+    assert settings(groups, "words.weight") == {"lr": 0.1, "weight_decay": 0.2}
+    assert settings(groups, "head.weight") == {"lr": 0.3, "weight_decay": 0.2}
+    assert settings(groups, "head.bias") == {"lr": 0.3, "weight_decay": 0.0}
+    assert [g["param_names"] for g in groups if "words.weight" in g["param_names"]] == [
+        ["words.weight"]
+    ]
+
+
+def test_a_tied_head_is_an_embedding() -> None:
+    model = Words(tied=True)
+    groups = parameter_groups(model, embeddings={"lr": 0.5}, head={"lr": 0.3})
+    assert_complete(groups, model)
+    assert settings(groups, "words.weight") == {"lr": 0.5}
+    assert settings(groups, "head.bias") == {"lr": 0.3}
+
+
+def test_rates_fall_from_block_to_block() -> None:
+    model = Words()
+    groups = parameter_groups(model, lr=1.0, layer_decay=0.5)
+    assert_complete(groups, model)
+    rates = {"words.weight": 0.125, "blocks.0.up.bias": 0.25, "blocks.1.norm.weight": 0.5}
+    rates |= {"norm.weight": 1.0, "head.weight": 1.0}
+    assert {name: settings(groups, name)["lr"] for name in rates} == rates
+
+
+class Stages(nn.Module):
+    """As residual networks: a stem, stages of blocks, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 2, 3)
+        self.stage1 = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1))
+        self.stage2 = nn.Sequential(nn.Conv2d(2, 2, 1))
+        self.fc = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (Words, {"words": 0, "blocks.0.up": 1, "blocks.1.down": 2, "norm": 3, "head": 3}),
+        (Stages, {"stem": 0, "stage1.0": 1, "stage1.2": 2, "stage2.0": 3, "fc": 4}),
+        (ZOO["mlp"].build, {"0": 1, "2": 2, "4": 3}),
+        (Block, {"norm": 1, "up": 2, "down": 3}),
+        (lambda: nn.Linear(2, 2), {"": 0}),
+    ],
+)
+def test_depths(build: Callable[[], nn.Module], expected: dict[str, int]) -> None:
+    found = depths(build())
+    for name, depth in expected.items():
+        assert found[f"{name}.weight".removeprefix(".")] == depth
+
+
+def test_rules_override_by_name_and_the_first_counts() -> None:
+    model = Words()
+    rules = {r"blocks\.0\.": {"lr": 0.01}, r"up\.weight$": {"lr": 0.02, "weight_decay": 0.7}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        groups = parameter_groups(model, lr=0.1, weight_decay=0.2, rules=rules)
+    assert_complete(groups, model)
+    assert settings(groups, "blocks.0.up.weight") == {"lr": 0.01, "weight_decay": 0.2}
+    assert settings(groups, "blocks.1.up.weight") == {"lr": 0.02, "weight_decay": 0.7}
+    assert settings(groups, "head.bias") == {"lr": 0.1, "weight_decay": 0.0}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Words()
+    model.words.requires_grad_(False)
+    assert_complete(parameter_groups(model), model)
+
+
+class Compiled(nn.Module):
+    """As `torch.compile` wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+
+def test_names_are_those_of_the_model_inside_a_wrapper() -> None:
+    model = Words()
+    assert_complete(parameter_groups(Compiled(model)), model)
+
+
+def test_what_matches_nothing_is_told() -> None:
+    with pytest.warns(SecondOrderWarning, match=r"rules: 'decoder' is in no parameter's name"):
+        parameter_groups(Words(), rules={"decoder": {"lr": 1.0}})
+    with pytest.warns(SecondOrderWarning, match=r"embeddings=\{'lr': 1.0\}: the model has none"):
+        parameter_groups(Block(), embeddings={"lr": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"layer_decay": 0.5}, ValueError, "needs the learning rate that it multiplies"),
+        ({"layer_decay": 1.5, "lr": 0.1}, ValueError, r"layer_decay=1.5 is outside \[0, 1\]"),
+        ({"weight_decay": -0.1}, ValueError, r"weight_decay=-0.1 is outside \[0, inf\]"),
+        ({"lr": "high"}, TypeError, "lr='high' is not a number"),
+        ({"rules": {"(": {}}}, ValueError, r"'\(' is no regular expression"),
+        ({"head": 0.1}, TypeError, "the settings of 'head' are 0.1, not a mapping"),
+        ({"head": {"params": []}}, ValueError, r"have \['params'\], which are the model's to give"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        parameter_groups(Words(), **given)
+    with pytest.raises(TypeError, match=r"model=list is not a torch\.nn\.Module"):
+        parameter_groups([])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("base", ["SGD", "AdamW"])
+def test_torch_takes_the_groups_and_names_them(base: str) -> None:
+    model = Words()
+    groups = parameter_groups(model, lr=0.1, weight_decay=0.2, layer_decay=0.5)
+    optimizer = getattr(torch.optim, base)(groups, lr=1.0)
+    assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in groups]
+
+
+@each_system
+def test_every_optimizer_trains_by_them(System: Any) -> None:
+    """Rates and decay reach the base; after a checkpoint, too."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return parameter_groups(model, lr=0.05, weight_decay=0.1, layer_decay=0.5)
+
+    def by_hand(model: nn.Module) -> list[dict[str, Any]]:
+        return [
+            {"params": [p], "lr": 0.05 * 0.5 ** (2 - i // 2), "weight_decay": 0.1 * (1 - i % 2)}
+            for i, p in enumerate(model.parameters())
+        ]
+
+    model, twin = CASE.model(), CASE.model()
+    optimizer = optimizer_of(System, model, groups(model))
+    expected = optimizer_of(System, twin, by_hand(twin))
+    usual_loop(model, optimizer, BATCHES[:3])
+    usual_loop(twin, expected, BATCHES)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    resumed = optimizer_of(System, model, groups(model))
+    resumed.load_state_dict(torch.load(saved))
+    usual_loop(model, resumed, BATCHES[3:])
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_two_bases_divide_them_further() -> None:
+    model = Words()
+    groups = parameter_groups(model, weight_decay=0.1, head={"lr": 0.3})
+    optimizer = KAISA(groups, model=model, lr=0.1, base=torch.optim.Muon, rest=torch.optim.AdamW)
+    rows = {row.name: row for row in optimizer.recipe().rows}
+    assert rows["blocks.0.up.weight"].base == "Muon"
+    assert rows["head.weight"].base == rows["words.weight"].base == "AdamW"
+    assert rows["head.weight"].lr == 0.3
+    assert rows["blocks.0.up.bias"].weight_decay == 0.0
+
+
+# As others make groups.
+
+
+def factory(
+    model: nn.Module, kind: Any, lr: float, weight_decay: float, layer_decay: float, **kwargs: Any
+) -> Any:
+    """As timm's `create_optimizer_v2`: groups with `lr_scale`, which its schedulers multiply."""
+    names = [name for name, _ in model.named_parameters()]
+    last = len(names) // 2 - 1
+    groups: dict[str, dict[str, Any]] = {}
+    for i, (_, p) in enumerate(model.named_parameters()):
+        decay = 0.0 if p.ndim <= 1 else weight_decay
+        scale = layer_decay ** (last - i // 2)
+        key = f"layer_{i // 2}_{'no_' * (decay == 0.0)}decay"
+        group = groups.setdefault(
+            key, {"lr_scale": scale, "weight_decay": decay, "params": [], "param_names": []}
+        )
+        group["params"].append(p)
+        group["param_names"].append(names[i])
+    return kind(list(groups.values()), lr=lr, **kwargs)
+
+
+@each_system
+def test_groups_as_timm_makes_them(System: Any) -> None:
+    """A factory that hands over groups alone is given the model beside them."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        names = [name for name, _ in model.named_parameters()]
+        return [
+            {"params": [p], "weight_decay": 0.0 if p.ndim <= 1 else 0.1, "param_names": [name]}
+            for name, p in zip(names, model.parameters(), strict=True)
+        ]
+
+    class Scaled:
+        """As timm's schedulers: the group's rate is the schedule's times its scale."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+            for i, group in enumerate(optimizer.param_groups):
+                group["lr"] = 0.05 * group.get("lr_scale", 0.5 ** (2 - i // 2))
+
+        def step(self) -> None:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9
+
+    model = CASE.model()
+    optimizer = factory(model, _with_model(System, model), 0.05, 0.1, 0.5)
+    assert {group["lr_scale"] for group in optimizer.param_groups} == {0.25, 0.5, 1.0}
+    usual_loop(model, optimizer, BATCHES, scheduler=Scaled(optimizer))
+    assert_as_usual(model, System, params=groups, schedule=Scaled)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["lr_scale"] == 0.25
+
+
+def _with_model(System: Any, model: nn.Module) -> Callable[..., Any]:
+    def made(groups: Any, lr: float) -> Any:
+        return optimizer_of(System, model, groups, lr=lr)
+
+    return made
+
+
+@each_system
+def test_groups_by_regular_expressions_as_torchtitan_has_them(System: Any) -> None:
+    """A list of patterns over names, the first that matches; what none matches comes last."""
+    patterns = [(r"bias$", {"weight_decay": 0.0}), (r"^0\.", {"lr": 0.01, "weight_decay": 0.2})]
+
+    def titan(model: nn.Module) -> list[dict[str, Any]]:
+        left = dict(model.named_parameters())
+        groups = []
+        for pattern, given in patterns:
+            taken = {n: left.pop(n) for n in [*left] if re.search(pattern, n)}
+            groups.append({"params": [*taken.values()], "param_names": [*taken], **given})
+        return [*groups, {"params": [*left.values()], "param_names": [*left]}]
+
+    # Lanczos starts from numbers in the order of the groups; to rounding, it ends at the same.
+    options = {"lanczos_iterations": 111, "lanczos_tol": 1e-12} if System is DHO2 else {}
+    model = CASE.model()
+    ours = parameter_groups(model, rules=dict(patterns))
+    usual_loop(model, optimizer_of(System, model, ours, **options), BATCHES)
+    assert_as_usual(model, System, params=titan, options=options, rtol=1e-8)
+
+
+def test_groups_without_a_model_are_refused_with_the_line_to_write() -> None:
+    model = CASE.model()
+    with pytest.raises(TypeError, match=r"KAISA\(params, model=model"):
+        make(KAISA, parameter_groups(model))

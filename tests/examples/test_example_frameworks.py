@@ -1,0 +1,80 @@
+"""The examples of Lightning, the Trainer and Accelerate, a few steps each."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ranks import script
+from stacks import launched
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+TINY = ("--steps", 2, "--batch-size", 4, "--length", 8, "--width", 8, "--layers", 1)
+
+
+def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
+    with launched(rank, world_size):
+        return fresh(*arguments)
+
+
+def fresh(*arguments: Any) -> str:
+    """What a script prints that is the first to use Accelerate in its process."""
+    from in_transformers import fresh_state
+
+    with fresh_state():
+        return script(0, 1, *arguments)
+
+
+def test_lightning_finds_a_rate_saves_and_resumes(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "digits.ckpt"
+    saved = script(0, 1, "lightning_digits", "--steps", 3, "--save", path)
+    assert re.search(r"step 3  test accuracy \d", saved)
+    assert "KAISA over SGD" in saved
+    told = script(0, 1, "lightning_digits", "--steps", 5, "--resume", path, "--clip", 1.0)
+    assert "step 5  test accuracy" in told
+    options = ("--find-lr", "--precision", "bf16-mixed", "--accumulate", 2)
+    assert "found a learning rate of" in script(0, 1, "lightning_digits", "--steps", 2, *options)
+
+
+@pytest.mark.parametrize("model", ["llama", "bert", "gpt2"])
+def test_trainer(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    arguments = ("trainer_language", *TINY, "--model", model, "--folder", tmp_path)
+    assert "held-out loss" in fresh(*arguments, "--save-steps", 1)
+    resumed = fresh(*arguments, "--save-steps", 1, "--resume", "--steps", 3, "--accumulate", 2)
+    assert "held-out loss" in resumed
+    assert (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
+
+
+def test_accelerate_saves_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    arguments = ("accelerate_digits", "--steps", 2, "--folder", tmp_path, "--epochs")
+    assert "epoch 1  test accuracy" in fresh(*arguments, 1)
+    told = fresh(*arguments, 2, "--resume", "--accumulate", 2)
+    assert "epoch 1" not in told
+    assert "epoch 2  test accuracy" in told
+    assert "KAISA over SGD" in told
+
+
+def test_on_two_processes(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("transformers")
+    ran = {
+        "accelerate_digits": ("--steps", 2, "--epochs", 1),
+        "trainer_language": (*TINY, "--model", "llama", "--folder", tmp_path),
+        "lightning_digits": ("--steps", 2, "--strategy", "ddp"),
+    }
+    for name, arguments in ran.items():
+        first, second = world.run(under_torchrun, 2, name, *arguments, timeout=240)
+        assert "KAISA over" in first
+        assert "2 processes" in first
+        assert second == ""

@@ -1,0 +1,65 @@
+"""The residual network, the U-Net and BERT, on one process and on two, a few steps each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import script
+from stacks import launched
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+RESNET = ("--steps", 3, "--batch-size", 16, "--width", 4)
+UNET = ("--steps", 3, "--batch-size", 4, "--width", 4, "--size", 16)
+BERT = ("--steps", 2, "--pretrain-steps", 2, "--batch-size", 4, "--length", 16, "--width", 16)
+
+
+def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
+    with launched(rank, world_size):
+        return script(rank, world_size, *arguments)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("resnet", RESNET), ("unet", UNET)])
+def test_one_process_and_two(world: World, name: str, arguments: Any) -> None:
+    """The first process tells, and what it tells is not what the base alone does."""
+    alone = script(0, 1, name, *arguments)
+    first, second = world.run(under_torchrun, 2, name, *arguments)
+    assert second == ""
+    other = {"resnet": "sgd", "unet": "adam"}[name]
+    plain = script(0, 1, name, *arguments, "--optimizer", other)
+    for told in (alone, first, plain):
+        assert "step    3  loss " in told
+    assert plain != alone
+
+
+def test_bert_on_two_processes(world: World) -> None:
+    pytest.importorskip("transformers")
+    first, second = world.run(under_torchrun, 2, "fine_tune_bert", *BERT, timeout=240)
+    assert second == ""
+    assert "pre-training" in first
+    assert "held-out windows told apart:" in first
+
+
+def test_the_resnet_reads_cifars_files(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"):
+        records = torch.randint(256, (4, 3073), generator=generator, dtype=torch.uint8)
+        records[:, 0] %= 10
+        (tmp_path / name).write_bytes(records.numpy().tobytes())
+    told = script(0, 1, "resnet", *RESNET, "--cifar", tmp_path, "--depth", 2)
+    assert "step    3  loss " in told
+
+
+def test_resnet_20_has_the_parameters_of_its_paper() -> None:
+    """0.27 million; three more matrices here where a stage begins: a projection, not padding."""
+    from resnet import resnet
+
+    net = resnet(3, 16, 3)
+    assert sum(p.numel() for p in net.parameters()) == pytest.approx(272_474, rel=0.011)
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)

@@ -1,0 +1,137 @@
+"""The Trainer and Accelerate on two processes, and checkpoints of what processes keep apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import base_only
+from ranks import shard, vector
+from stacks import BATCHES, CASE, launched, loss_of, optimizer_of, usual_loop
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DHO2, DPKFAC, KAISA, DistKFAC
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+each_of_four = pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
+
+
+def assert_agreed(found: list[list[torch.Tensor]], rtol: float) -> None:
+    """Both ranks have the same; all ways of training but the last led there, and that did not."""
+    for mine, first in zip(found[1], found[0], strict=True):
+        assert torch.equal(mine, first)
+    *ways, usual, alone = found[0]
+    bound = rtol * float(usual.abs().max())
+    for way in ways:
+        assert float((way - usual).abs().max()) <= bound
+    assert float((usual - alone).abs().max()) > 100 * bound
+
+
+def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:
+    """Undisturbed; from its checkpoint; by the usual loop; by the base alone."""
+    import in_transformers as hf
+    from transformers import TrainerCallback
+
+    class Collect(TrainerCallback):
+        """A collective, so on every process; the Trainer saves on the first alone."""
+
+        def on_step_end(self, _: Any, __: Any, control: Any, **given: Any) -> None:
+            if control.should_save:
+                given["optimizer"].optimizer.consolidate()
+
+    curved = hf.curved("Llama")
+
+    def made(model: Any, **options: Any) -> Any:
+        options = {"lr": hf.LR, "momentum": 0.9, **options}
+        return optimizer_of(System, model, None, hf.loss_of, curved, **options)
+
+    shared = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    whole, half, wrapped, alone = (hf.model_of("Llama") for _ in range(4))
+    with launched(rank, world_size):
+        _, seen = hf.fit(
+            whole,
+            "Llama",
+            folder,
+            optimizers=(made(whole, gradient_averaging=False), None),
+            callbacks=[Collect()],
+            save_strategy="steps",
+            save_steps=2,
+            **shared,
+        )
+        path = str(folder / "checkpoint-2")
+        hf.fit(half, "Llama", folder, optimizers=(made(half), None), resume=path, **shared)
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: (hf.STEPS - s) / hf.STEPS)
+
+    models = [wrapped, alone]
+    for model, only in zip(models, ({}, base_only(System)), strict=True):
+        outer = DistributedDataParallel(model)
+        optimizer = made(outer, **only)
+        usual_loop(outer, optimizer, seen, loss=hf.loss_of, scheduler=schedule(optimizer))
+    return [vector(model) for model in (whole, half, *models)]
+
+
+@pytest.mark.works("Trainer DDP")
+@each_of_four
+def test_trainer(world: World, System: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert_agreed(world.run(by_trainer, 2, System, tmp_path, timeout=240), rtol=1e-5)
+
+
+def by_accelerate(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:
+    """Undisturbed, the optimizer made of the prepared model; from a checkpoint; the usual loop."""
+    from accelerate import Accelerator
+    from in_transformers import fresh_state
+
+    batches = [shard(batch, rank, world_size) for batch in BATCHES]
+    found = []
+
+    def prepared() -> tuple[Any, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(CASE.model())
+        optimizer = accelerator.prepare(optimizer_of(System, model, momentum=0.9))
+        assert optimizer.optimizer._training.under_ddp
+        accelerator.register_save_state_pre_hook(
+            lambda *_: optimizer.optimizer.consolidate(to=None)
+        )
+        return accelerator, model, optimizer
+
+    def train(parts: tuple[Any, Any, Any], batches: Any) -> None:
+        accelerator, model, optimizer = parts
+        for batch in batches:
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+
+    with launched(rank, world_size):
+        for stop in (len(batches), 3):
+            with fresh_state():
+                parts = prepared()
+                train(parts, batches[:stop])
+                if stop == 3:
+                    parts[0].save_state(str(folder))
+                    torch.distributed.barrier()
+                    parts = prepared()
+                    parts[0].load_state(str(folder))
+                    train(parts, batches[stop:])
+                found.append(vector(parts[1]))
+    for only in ({}, base_only(System)):
+        model = DistributedDataParallel(CASE.model())
+        usual_loop(model, optimizer_of(System, model, momentum=0.9, **only), batches)
+        found.append(vector(model))
+    return found
+
+
+@pytest.mark.works("Accelerate DDP")
+@each_of_four
+def test_accelerate(world: World, System: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    assert_agreed(world.run(by_accelerate, 2, System, tmp_path, timeout=240), rtol=1e-10)

@@ -1,0 +1,67 @@
+"""Lightning on two processes: its DDP, and checkpoints of what processes keep apart."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import base_only, make
+from ranks import shard, vector
+from stacks import BATCHES, CASE, launched, optimizer_of, usual_loop
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DHO2, DPKFAC, KAISA, DistKFAC
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+def fit(rank: int, world_size: int, module: Any, batches: Any, **more: Any) -> Any:
+    import in_lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    parts = [shard(batch, rank, world_size) for batch in batches]
+    options = {"devices": world_size, "strategy": "ddp", "plugins": [TorchElasticEnvironment()]}
+    options["use_distributed_sampler"] = False  # batches are shared out already
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return in_lightning.fit(module, parts, **{**options, **more})
+
+
+def under_ddp(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:
+    """Trained by Lightning, by Lightning from a checkpoint at half of it, and by the usual loop."""
+    import in_lightning
+
+    options = {"momentum": 0.9}
+    whole, first, second = (in_lightning.Lit(System, **options) for _ in range(3))
+    path = folder / f"{System.__name__}.ckpt"
+    resumed = {"ckpt_path": path, "weights_only": True, "max_epochs": 2}
+    with launched(rank, world_size):
+        fit(rank, world_size, whole, BATCHES)
+        fit(rank, world_size, first, BATCHES[:3]).save_checkpoint(path)
+        fit(rank, world_size, second, BATCHES[3:], **resumed)
+    wrapped = DistributedDataParallel(CASE.model())
+    parts = [shard(batch, rank, world_size) for batch in BATCHES]
+    usual_loop(wrapped, optimizer_of(System, wrapped, **options), parts)
+    return [vector(each) for each in (whole.net, second.net, wrapped.module)]
+
+
+@pytest.mark.works("Lightning DDP")
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
+def test_ddp_and_its_checkpoints(world: World, System: Any, tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    found = world.run(under_ddp, 2, System, tmp_path, timeout=240)
+    for mine, first in zip(found[1], found[0], strict=True):
+        assert torch.equal(mine, first)
+    whole, resumed, usual = found[0]
+    torch.testing.assert_close(whole, usual, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(resumed, usual, rtol=1e-10, atol=1e-12)
+    alone = CASE.model()
+    usual_loop(alone, make(System, alone, momentum=0.9, **base_only(System)), BATCHES)
+    assert float((usual - vector(alone)).abs().max()) > 1e-3

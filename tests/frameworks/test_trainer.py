@@ -1,0 +1,168 @@
+"""The Trainer of transformers trains as the usual loop does, with every optimizer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import each_kronecker, each_of_five
+from stacks import assert_as_usual, optimizer_of
+
+from second_order import KAISA, parameter_groups
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+@pytest.fixture(scope="module")
+def hf() -> ModuleType:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    import in_transformers
+
+    return in_transformers
+
+
+def made(hf: Any, System: Any, model: Any, name: str, **options: Any) -> Any:
+    return optimizer_of(System, model, None, hf.loss_of, hf.curved(name), lr=hf.LR, **options)
+
+
+def linear(optimizer: Any, steps: int = 4) -> Any:
+    """The schedule that the Trainer makes unless told otherwise."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (steps - step) / steps)
+
+
+def assert_like_the_loop(
+    hf: Any, model: Any, System: Any, name: str, seen: Any, **how: Any
+) -> None:
+    """The loss is computed in float32 by most of these models."""
+    assert_as_usual(
+        model,
+        System,
+        **{
+            "start": hf.model_of(name),
+            "batches": seen,
+            "loss": hf.loss_of,
+            "curved": hf.curved(name),
+            "schedule": linear,
+            "rtol": 1e-6,
+            **how,
+            "options": {"lr": hf.LR, **how.get("options", {})},
+        },
+    )
+
+
+@pytest.mark.works("Trainer")
+@each_of_five
+def test_an_optimizer_handed_over(hf: Any, System: Any, tmp_path: Path) -> None:
+    """`optimizers=(optimizer, None)`, with the Trainer's schedule and clipping."""
+    model = hf.model_of("BERT")
+    optimizer = made(hf, System, model, "BERT", momentum=0.9)
+    _, seen = hf.fit(model, "BERT", tmp_path, optimizers=(optimizer, None), max_grad_norm=0.1)
+    options = {"momentum": 0.9}
+    assert_like_the_loop(hf, model, System, "BERT", seen, clip=0.1, options=options)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_language_models(hf: Any, name: str, tmp_path: Path) -> None:
+    """Over AdamW, with accumulation: each loss is a sum over the tokens of all of a step's."""
+    model = hf.model_of(name)
+    options = {"base": torch.optim.AdamW, "weight_decay": 0.1}
+    optimizer = made(hf, KAISA, model, name, **options)
+    _, seen = hf.fit(
+        model,
+        name,
+        tmp_path,
+        optimizers=(optimizer, None),
+        gradient_accumulation_steps=2,
+        max_steps=2,
+    )
+    assert_like_the_loop(
+        hf,
+        model,
+        KAISA,
+        name,
+        seen,
+        accumulate=2,
+        options=options,
+        schedule=partial(linear, steps=2),
+        rtol=1e-5,
+    )
+
+
+@each_of_five
+@pytest.mark.parametrize("groups", ["one", "decay"])
+def test_a_class_and_its_keywords(hf: Any, System: Any, groups: str, tmp_path: Path) -> None:
+    """`optimizer_cls_and_kwargs`: the class with `model` among the keywords, or a factory.
+
+    The Trainer gives the class its model in place of its groups, and calls a factory's result
+    with the model: so it may have groups.
+    """
+    model = hf.model_of("Llama")
+    keywords: dict[str, Any] = {"lr": hf.LR}
+
+    def decayed(model: Any) -> Any:
+        return parameter_groups(model, weight_decay=0.1)
+
+    if groups == "one":
+        given = (with_closure(hf, System), {**keywords, "model": model})
+    else:
+
+        def optimizer(model: Any, **keywords: Any) -> Any:
+            return with_closure(hf, System)(decayed(model), model=model, **keywords)
+
+        given = (lambda: optimizer, keywords)
+    trainer, seen = hf.fit(model, "Llama", tmp_path, optimizer_cls_and_kwargs=given)
+    decays = {group["weight_decay"] for group in trainer.optimizer.param_groups}
+    assert decays == ({0.0} if groups == "one" else {0.0, 0.1})
+    how = {} if groups == "one" else {"params": decayed}
+    assert_like_the_loop(hf, model, System, "Llama", seen, **how)
+
+
+def with_closure(hf: Any, System: Any) -> Any:
+    """The class, as it stands in the tests, with a curvature closure where it needs one."""
+
+    class Made(System):
+        def __new__(cls, params: Any, **keywords: Any) -> Any:
+            inner = keywords.pop("model", params)
+            groups = None if inner is params else params
+            return optimizer_of(System, inner, groups, hf.loss_of, hf.curved("Llama"), **keywords)
+
+    return Made
+
+
+@each_of_five
+def test_resume(hf: Any, System: Any, tmp_path: Path) -> None:
+    options = {"base": torch.optim.Adam}
+    first, second = hf.model_of("BERT"), hf.model_of("BERT")
+    optimizer = made(hf, System, first, "BERT", **options)
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    _, seen = hf.fit(first, "BERT", tmp_path, optimizers=(optimizer, None), **saved)
+    assert_like_the_loop(hf, first, System, "BERT", seen, options=options)
+    for p in second.parameters():
+        p.data.zero_()  # all comes from the checkpoint
+    optimizer = made(hf, System, second, "BERT", **options)
+    _, seen = hf.fit(
+        second,
+        "BERT",
+        tmp_path,
+        optimizers=(optimizer, None),
+        resume=str(tmp_path / "checkpoint-2"),
+    )
+    assert len(seen) == 2
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
+
+
+@each_kronecker  # a closure is evaluated outside of the Trainer's autocast, or inside of it
+def test_bfloat16(hf: Any, System: Any, tmp_path: Path) -> None:
+    model = hf.model_of("BERT").float()
+    optimizer = made(hf, System, model, "BERT")
+    _, seen = hf.fit(model, "BERT", tmp_path, optimizers=(optimizer, None), bf16=True)
+    how = {"start": hf.model_of("BERT").float(), "autocast": torch.bfloat16}
+    assert_like_the_loop(hf, model, System, "BERT", seen, rtol=1e-5, **how)

@@ -1,0 +1,193 @@
+"""Small models of transformers with weights made on the spot, and training by its Trainer."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+transformers.logging.set_verbosity_error()
+
+VOCABULARY, LENGTH, CLASSES = 13, 6, 3
+STEPS, BATCH, CURVED = 4, 4, 3
+LR = 0.02
+EAGER = {"attn_implementation": "eager"}  # the only one with second derivatives
+
+
+def bert() -> nn.Module:
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=12,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=CLASSES,
+            **EAGER,
+        )
+    )
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=LENGTH,
+            use_cache=False,
+            **EAGER,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=LENGTH,
+            n_embd=8,
+            n_layer=1,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+            **EAGER,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"BERT": bert, "Llama": llama, "GPT-2": gpt2}
+
+
+def model_of(name: str) -> nn.Module:
+    """A model in float64, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name]().double().train()
+
+
+def examples(name: str, count: int = STEPS * BATCH) -> list[dict[str, Tensor]]:
+    """Rows of tokens, with a class each or to be continued."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
+    if name == "BERT":
+        labels = torch.randint(CLASSES, (count,), generator=generator)
+        return [{"input_ids": x, "labels": y} for x, y in zip(rows, labels, strict=True)]
+    return [{"input_ids": x, "labels": x} for x in rows]
+
+
+def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def curved(name: str) -> dict[str, Tensor]:
+    """The batch of a curvature closure, of another size than any other."""
+    return collated(examples(name)[:CURVED])
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+@contextmanager
+def recorded(model: nn.Module, parts: int) -> Iterator[list[dict[str, Tensor]]]:
+    """The batches that a model learns from meanwhile, in their order; not a curvature closure's.
+
+    The Trainer has a loss divided by the number of targets in all `parts` of a step, on all
+    processes, which it may count otherwise than the model does. Divided by `parts`, the number
+    gives each part's own mean.
+    """
+    seen: list[dict[str, Tensor]] = []
+
+    def note(_: nn.Module, __: Any, batch: dict[str, Any]) -> None:
+        if model.training and torch.is_grad_enabled() and len(batch["input_ids"]) != CURVED:
+            noted = {key: batch[key].clone() for key in ("input_ids", "labels")}
+            if "num_items_in_batch" in batch:
+                noted["num_items_in_batch"] = batch["num_items_in_batch"] / parts
+            seen.append(noted)
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield seen
+    handle.remove()
+
+
+@contextmanager
+def fresh_state() -> Iterator[None]:
+    """What Accelerate keeps of a process, forgotten before and after."""
+    try:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def fit(
+    model: nn.Module,
+    name: str,
+    folder: Path,
+    *,
+    resume: str | None = None,
+    callbacks: Any = None,
+    optimizers: Any = (None, None),
+    optimizer_cls_and_kwargs: Any = None,
+    **arguments: Any,
+) -> tuple[Trainer, list[dict[str, Tensor]]]:
+    """Train by the Trainer; it, and the batches that the model has seen."""
+    given = {
+        "per_device_train_batch_size": BATCH,
+        "max_steps": STEPS,
+        "learning_rate": LR,
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        **arguments,
+    }
+    parts = given.get("gradient_accumulation_steps", 1) * int(os.environ.get("WORLD_SIZE", "1"))
+    with fresh_state(), recorded(model, parts) as seen:
+        trainer = Trainer(
+            model,
+            TrainingArguments(str(folder), **given),
+            train_dataset=examples(name),
+            data_collator=collated,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer, seen

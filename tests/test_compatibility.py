@@ -1,0 +1,62 @@
+"""The table of what works with what is what the marks of the tests say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from compatibility import OPTIMIZERS, PAGE, STACKS, TESTS, Cell, cells_of, page
+
+from second_order import KAISA
+
+NEEDED = ("DDP", "Lightning", "Trainer", "Accelerate", "compile", "accumulation", "checkpoint")
+
+
+def test_the_page_is_what_the_marks_say() -> None:
+    command = [sys.executable, str(TESTS / "compatibility.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
+    assert done.returncode == 0, f"run `make compatibility`\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("stack", [*NEEDED, "AMP bfloat16", "AMP float16"])
+def test_no_cell_is_empty_of_what_people_use(stack: str) -> None:
+    (row,) = [r for r in PAGE.read_text("utf-8").splitlines() if r.startswith(f"| {stack} |")]
+    assert "not tried" not in row
+
+
+def item(*marks: Any, System: Any = KAISA) -> Any:
+    """A test as pytest collects it."""
+    named: dict[str, list[Any]] = {"works": [], "refused": []}
+    for mark in marks:
+        named[mark.name].append(mark.mark)
+    return SimpleNamespace(
+        path=TESTS / "test_it.py",
+        originalname="test_it",
+        callspec=SimpleNamespace(params={} if System is None else {"System": System}),
+        iter_markers=lambda name: iter(named[name]),
+    )
+
+
+def test_marks_are_read() -> None:
+    works, refused = pytest.mark.works, pytest.mark.refused
+    assert list(cells_of(item(works("DDP")))) == [
+        Cell("DDP", "KAISA", "works", "test_it.py::test_it", "")
+    ]
+    found = list(cells_of(item(refused("FSDP2", "DHO2", "MRDHO2", message="no"), System=None)))
+    assert [(c.optimizer, c.outcome, c.message) for c in found] == [
+        ("DHO2", "refused", "no"),
+        ("MRDHO2", "refused", "no"),
+    ]
+    for wrong in (item(works("DPP")), item(works("DDP", "Adam")), item(works("DDP"), System=None)):
+        with pytest.raises(ValueError, match=r"test_it\.py::test_it"):
+            list(cells_of(wrong))
+
+
+def test_a_page_tells_what_was_not_tried() -> None:
+    text = page([Cell("DDP", name, "works", "test_it.py::test_it", "") for name in OPTIMIZERS])
+    assert "| DDP | works | works | works | works | works |" in text
+    assert text.count("not tried") - 1 == (len(STACKS) - 1) * len(OPTIMIZERS)
+    assert "| all | `test_it.py::test_it` |" in text
