@@ -137,7 +137,8 @@ def test_a_figure_needs_matplotlib_and_nothing_else_does(
     assert set(found["steps"][0]) == {"backward", "elsewhere"}
     assert "no figure: matplotlib is not there" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")
-    assert main([*words, str(script), "4", "0"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "-m", script.stem, "4", "0"]) == 0
     assert (tmp_path / "p-rank1.json").exists()
     assert capsys.readouterr().out == "", "one rank prints"
     assert not (tmp_path / "p.png").exists()

@@ -503,7 +503,7 @@ class KFACCurvature(Curvature):
         found = statistics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
         if last >= 0 and not self._closed:
-            found["age/statistics"] = float(last - self._updated_at)
+            found["age/statistics"] = float(max(last - self._updated_at, 0))  # 0 after a load
         return found | {name: float(steps) for name, steps in self._intervals.items()}
 
     def summary(self) -> Summary:

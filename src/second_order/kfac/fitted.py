@@ -73,6 +73,7 @@ def fitted_curvature(
         found[block.name] = LayerCurvature(
             name=block.name,
             modules=tuple(block.names),
+            kind=type(block.modules[0]),
             shapes=dict(zip(names, (p.shape for p in params), strict=True)),
             shape=block.shape,
             factors={letter: averages.matrix(letter, dtype) for letter in letters},
@@ -140,6 +141,8 @@ def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> Kronecker
 
 def _why_not(block: KroneckerBlock, params: list[nn.Parameter], averages: KroneckerFactors) -> str:
     """Why a block has no curvature here; "" if it has."""
+    if block.shape.marginal:
+        return "its factors are those of the gradient, which make no Fisher information"
     if type(block) not in (KroneckerBlock, ExactBlock, DoublyFactoredBlock):
         return f"{type(block).__name__} is a kind of layer that curvature() does not know"
     if sum(p.numel() for p in params) != math.prod(block.shape.gradient_size):

@@ -78,7 +78,8 @@ def write_kronfluence(
     files: dict[str, dict[str, Tensor]] = {}
     left = []
     for name, layer in layers.items():
-        if layer.shape.exact or layer.shape.groups > 1 or "L" in layer.factors or layer.A.dim() < 3:
+        known = issubclass(layer.kind, (nn.Linear, nn.Conv2d))
+        if not (known and _is_plain(layer)):
             left.append(name)
             continue
         count = max(round(layer.examples), 1) if examples is None else examples
@@ -162,9 +163,16 @@ def _blocks_of(layer: LayerCurvature, examples: int) -> dict[str, list[Tensor]]:
             found[name] = [whole[start:end, start:end]]
             start = end
         return found
-    if layer.shape.groups > 1 or "L" in layer.factors or layer.A.dim() < 3:
+    if not _is_plain(layer):
         return {}
     a, g = layer.A[0], layer.G[0] * examples
     if len(names) == 1:
         return {names[0]: [g, a]}
     return {names[0]: [g, a[:-1, :-1]], names[1]: [g * a[-1, -1]]}
+
+
+def _is_plain(layer: LayerCurvature) -> bool:
+    """Whether F is G ⊗ A of a weight whose rows are outputs."""
+    shape, letters = layer.shape, "".join(layer.factors)
+    whole = letters == "AG" and layer.A.dim() == 3
+    return whole and shape.groups == 1 and not (shape.exact or shape.transposed)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from second_order.kronecker.layers import (
     FactorShape,
@@ -33,6 +33,7 @@ class LayerCurvature:
     Attributes:
         name: The layer's name, as in ``summary()``.
         modules: Names of the modules that share the weight, one for most layers.
+        kind: The class of the first of them.
         shapes: Shapes of the layer's parameters, by name; the weight first.
         shape: Sizes of the factors.
         factors: By letter, "A" of inputs ``(groups, in, in)``, or ``(groups, in)`` if it is
@@ -47,6 +48,7 @@ class LayerCurvature:
 
     name: str
     modules: tuple[str, ...]
+    kind: type[nn.Module]
     shapes: Mapping[str, torch.Size]
     shape: FactorShape
     factors: Mapping[str, Tensor]
