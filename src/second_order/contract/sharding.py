@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from second_order.contract.base_state import BASE
@@ -99,7 +100,7 @@ class Places:
         self._entries = [
             (module, name, p)
             for module in model.modules()
-            if isinstance(module._parameters, dict)  # not of torch.jit
+            if not isinstance(module, torch.jit.ScriptModule)
             for name, p in module._parameters.items()
             if p is not None and id(p) in ours
         ]

@@ -195,7 +195,8 @@ class Hessian:
         # Central differences: the cube root balances rounding and curvature's own change. An
         # element of the direction moves by its length over the root of n.
         eps = max(torch.finfo(p.dtype).eps for p in self.params)
-        return 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
+        step: float = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
+        return step
 
     def evaluate(self) -> None:
         """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
@@ -307,7 +308,7 @@ class ShardedHessian(Hessian):
                 self._rewind()
                 loss, examples = self._evaluate(loss_fn)
                 with _explained():
-                    (loss * examples).backward()  # type: ignore[no-untyped-call]
+                    (loss * examples).backward()
         everyone = torch.tensor(self.examples, dtype=torch.float64, device=self.params[0].device)
         self._world.all_reduce([everyone]).wait()
         rows = [
