@@ -344,6 +344,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state by parameter, shared with the base. Another dictionary may be assigned."""
+        if "state" not in self.__dict__:  # of a wrapper that imitates this class, as below
+            raise AttributeError("state")
         return self.__dict__["state"]
 
     @state.setter
