@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling settings progress-distributed final-updates hidden asynchronous curvature bench against budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates hidden asynchronous curvature bench against compiled budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -49,6 +49,10 @@ batch-scaling: venv ## steps to a loss with batches of 32 to all of the data: so
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/batch_scaling.py \
 		--json benchmarks/results/batch_scaling.json $(ARGS)
 
+widths: venv ## best learning rate and damping of models of width 64 to 512: half an hour
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/widths.py \
+		--json benchmarks/results/widths.json $(ARGS)
+
 settings: venv ## what the options do: intervals, clip and batch, dampings, labels: some minutes
 	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/settings.py \
 		--json benchmarks/results/settings.json $(ARGS)
@@ -80,6 +84,9 @@ bench: venv ## step time, memory and bytes sent of every optimizer, against SGD:
 
 against: venv ## step times against those of another commit, whose src ARGS names: some minutes
 	$(BIN)/python benchmarks/speed/against.py --json benchmarks/results/against.json $(ARGS)
+
+compiled: venv ## what hooks cost a compiled model, with statistics and without: some minutes
+	$(BIN)/python benchmarks/speed/compiled.py --json benchmarks/results/compiled.json $(ARGS)
 
 budget: venv ## what intervals by budget cost, beside the overhead that was asked for: some minutes
 	$(BIN)/python benchmarks/speed/budget.py --json benchmarks/results/budget.json $(ARGS)

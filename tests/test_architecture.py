@@ -3,8 +3,10 @@
     optimizers                             what users make
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
-    distributed options      recipes
-    report      errors      farewell    patterns    know nothing at all
+    distributed options                    recipes
+    report  errors  farewell  patterns  stages  sharded         know nothing at all
+
+`python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -29,20 +31,33 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "farewell": set(),
-    "patterns": set(),
-    "kronecker": {"errors", "farewell", "patterns"},
-    "lanczos": {"errors", "distributed"},
-    "distributed": {"errors", "farewell"},
+    "sharded": set(),
+    "patterns": {"sharded"},
+    "stages": set(),
+    "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
+    "lanczos": {"errors", "distributed", "sharded"},
+    "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},
-    "contract": {"errors", "report", "patterns", "distributed", "options"},
-    "kfac": {"errors", "report", "patterns", "options", "contract", "kronecker", "distributed"},
-    "fosi": {"errors", "report", "options", "contract", "lanczos", "distributed"},
+    "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
+    "kfac": {
+        *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
+        "distributed",
+    },
+    "fosi": {
+        *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
+        "distributed",
+    },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi"),
+        *("kfac", "fosi", "sharded"),
     },
     "recipes": {"errors", "options", "contract"},
-    "": {"errors", "report", "lanczos", "contract", "kfac", "optimizers", "recipes"},
+    "": {
+        *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
+        "recipes",
+    },
+    "profiling": {"stages"},
+    "__main__": {"profiling"},
 }
 
 
@@ -222,7 +237,7 @@ def foreign(path: Path) -> list[str]:
         and node.attr in owners
         and path not in owners[node.attr]
         # The package's optimizers are one with their base; torch's names are torch's.
-        and node.attr not in ("_training", "_curvature", "_constructed")
+        and node.attr not in ("_training", "_curvature", "_constructed", "_agree")
         and not {getattr(n, "id", "") for n in ast.walk(node.value)} & {"torch", "dist", "group"}
     ]
 

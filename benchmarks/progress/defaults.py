@@ -42,13 +42,17 @@ BASES: dict[str, tuple[float, ...]] = {
     "Adam": (0.001, 0.003, 0.01, 0.03),
 }
 DAMPINGS = {
-    "SGD": (0.3, 1.0, 2.0, 4.0),
+    "SGD": (0.3, 0.5, 1.0, 2.0),
     "Adam": (0.03, 0.1, 0.3, 1.0),
     "AdamW": (0.03, 0.1, 0.3, 1.0),
 }
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "interval": [{"inv_update_steps": 20}, {"inv_update_steps": 50}, {"inv_update_steps": 100}],
-    "memory": [{"factor_decay": decay} for decay in (0.36, 0.8, 0.95)],  # an update, of 10 steps
+    "memory": [
+        {"factor_decay": {"decay": decay, "share": share}}
+        for decay in (0.95, 0.978, 0.995)
+        for share in (None, 1 / 3)
+    ],
     "warm-up": [{"refresh_warmup_steps": 0}, {"refresh_warmup_steps": 50}],
 }
 RATES = (0.5, 2.0)  # times the base's best

@@ -102,7 +102,7 @@ def autoencoder_settings() -> list[Setting]:
     ]
 
 
-TUNED = ((0.1, 0.5), (0.1, 1.0), (0.1, 2.0), (0.1, 4.0), (0.1, 8.0))
+TUNED = ((0.1, 0.3), (0.1, 0.5), (0.1, 1.0), (0.1, 2.0), (0.1, 4.0))
 AUTOENCODER_TUNED: tuple[dict[str, object], ...] = (
     {
         "damping": 2e-4,
@@ -113,7 +113,7 @@ AUTOENCODER_TUNED: tuple[dict[str, object], ...] = (
         "factor_decay": 0.95,
     },
 )
-OVER_ADAM: tuple[dict[str, object], ...] = ({"lr": 0.014, "solver": "eigen"},)
+OVER_ADAM: tuple[dict[str, object], ...] = ({"lr": 0.014}, {"lr": 0.014, "solver": "eigen"})
 
 
 def train(

@@ -2,6 +2,8 @@
 
     export PYTHONPATH=examples
     torchrun --standalone --nproc-per-node=2 benchmarks/progress/progress_distributed.py
+    torchrun --standalone --nproc-per-node=8 benchmarks/progress/progress_distributed.py \
+        --dampings 0.5 2
 
 The classifiers, targets and settings of `progress.py`. A batch of 64 is divided over the processes,
 and both optimizers see the same one in the same order. Each gets five dampings; for each target the
@@ -73,7 +75,7 @@ def comparison(model: str, runs: list[Run]) -> Table:
     result.add_column("setting")
     for target in CLASSIFIER_TARGETS:
         result.add_column(target, justify="right")
-    for label, suffix in (("best of five dampings", ""), ("defaults", ", defaults")):
+    for label, suffix in (("best damping", ""), ("defaults", ", defaults")):
         cells = []
         for target in CLASSIFIER_TARGETS:
             ours, theirs = (
@@ -116,6 +118,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=CLASSIFIERS, default=list(CLASSIFIERS))
     parser.add_argument("--seeds", type=int, default=5)
+    tuned = [damping for _, damping in TUNED]
+    parser.add_argument("--dampings", nargs="+", type=float, choices=tuned, default=tuned)
     parser.add_argument("--output", type=Path, help="write the runs as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,7 +128,8 @@ def main() -> None:
     console = Console(quiet=rank > 0)
     everything: dict[str, list[dict[str, object]]] = {}
     for model in arguments.models:
-        settings = [setting(name, *point) for name in OPTIMIZERS for point in TUNED]
+        points = [(lr, damping) for lr, damping in TUNED if damping in arguments.dampings]
+        settings = [setting(name, *point) for name in OPTIMIZERS for point in points]
         work = [(each, seed) for each in settings for seed in range(arguments.seeds)]
         runs = [
             run_classifier(model, each, seed, rank, processes)

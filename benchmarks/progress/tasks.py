@@ -25,6 +25,7 @@ from tqdm import tqdm
 import digits
 import language_model
 import second_order
+from second_order.kfac.options import PerStep
 from soap import SOAP
 
 __all__ = ["TASKS", "Job", "Run", "Task", "run_all", "steps_to", "train"]
@@ -73,7 +74,7 @@ class Job:
         optimizer: Its name; KAISA and its kin are followed by their base's, as in "KAISA, AdamW".
         lr: The peak of its learning rate.
         seed: Of the model and of the order of the batches.
-        options: The optimizer's keywords.
+        options: The optimizer's keywords; a ``factor_decay`` per step is a mapping of its fields.
     """
 
     task: str
@@ -135,6 +136,8 @@ def build(job: Job, model: nn.Module) -> Any:
     system, _, base = job.optimizer.rpartition(", ")
     options = {**usual[base], **job.options}
     bases: dict[str, Any] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}
+    if isinstance(options.get("factor_decay"), dict):
+        options["factor_decay"] = PerStep(**options["factor_decay"])
     if system:
         return getattr(second_order, system)(model, lr=job.lr, base=bases[base], **options)
     if base == "Muon":
@@ -188,9 +191,8 @@ def steps_to(run: Run, loss: float) -> float:
 
 
 @cache
-def language(size: str) -> Task:
+def language(of: language_model.Size) -> Task:
     """Characters of the standard library's source; judged on files that are held out."""
-    of = language_model.SIZES[size]
     windows = language_model.held_out(of)
     return Task(
         partial(language_model.Transformer, of),
@@ -285,8 +287,14 @@ def tabular() -> Task:
 
 
 TASKS: dict[str, Callable[[], Task]] = {
-    "language": partial(language, "small"),
-    "language, 4 layers": partial(language, "full"),
+    "language": partial(language, language_model.SIZES["small"]),
+    "language, 4 layers": partial(language, language_model.SIZES["full"]),
+    **{
+        f"language, width {width}": partial(
+            language, language_model.Size(1, width, width // 32, 64, 8, 150, 15)
+        )
+        for width in (64, 128, 256, 512)
+    },
     "autoencoder": autoencoder,
     "digits conv": partial(classifier, digits.conv_net, 300),
     "digits MLP": partial(classifier, digits.mlp, 300),

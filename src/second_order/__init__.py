@@ -10,6 +10,10 @@ from second_order.errors import (
     SecondOrderWarning,
 )
 from second_order.kfac.distkfac_options import DecayingClip
+from second_order.kfac.options import PerStep
+from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.kronecker.registration import register_layer
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
@@ -39,7 +43,10 @@ __all__ = [
     "DecompositionError",
     "DistKFAC",
     "EpochReport",
+    "KroneckerCurvature",
+    "LayerCurvature",
     "LayerRow",
+    "PerStep",
     "RankMismatchError",
     "Recipe",
     "RecipeRow",
@@ -50,4 +57,5 @@ __all__ = [
     "export_base_state",
     "lanczos",
     "parameter_groups",
+    "register_layer",
 ]

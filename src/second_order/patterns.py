@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from second_order.sharded import plain_type
+
 __all__ = ["first_match", "unmatched_patterns"]
 
 
@@ -33,4 +35,4 @@ def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(plain_type(module).__name__, pattern)

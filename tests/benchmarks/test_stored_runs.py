@@ -500,7 +500,8 @@ def test_the_language_model_of_four_layers() -> None:
         assert float(loss) == pytest.approx(run["losses"][-1], abs=0.00051)
         for cell, key in zip(shares, ("steps", "seconds"), strict=True):
             share = share_of([run], runs["AdamW"], key)
-            assert float(cell.removesuffix(" ×")) == pytest.approx(share, abs=0.0051)
+            told = math.inf if cell == "never" else float(cell.removesuffix(" ×"))
+            assert told == share or told == pytest.approx(share, abs=0.0051)
 
 
 def test_what_the_language_model_gains_over_muon_and_soap() -> None:
@@ -556,20 +557,24 @@ def test_what_jumps_near_zero() -> None:
             and run["job"]["lr"] == 0.01
         ]
 
-    plain = losses("reported", {})
-    assert len(plain) >= 5
-    for found in plain:
+    after = []
+    for found in losses("reported", {}):
         low = min(found)
-        assert low < 1e-4
-        assert max(found[found.index(low) :] + found[-20:]) > 0.08
-    calm = losses("tried", {"factor_decay": 0.8})
+        assert low < 3e-4
+        after.append(max(found[found.index(low) :]))
+    assert len(after) >= 5
+    assert max(after) == pytest.approx(0.076, abs=0.001)
+    assert len([rise for rise in after if rise > 0.01]) == len(after) // 5  # of one seed
+    calm = losses("tried", {"factor_decay": {"decay": 0.978, "share": None}})
     assert len(calm) == 2
-    assert all(max(found[-20:]) < 6e-5 for found in calm)
+    assert all(max(found[-20:]) < 1.1e-4 for found in calm)
+    forgetful = losses("tried", {"factor_decay": {"decay": 0.95, "share": None}})
+    assert max(max(found[found.index(min(found)) :]) for found in forgetful) > 16
 
 
 def test_the_defaults_beside_their_base() -> None:
     table = rows("docs/kfac.md", "task, base, its best rate", "base alone")
-    assert len(table) == 11
+    assert len(table) == 10
     for label, cells in table.items():
         task, base, rate = label.split(", ")
         of = [run for run in stored("defaults")["reported"] if run["job"]["task"] == task]

@@ -10,8 +10,6 @@ import torch
 from contract import SYSTEMS, each_kronecker, each_system, hook_count
 from tables import mlp, rows
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
@@ -219,20 +217,6 @@ def test_grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself(
         assert "GradScaler with gradients averaged by the optimizer over 2 processes" in message
         assert "wrap the model in DistributedDataParallel, or use" in message
         assert set(found.values()) == {message, ""}
-
-
-def sharded(rank: int, world_size: int, system: int) -> str:
-    model = mlp()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    return refusal(SYSTEMS[system], model)
-
-
-@pytest.mark.refused("FSDP2", "KAISA", "DPKFAC", "DistKFAC", "DHO2", message="is a sharded DTensor")
-@pytest.mark.parametrize("system", range(len(SYSTEMS)))
-def test_sharded_parameters_are_refused_with_the_remedy(world: World, system: int) -> None:
-    (message,) = world.run(sharded, 1, system)
-    assert "parameter '0.weight' is a sharded DTensor" in message
-    assert "use DistributedDataParallel" in message
 
 
 @each_kronecker

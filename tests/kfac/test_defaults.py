@@ -25,9 +25,8 @@ from torch.optim import (
 )
 
 import second_order
-from second_order import KAISA, DistKFAC
+from second_order import KAISA, DistKFAC, PerStep
 from second_order.kfac.clip import bound_for
-from second_order.kfac.options import PerStep
 from second_order.options import is_adaptive
 
 if TYPE_CHECKING:
@@ -87,9 +86,9 @@ def options_of(optimizer: SecondOrderOptimizer) -> Any:
 def test_defaults_follow_the_base(System: type[KAISA]) -> None:
     model = nn.Linear(3, 2)
     plain, adaptive = (options_of(System(model, lr=0.1, base=base)) for base in (SGD, AdamW))
-    assert (plain.damping, plain.kl_clip, plain.factor_decay) == (2.0, "auto", PerStep(0.995))
+    assert (plain.damping, plain.kl_clip, plain.factor_decay) == (0.5, "auto", PerStep(0.995))
     assert (adaptive.damping, adaptive.kl_clip) == (0.1, None)
-    assert adaptive.factor_decay == PerStep(0.95)
+    assert adaptive.factor_decay == PerStep(0.978, share=1 / 3)
     given = {"damping": 1.0, "kl_clip": 1e-3, "factor_decay": 0.5}
     said = options_of(System(model, lr=0.1, base=AdamW, **given))
     assert {name: getattr(said, name) for name in given} == given
@@ -98,10 +97,10 @@ def test_defaults_follow_the_base(System: type[KAISA]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "damping 2 of the mean curvature; clip by the batch; factors remember 200 steps"),
+        ({}, "damping 0.5 of the mean curvature; clip by the batch; factors remember 200 steps"),
         (
             {"base": AdamW},
-            "damping 0.1 of the mean curvature; clip none; factors remember 20 steps",
+            "damping 0.1 of the mean curvature; clip none; factors remember 45 steps",
         ),
         (
             {"damping": 0.5, "relative_damping": False, "kl_clip": 1e-3, "factor_decay": 0.9},
@@ -126,7 +125,7 @@ def test_a_damping_that_is_not_relative_has_to_be_given(System: type[KAISA]) -> 
 def test_of_two_bases_the_first_is_asked() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     assert options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD)).damping == 0.1
-    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).damping == 2.0
+    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).damping == 0.5
 
 
 @pytest.mark.parametrize(("examples", "bound"), [(64, 1e-4), (256, 8e-4), (16, 1.25e-5)])
@@ -296,8 +295,8 @@ def test_the_number_of_examples_is_in_checkpoints(System: type[KAISA]) -> None:
 
 
 def test_factors_remember_steps_whatever_the_interval() -> None:
-    assert PerStep(0.95).after(1) == 0.95
-    assert PerStep(0.95).after(10) == pytest.approx(0.95**10)
+    assert PerStep(0.95).after(1, 0) == 0.95
+    assert PerStep(0.95).after(10, 10) == pytest.approx(0.95**10)
     model, x, y = model_and_batch(20)
     weights = []
     for every in (1, 5):
@@ -312,6 +311,36 @@ def test_factors_remember_steps_whatever_the_interval() -> None:
         weights.append(float(optimizer.state[of[0].weight]["curvature"]["average_weight"]))
     assert weights[0] == pytest.approx(sum(0.995**k for k in range(6)))
     assert weights[1] == pytest.approx(1 + 0.995**5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"decay": 1.0}, "factor_decay"),
+        ({"decay": -0.1}, "factor_decay"),
+        ({"decay": 0.9, "share": 0.0}, "share"),
+        ({"decay": 0.9, "share": 1.5}, "share"),
+    ],
+)
+def test_a_memory_in_steps_has_bounds(fields: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PerStep(**fields)
+
+
+def test_a_young_training_remembers_a_share_of_its_steps() -> None:
+    memory = PerStep(0.978, share=1 / 3)
+    assert memory.after(1, 0) == memory.after(1, 6) == 0.5
+    assert memory.after(1, 30) == pytest.approx(0.9)
+    assert memory.after(5, 30) == pytest.approx(0.9**5)
+    assert memory.after(10, 10_000) == pytest.approx(0.978**10)
+    model, x, y = model_and_batch(20)
+    optimizer = KAISA(model, lr=1e-3, base=AdamW, refresh_warmup_steps=4)
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    weight = float(optimizer.state[model[0].weight]["curvature"]["average_weight"])
+    assert weight == pytest.approx(1 + 0.5 + 0.25 + 0.125)
 
 
 def test_none_is_twenty_steps_under_any_base() -> None:

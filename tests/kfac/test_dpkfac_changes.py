@@ -104,7 +104,7 @@ def test_a_layer_that_its_owner_does_not_see_runs_on_its_gradient(
 
 
 def train_uncaptured(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
-    """Hooks have gone, as with a model that was compiled before."""
+    """Hooks have gone, as with a copy of the model."""
     model = MLP.model()
     optimizer = dpkfac(model)
     optimizer._curvature.layers.capture.detach()
@@ -124,7 +124,7 @@ def test_without_any_statistics_it_is_the_base_and_every_rank_says_so(
     assert_same_trajectory(found, go(model, base, MLP, BATCHES[:3]))
     for _, messages in results:
         (message,) = (m for m in messages if "no layer gave statistics" in m)
-        assert "make the optimizer before torch.compile's first run" in message
+        assert "train the very model that the optimizer was given" in message
 
 
 def add_group(rank: int, world_size: int, System: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox
 from second_order.distributed.messages import MalformedError, as_refused
 from second_order.distributed.store import open_store
-from second_order.kfac.options import ADAPTIVE_STEP_DECAY
+from second_order.kfac.distkfac_options import FORGETFUL
 from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
         while worker._training.steps < step:
             worker.step()
         hear(worker, post, number, sent, 0)
-        expected = expected * ADAPTIVE_STEP_DECAY.decay ** (step - last) + 1.0
+        expected = expected * FORGETFUL.decay ** (step - last) + 1.0
         last = step
         for block in worker._curvature.layers.blocks:
             assert float(block.factors.weight) == pytest.approx(expected)
@@ -261,9 +261,7 @@ def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: boo
     before = [float(block.factors.weight) for block in worker._curvature.layers.blocks]
     hear(worker, helped(worker), 0, sent, 0)
     for block, weight in zip(worker._curvature.layers.blocks, before, strict=True):
-        assert float(block.factors.weight) == pytest.approx(
-            weight * ADAPTIVE_STEP_DECAY.decay + 1.0
-        )
+        assert float(block.factors.weight) == pytest.approx(weight * FORGETFUL.decay + 1.0)
 
 
 def test_a_stats_workers_gradients_do_not_pile_up() -> None:
@@ -452,7 +450,7 @@ def test_a_layer_that_begins_to_train_is_not_said_to_be_without_statistics(how: 
 
 
 def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
-    """Those that are placed after a compiled model's first run do not fire."""
+    """New ones would have a compiled model compiled anew."""
     model = CASE.model()
     optimizer = distkfac(model)
     post = helping(optimizer)

@@ -1,4 +1,4 @@
-"""Steps of compiled models, under torch.func, and in every memory layout."""
+"""Steps of compiled models, under torch.func, and in every memory layout; see test_compiling."""
 
 from __future__ import annotations
 
@@ -104,23 +104,6 @@ def test_inductor(System: Any) -> None:
     assert_same_factors(factors(optimizer), factors(plain), rtol=1e-8)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-12)
-
-
-@each_kronecker
-@pytest.mark.usefixtures("dynamo")
-def test_compiled_model_that_ran_before_the_optimizer_was_made_gives_a_warning_with_the_remedy(
-    System: Any,
-) -> None:
-    """Hooks added after the first run never fire: the base trains on, and says so."""
-    model = MLP.model()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(BATCHES[0][0])
-    optimizer = make(System, model)
-    with pytest.warns(SecondOrderWarning, match="optimizer before torch.compile's first run"):
-        take(compiled, optimizer, BATCHES[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SecondOrderWarning)  # once
-        take(compiled, optimizer, BATCHES[1])
 
 
 # torch.func, higher derivatives.

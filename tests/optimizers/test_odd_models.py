@@ -255,7 +255,10 @@ def test_flattened_parameters_are_refused_with_the_remedy(world: World) -> None:
         assert re.search(
             "flatten.*FullyShardedDataParallel|FullyShardedDataParallel.*flatten", message
         )
-        assert "use DistributedDataParallel, or build the optimizer on an unsharded" in message
+        assert (
+            "by torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
+            in message
+        )
 
 
 # Frozen.

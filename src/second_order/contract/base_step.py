@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from second_order.contract.groups import members_of
 from second_order.contract.training import Training
+from second_order.distributed.checkpointing import is_checkpointing
+from second_order.sharded import is_dtensor, local
 
-__all__ = ["initialises_state", "set_aside", "unhooked_step"]
+__all__ = [
+    "initialises_state",
+    "refuse_in_evaluation",
+    "refuse_within_backward",
+    "runs_between_graphs",
+    "set_aside",
+    "unhooked_step",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
+
+
+def runs_between_graphs(step: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a step: ``torch.compile`` leaves it and all that it calls as they are."""
+    disabled = torch.compiler.disable(
+        step,
+        reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
+        "compile the model, or the function around the step without fullgraph",
+    )
+    return cast(Callable[P, R], disabled)
+
+
+def refuse_within_backward(name: str) -> None:
+    """Raise RuntimeError while a backward pass runs: no layer is sure to be complete."""
+    if torch._C._current_graph_task_id() != NO_BACKWARD:
+        raise RuntimeError(
+            f"{name}.step() is called while backward() runs, from a parameter's hook, perhaps: "
+            f"a layer's curvature is of its weight and bias together, and complete once "
+            f"backward() has returned. Make one optimizer of the model, {name}(model, lr=...), and "
+            f"call step() after backward()"
+        )
 
 
 def unhooked_step(base: torch.optim.Optimizer) -> None:
@@ -21,20 +56,36 @@ def unhooked_step(base: torch.optim.Optimizer) -> None:
     step(base)
 
 
-def initialises_state(groups: Iterable[Mapping[str, Any]]) -> bool:
+def initialises_state(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether this is the empty step by which checkpointing code makes state exist.
 
     ``torch.distributed.checkpoint`` steps a fresh optimizer with lr 0 and zero gradients.
+    Where parameters are sharded, gradients may be zero here and not elsewhere: then it has to be
+    that code that is calling.
     """
+    if any(map(is_dtensor, members_of(groups))) and not is_checkpointing():
+        return False
     return all(
         float(group["lr"]) == 0.0
         and all(
-            p.grad is not None and not bool(p.grad.count_nonzero())
+            p.grad is not None and not bool(local(p.grad).count_nonzero())
             for p in group["params"]
             if p.requires_grad
         )
         for group in groups
     )
+
+
+def refuse_in_evaluation(name: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise RuntimeError if a schedule-free base has not been told that it trains.
+
+    It would raise itself, and leave gradients that are preconditioned already.
+    """
+    if any(group.get("train_mode") is False for group in groups):
+        raise RuntimeError(
+            f"{name}.step() with a schedule-free base that is not in train mode: call "
+            f"optimizer.train() before training, and optimizer.eval() before evaluation"
+        )
 
 
 @contextmanager

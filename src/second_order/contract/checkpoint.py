@@ -30,6 +30,7 @@ from second_order.contract.hidden import REST
 from second_order.contract.saved import SavedPart, is_whole, kind_of
 from second_order.contract.two_bases import TwoBases, base_of, name_of
 from second_order.options import PEAK_LR
+from second_order.sharded import like, local
 
 __all__ = [
     "ELSEWHERE",
@@ -113,6 +114,8 @@ def read_checkpoint(
         for part, entries in _parts(key, state[key]).items():
             saved = SavedPart(key, part, name, entries)
             if part == BASE:
+                tensors = {k: v for k, v in saved.items() if isinstance(v, Tensor)}
+                saved.update({k: like(p, v) for k, v in tensors.items()})
                 base_parts[key] = saved
             else:
                 curvature[p] = saved
@@ -126,7 +129,8 @@ def read_checkpoint(
         common = set.intersection(*kept) if kept else set()
         for key, p in zip(theirs["params"], ours["params"], strict=True):
             if key in base_parts:
-                check_base_part(base_parts[key], mine, p, theirs, common)
+                here = base_parts[key].here(p)
+                check_base_part(here, mine, local(p), theirs, common)
     absent = []
     if any(curvature.values()):
         pairs = zip(keys, params, strict=True)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
+from second_order.contract.groups import members_of
 from second_order.contract.training import Training
-from second_order.distributed.checkpointing import is_sharded_checkpoint
+from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.errors import SecondOrderError
+from second_order.sharded import is_dtensor
 
 __all__ = ["Collected"]
 
@@ -42,6 +44,12 @@ class Collected:
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
         lacking, rank = curvature.kept_elsewhere, training.world.rank
+        rows = any(map(is_dtensor, members_of(training.groups))) and not is_checkpointing()
+        if rows and training.world.size > 1 and training.first_time("rows of a state"):
+            training.warn(
+                "state_dict() of a sharded model has this process's rows of the base's state; save "
+                "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
+            )
         if not lacking:
             return
         if self._parts is None and not (curvature.parts_suffice and is_sharded_checkpoint()):

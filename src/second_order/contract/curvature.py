@@ -12,6 +12,7 @@ Between ``prepare`` and ``precondition`` gradients set out for the ranks that ``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -103,6 +104,9 @@ class Curvature:
     def drop_pending(self) -> None:
         """Drop statistics of the backward passes since the last step."""
 
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
+
     def replan(self) -> None:
         """Look at the model again, after parameters or groups have changed."""
 
@@ -137,9 +141,20 @@ class Curvature:
     def awake(self) -> None:
         """Go on in a copied or unpickled optimizer, with that training's base and groups."""
 
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return nullcontext()
+
     def summary(self) -> Summary:
         """A table of the parameters and layers that are preconditioned."""
         return Summary(self.training.titled(), [])
+
+    accounts: tuple[str, ...] = ()
+    """The accounts of seconds and bytes that :meth:`statistics` goes with."""
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log, by names that are the same on every rank; nothing is sent."""
+        return {}
 
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""

@@ -17,7 +17,9 @@ from second_order.contract.groups import (
     members_of,
     trainable,
 )
+from second_order.contract.sharding import check_sharding
 from second_order.options import check_params
+from second_order.sharded import reshard
 
 __all__ = ["Given", "check_scaler", "look_through", "refuse_unknown_scaler", "what_is_given"]
 
@@ -26,7 +28,7 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     """The user's own module inside wrappers, and whether one of them averages gradients.
 
     Raises:
-        TypeError: If the module's parameters are sharded.
+        TypeError: If FSDP1 has flattened the module's parameters.
         ValueError: If a parameter is not initialised.
     """
     under_ddp = False
@@ -40,27 +42,21 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise TypeError(
-                "the model is in FullyShardedDataParallel, which flattens its parameters and "
-                "shards them: layers and whole gradients cannot be told apart; use "
-                "DistributedDataParallel, or build the optimizer on an unsharded model"
+                "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters "
+                "and shards them: layers and whole gradients cannot be told apart; shard it by "
+                "torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
             )
     for name, p in model.named_parameters():
         if getattr(p, "_is_flat_param", False):
             raise TypeError(
-                f"parameter {name!r} is flattened by FullyShardedDataParallel, and has no layers "
-                f"any more; use DistributedDataParallel, or build the optimizer on an unsharded "
-                f"model"
+                f"parameter {name!r} is flattened by FullyShardedDataParallel (FSDP1), and has no "
+                f"layers any more; shard the model by torch.distributed.fsdp.fully_shard (FSDP2), "
+                f"or use DistributedDataParallel"
             )
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"parameter {name!r} is not initialised yet; run one batch through the model "
                 f"before making the optimizer"
-            )
-        if type(p.data).__name__ == "DTensor":
-            raise TypeError(
-                f"parameter {name!r} is a sharded DTensor (FSDP or tensor parallelism), which is "
-                f"not supported; use DistributedDataParallel, or build the optimizer on an "
-                f"unsharded model"
             )
     return model, under_ddp
 
@@ -105,7 +101,8 @@ def what_is_given(
         needs_model: Whether a model is required.
 
     Raises:
-        TypeError: For two models, a missing model, or an argument of another type.
+        TypeError: For two models, a missing model, an argument of another type, or parameters that
+            are sharded otherwise than by FSDP2.
         ValueError: If none of the parameters is the model's.
     """
     known = model is not None or isinstance(params_or_model, nn.Module)
@@ -114,6 +111,7 @@ def what_is_given(
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
         model = params_or_model
+        reshard(model)
         groups: list[Any] = trainable(look_through(model)[0])
     elif model is None and needs_model:
         raise TypeError(
@@ -127,6 +125,8 @@ def what_is_given(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not a torch.nn.Module")
     inner, under_ddp = look_through(model)
+    if known:
+        check_sharding(inner)
     strange = check_ownership(name, base, members_of(groups), inner)
     return Given(inner, known, under_ddp, groups, named, strange)
 

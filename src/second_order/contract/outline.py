@@ -7,13 +7,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.base_state import BASE
 from second_order.contract.saved import unusual
 from second_order.contract.training import Training
 from second_order.distributed.agreement import Facts, require_same, word_of
 from second_order.distributed.collectives import World
+from second_order.sharded import is_dtensor
 
 __all__ = ["Outline", "described", "outline_of_load"]
 
@@ -77,8 +77,7 @@ class Outline:
             return [*ours, *_named(groups, name_of()), *others]
 
         brief = [steps, loaded, read, self._word, *(value for _, value in others), called]
-        with record_function("second_order.compare"):
-            require_same(world, doing, brief, describe)
+        require_same(world, doing, brief, describe)
         self.loaded = None
 
 
@@ -164,6 +163,8 @@ def _outline(group: dict[str, Any]) -> list[Any]:
 
 
 def _number(value: Any) -> Any:
+    if is_dtensor(value):  # its numbers are on several ranks
+        return None
     if isinstance(value, int | float | str):
         return value
     if isinstance(value, tuple | list):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.sharded import is_dtensor, local
+
 __all__ = ["COUNTABLE", "SavedPart", "is_real", "is_whole", "kind_of", "out_of_bounds", "unusual"]
 
 
@@ -34,7 +36,18 @@ class SavedPart(dict[str, Any]):
 
     def __init__(self, key: Any, part: str, name: str, entries: dict[str, Any]) -> None:
         super().__init__(entries)
-        self._where, self._name = f"state[{key!r}][{part!r}]", name
+        self._key, self._part, self._name = key, part, name
+        self._where = f"state[{key!r}][{part!r}]"
+
+    def here(self, p: Tensor) -> SavedPart:
+        """The entries with the rows that are here, of those that are sharded as a parameter is."""
+        if not is_dtensor(p):
+            return self
+        found = {
+            key: local(value) if is_dtensor(value) and value.shape == p.shape else value
+            for key, value in self.items()
+        }
+        return SavedPart(self._key, self._part, self._name, found)
 
     def wrong(self, key: str, what: str) -> ValueError:
         """The error for an entry, with what is wrong."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from second_order.contract.groups import members_of
 from second_order.contract.notices import Notices
 from second_order.distributed.collectives import World
+from second_order.sharded import is_dtensor, reshard
+from second_order.stages import Meter
 
 __all__ = ["Training"]
 
@@ -40,6 +42,7 @@ class Training:
         base: The wrapped optimizer.
         base_name: Name of the base, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
+        meter: Seconds and bytes of the steps, by stage.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Training:
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
     base_name: str = ""
     publish: Callable[[], None] = _nowhere
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -72,12 +76,16 @@ class Training:
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     def averaged_params(self) -> list[Tensor]:
-        """The parameters that train, or did at the last step: backward may precede a freeze."""
-        params = [p for group in self.groups for p in group["params"]]
+        """The parameters that train, or did at the last step: backward may precede a freeze.
+
+        FSDP2 averages the gradients of those that it has sharded.
+        """
+        params = [p for group in self.groups for p in group["params"] if not is_dtensor(p)]
         return [p for p in params if p.requires_grad or p in self.trained]
 
     def names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""
+        reshard(self.model)
         return {id(p): name for name, p in self.model.named_parameters()}
 
     def whole_model(self) -> list[Tensor]:

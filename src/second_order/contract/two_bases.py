@@ -7,7 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +17,16 @@ from second_order.contract.base_step import unhooked_step
 from second_order.contract.groups import NAMES
 from second_order.contract.hidden import REST
 
-__all__ = ["Kinds", "TwoBases", "base_of", "kinds_of", "made_again", "name_of"]
+__all__ = [
+    "Kinds",
+    "TwoBases",
+    "attributes_of",
+    "base_of",
+    "kinds_of",
+    "made_again",
+    "name_of",
+    "switch_of",
+]
 
 Kinds: TypeAlias = tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...]
 """The classes of a base, or of two, each with its defaults."""
@@ -66,7 +75,7 @@ class TwoBases(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Let both step, each on its own groups; the closure is not called."""
-        for part in self._following():
+        for part in self.following():
             if part.param_groups:
                 unhooked_step(part)
 
@@ -74,7 +83,7 @@ class TwoBases(torch.optim.Optimizer):
         """The optimizer that trains a group."""
         return self.parts[bool(group[REST])]
 
-    def _following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    def following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         """Both optimizers, with their groups as they are now, and the state of these."""
         for mark, part in enumerate(self.parts):
             part.param_groups = [g for g in self.param_groups if g[REST] is bool(mark)]
@@ -84,7 +93,7 @@ class TwoBases(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for part in self._following():
+        for part in self.following():
             if len(part.state):
                 own = {"state": part.state, "param_groups": part.param_groups}
                 part.__setstate__(own)
@@ -125,15 +134,69 @@ def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.opti
     return base.of(group) if isinstance(base, TwoBases) else base
 
 
+def switch_of(
+    base: torch.optim.Optimizer, method: str, owner: str, state: MutableMapping[Tensor, Any]
+) -> Callable[[], None]:
+    """A base's method, or those of two bases, as one function.
+
+    Args:
+        base: The base, one or two.
+        method: "train" or "eval".
+        owner: Name of the optimizer that has the base, for messages.
+        state: The optimizer's state. Entries that the method makes and leaves empty are taken out:
+            state that is empty counts as none.
+
+    Raises:
+        AttributeError: If no base has such a method.
+    """
+    parts = base.following() if isinstance(base, TwoBases) else (base,)
+    methods = [found for part in parts if callable(found := getattr(part, method, None))]
+    if not methods:
+        raise AttributeError(
+            f"{owner} has no {method}(): its base, {name_of(base)}, has none; only schedule-free "
+            f"bases have"
+        )
+
+    def switch() -> None:
+        for each in methods:
+            each()
+        for p in [p for p, parts in state.items() if not any(parts.values())]:
+            del state[p]
+
+    return switch
+
+
 def kinds_of(base: torch.optim.Optimizer) -> Kinds:
     """Class and defaults of each base, from which a copy or an unpickled one is made again."""
     parts = base.parts if isinstance(base, TwoBases) else (base,)
     return tuple((type(part), part.defaults) for part in parts)
 
 
-def made_again(kinds: Kinds, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make a base, or two, again on groups that exist, without a state."""
+def attributes_of(base: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """What each base has besides groups, state and defaults, if its class is not torch's."""
+    parts = base.parts if isinstance(base, TwoBases) else (base,)
+    usual = vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))
+    return tuple(
+        {}
+        if type(part).__module__.startswith("torch.")
+        else {name: value for name, value in vars(part).items() if name not in usual}
+        for part in parts
+    )
+
+
+def made_again(
+    kinds: Kinds, groups: list[dict[str, Any]], attributes: Sequence[Mapping[str, Any]] = ()
+) -> torch.optim.Optimizer:
+    """Make a base, or two, again on groups that exist, without a state.
+
+    Args:
+        kinds: Class and defaults of each.
+        groups: The groups.
+        attributes: What each has besides, as :func:`attributes_of` gives it.
+    """
     parts = [_bare(kind, defaults, groups) for kind, defaults in kinds]
+    for part, own in zip(parts, attributes, strict=False):
+        vars(part).update(own)
     if len(parts) == 1:
         return parts[0]
     two = TwoBases.__new__(TwoBases)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from second_order.distributed.lost import explained
 from second_order.errors import RankMismatchError, SecondOrderError
+from second_order.stages import sent
 
 __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World", "timeout_of"]
 
@@ -136,6 +137,13 @@ class World:
             )
 
     @property
+    def global_ranks(self) -> list[int]:
+        """The ranks as torch numbers them in the default group."""
+        if self.group is None:
+            return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+        return list(dist.get_process_group_ranks(self.group))
+
+    @property
     def backend(self) -> str:
         """Name of the backend in use, "none" with one process alone."""
         return "none" if self.group is None else str(dist.get_backend(self.group))
@@ -241,6 +249,7 @@ class World:
             return pending
         for bucket in _buckets(tensors):
             flat = self._stage(_flatten(bucket))
+            sent(flat.nbytes)
             work = dist.all_reduce(flat, op, group=self.group, async_op=True)
             pending.add(work, flat.detach, bucket)
         return pending
@@ -324,9 +333,9 @@ class World:
             return contents
         outgoing = [[item for item in items if item.travels(here, rank)] for rank in ranks]
         incoming = [i for rank in ranks for i, item in enumerate(items) if item.travels(rank, here)]
-        sent = [item.content.reshape(-1) for part in outgoing for item in part]  # type: ignore[union-attr]
+        leaving = [item.content.reshape(-1) for part in outgoing for item in part]  # type: ignore[union-attr]
         received, work = self._exchange(
-            self._stage(torch.cat(sent) if sent else empty),
+            self._stage(torch.cat(leaving) if leaving else empty),
             [sum(item.size for item in part) for part in outgoing],
             [sum(items[i].size for i in incoming if items[i].source == rank) for rank in ranks],
         )
@@ -337,12 +346,35 @@ class World:
         return contents
 
     def _exchange(
-        self, flat: Tensor, sent: list[int], received: list[int]
+        self, flat: Tensor, parts: list[int], received: list[int]
     ) -> tuple[Tensor, dist.Work]:
-        """Start to send ``sent`` elements to each rank, and to receive ``received`` from each."""
+        """Start to send ``parts`` elements to each rank, and to receive ``received`` from each."""
+        sent(flat.nbytes)
         buffer = flat.new_empty(sum(received))
-        work = dist.all_to_all_single(buffer, flat, received, sent, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            buffer, flat, received, parts, group=self.group, async_op=True
+        )
         return buffer, work
+
+    @explained()
+    def swap(self, parts: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
+        """Send each rank its flat part, and get one from each, in one collective.
+
+        Args:
+            parts: By rank, what goes there; all of one dtype, on one device.
+            sizes: By rank, the number of elements that come from there.
+
+        Returns:
+            By rank, what has come from there.
+        """
+        if self.size == 1:
+            return list(parts)
+        sizes = list(sizes)
+        flat = torch.cat(list(parts))
+        sent = self._stage(flat)
+        received, work = self._exchange(sent, [part.numel() for part in parts], sizes)
+        work.wait()
+        return list(received.to(flat.device, flat.dtype).split(sizes))
 
     @explained()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
@@ -353,6 +385,7 @@ class World:
         source = dist.get_global_rank(self.group, 0)
         for bucket in _buckets(tensors):
             flat = self._stage(_flatten(bucket))
+            sent(flat.nbytes if self.rank == 0 else 0)
             dist.broadcast(flat, source, group=self.group)
             _scatter(flat, bucket)
 

@@ -32,6 +32,7 @@ from second_order.distributed.messages import (
 )
 from second_order.distributed.store import Address, Store, StoreClient
 from second_order.farewell import Farewell
+from second_order.stages import sent
 
 __all__ = ["Mailbox", "Patience", "await_connections", "await_goodbyes"]
 
@@ -154,8 +155,9 @@ class Mailbox:
         Tensors on a CUDA device are copied to the host here.
         """
         if self._thread.is_alive():
-            sent = [t.detach().cpu().contiguous() for t in tensors]
-            self._shared.outgoing.put((name, sent, note))
+            copies = [t.detach().cpu().contiguous() for t in tensors]
+            sent(sum(copy.nbytes for copy in copies))
+            self._shared.outgoing.put((name, copies, note))
             self._shared.wake.put(None)
 
     def tell(self, name: str, value: int) -> None:

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.distributed.mailbox import Mailbox
 from second_order.distributed.messages import MalformedError, Message, require_form
@@ -247,7 +246,7 @@ class Accelerator:
 
     def _pairs(self, loss_fn: Closures, epoch: int) -> Pairs:
         options, measured = self._options, self._subject.vector.hessian(loss_fn, self._options.hvp)
-        with record_function("second_order.lanczos"), measured as space:
+        with self._subject.training.meter.stage("lanczos"), measured as space:
             return wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
 
     def _judge(self, tensors: Sequence[Tensor], train: Sequence[bool]) -> None:
@@ -255,7 +254,7 @@ class Accelerator:
         assert self._loss_fn is not None
         vector, losses = self._subject.vector, []
         for point in tensors[:2]:
-            with record_function("second_order.judge"):
+            with self._subject.training.meter.stage("judge"):
                 self._together(partial(self._take_over, point, tensors[2:], train))
                 loss = mean_loss(self._loss_fn, vector.params, self._team, vector.model)
             losses.append(vector.sign * loss if math.isfinite(loss) else None)

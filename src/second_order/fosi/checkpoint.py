@@ -95,7 +95,7 @@ def gather_eigenpairs(
     """Collect each parameter's part of the eigenpairs on the ranks ``to``; a collective."""
     momentum, carried, size = subspace.momentum, subspace.carried, layout.size
     mine, by_vectors = subspace.basis.vectors, isinstance(subspace.basis, ColumnBasis)
-    bounds = row_bounds(len(subspace.values) if by_vectors else size, world.size)
+    bounds = row_bounds(len(subspace.values), world.size) if by_vectors else layout.bounds
     vectors = gather_parts(world, mine, bounds, 0 if by_vectors else 1, to)
     if by_vectors:
         momentum = gather_parts(world, momentum, bounds, 0, to)
@@ -103,6 +103,9 @@ def gather_eigenpairs(
         carried = gather_parts(world, carried, bounds, 0, to)
     if world.rank not in to:
         return {}
+    if not by_vectors:
+        vectors = layout.in_order(vectors)
+        carried = None if carried is None else layout.in_order(carried)
     if carried is None and len(to) == world.size:  # zeros, as for a checkpoint read in place
         carried = vectors.new_zeros(size)
     return _cut(_whole(subspace, vectors, momentum, carried), layout.params)

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
+from second_order.contract.groups import members_of
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
@@ -32,7 +32,13 @@ from second_order.fosi.checkpoint import (
     gather_eigenpairs,
 )
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
-from second_order.fosi.options import FOSIOptions, check_one_vector, newton_scale_at
+from second_order.fosi.options import (
+    FOSIOptions,
+    check_one_vector,
+    check_shards,
+    newton_scale_at,
+)
+from second_order.fosi.statistics import ACCOUNTS, newton_share, statistics_of
 from second_order.fosi.subspace import (
     Subspace,
     share_inside,
@@ -63,6 +69,7 @@ class FOSICurvature(Curvature):
 
     Raises:
         ValueError: If the parameters are no vector with a Hessian, or the base cannot step parts.
+        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
     """
 
     read_by_all = READ_BY_ALL
@@ -76,6 +83,8 @@ class FOSICurvature(Curvature):
     def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
         super().__init__(training)
         check_one_vector(training.groups)
+        _check_uncorrected(training)
+        check_shards(members_of(training.groups), options)
         self.options = options
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
@@ -105,9 +114,21 @@ class FOSICurvature(Curvature):
         averages = self.training.averages
         return "a step skipped on one process would leave the others waiting" * averages
 
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Go on with the shards of parameters, if they can be; the vector is cut anew then."""
+        if self.vector.in_parts:
+            raise TypeError(
+                f"{self.training.name} has stepped this model before fully_shard sharded it, and "
+                f"each process has another part of the base's state; shard the model before the "
+                f"first step"
+            )
+        groups = self.training.groups
+        check_shards([others.get(p, p) for group in groups for p in group["params"]], self.options)
+
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training.groups)
+        check_shards(members_of(self.training.groups), self.options)
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -149,10 +170,10 @@ class FOSICurvature(Curvature):
 
     def precondition(self, average: Callable[[], None]) -> None:
         """Replace ``p.grad`` by g₂."""
-        with record_function("second_order.average_gradients"):
+        with self.training.meter.stage("average_gradients"):
             average()
         if self.subspace is not None:
-            with record_function("second_order.split"), self.vector.plain():
+            with self.training.meter.stage("split"), self.vector.plain():
                 self._split(self.subspace)
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -162,7 +183,7 @@ class FOSICurvature(Curvature):
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
-            with record_function("second_order.newton"), self.vector.plain():
+            with self.training.meter.stage("newton"), self.vector.plain():
                 self._correct(self.subspace, self._newton)
         self._newton = None
         self.vector.share()
@@ -266,6 +287,19 @@ class FOSICurvature(Curvature):
             rest_scale=1.0 if self.subspace is None else self.subspace.rest_scale,
         )
 
+    accounts = ACCOUNTS
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
+        pairs, last = self.pairs, self.training.steps - 1
+        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last)
+        if self._share is not None:
+            found["gradient_share"] = float(self._share)
+        if self.subspace is not None:
+            groups = [chunk.group for chunk in self.vector.chunks]
+            found["newton_share"] = newton_share(self.subspace, self._before, groups)
+        return found
+
     def preconditioned(self) -> list[Tensor]:
         """The parameters that eigenvectors span; none before the first refresh."""
         return [] if self.subspace is None else self.training.training_params()
@@ -280,4 +314,14 @@ class FOSICurvature(Curvature):
             parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
             notes=eigenpair_notes(self.report()),
             refused=self.refused,
+        )
+
+
+def _check_uncorrected(training: Training) -> None:
+    """Raise TypeError if the base sets the parameters to averages that no correction reaches."""
+    if all(callable(getattr(training.base, name, None)) for name in ("train", "eval")):
+        raise TypeError(
+            f"{training.name} corrects the parameters after its base's step, and "
+            f"{training.base_name}, which has train() and eval(), keeps averages of them that the "
+            f"correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.contract.groups import members_of
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_sharded_checkpoint
@@ -28,9 +29,11 @@ from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures, publish
-from second_order.fosi.options import EpochOptions
+from second_order.fosi.options import SHARDED, EpochOptions
+from second_order.fosi.statistics import epoch_statistics
 from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
+from second_order.sharded import is_dtensor
 
 __all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
 
@@ -94,6 +97,8 @@ class Divided(FOSICurvature):
     role: Role = "worker"
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
+        if any(map(is_dtensor, members_of(training.groups))):
+            raise TypeError(SHARDED)
         super().__init__(training, options, closure)
         self.epochs = Epochs(Subject(training, self.vector), options)
 
@@ -101,6 +106,10 @@ class Divided(FOSICurvature):
         """Raise ValueError if no process would be left to train."""
         size, under_ddp = self.training.world.size, self.training.under_ddp
         self._roles = assign_roles(size, self.options.accelerators, "accelerator", under_ddp)
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Raise TypeError: FSDP2 has sharded the parameters since the optimizer was made."""
+        raise TypeError(SHARDED)
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
@@ -111,6 +120,10 @@ class Divided(FOSICurvature):
     def counts(self) -> dict[str, float]:
         """The counts that are saved with each parameter."""
         return {**super().counts(), **self.epochs.counts()}
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log, those of the epochs among them."""
+        return super().statistics() | epoch_statistics(self.epochs.number, self.epochs.reports)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, eigenpairs, and the place in the epochs."""

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
@@ -173,7 +172,7 @@ class Eigenpairs:
         self.drop_unsound()
         had = self.subspace is not None
         measured = self._vector.hessian(loss_fn, options.hvp)
-        with record_function("second_order.lanczos"), measured as space:
+        with training.meter.stage("lanczos"), measured as space:
             pairs = wanted_pairs(space, self._start(space), options)
             loss = space.loss()
         tally.add(training.steps, pairs.iterations)
@@ -301,12 +300,12 @@ class Eigenpairs:
             return
         basis: Basis
         if self._by_rows:
-            rows = loaded.vectors[:, vector.rows].contiguous()
+            rows = vector.here(loaded.vectors).contiguous()
             basis = RowBasis(rows, vector.chunks, world)
         else:
             basis = ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
         subspace = self._span(basis, loaded.values, loaded.residuals, loaded.largest)
         subspace.momentum = loaded.momentum[basis.mine].clone()
-        subspace.carried = None if loaded.carried is None else loaded.carried[vector.rows].clone()
+        subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
         subspace.decayed = loaded.decayed
         self.subspace = subspace

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,14 +25,17 @@ from second_order.options import (
     check_whole,
     value_at,
 )
+from second_order.sharded import is_dtensor
 
 __all__ = [
+    "SHARDED",
     "EpochOptions",
     "FOSIOptions",
     "FinalUpdate",
     "Layout",
     "check_newton_scale",
     "check_one_vector",
+    "check_shards",
     "newton_scale_at",
     "refuse_no_closure",
 ]
@@ -187,6 +190,45 @@ def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> fl
         ratio: Tensor = lr / peak
         return scale * torch.nan_to_num(ratio, 0.0)
     return scale * (lr / peak) if peak > 0.0 else 0.0
+
+
+SHARDED = (
+    "MRDHO2 does not work on parameters that fully_shard (FSDP2) has sharded: its accelerators "
+    "take whole copies of the model; use DistributedDataParallel, or DHO2, KAISA, DPKFAC or "
+    "DistKFAC under fully_shard"
+)
+
+
+def check_shards(params: Sequence[Tensor], options: FOSIOptions) -> None:
+    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
+
+    Args:
+        params: The parameters, sharded or not.
+        options: The options of the step.
+    """
+    shards = [p for p in params if is_dtensor(p)]
+    if not shards:
+        return
+    if len(shards) < len(params):
+        raise TypeError(
+            f"DHO2: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
+            f"vector spans all; shard the rest, too, without ignored_params"
+        )
+    if any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
+        raise TypeError(
+            "DHO2: the parameters are sharded over a mesh with replicas (HSDP), and each process "
+            "is to have rows of its own; shard over a mesh of one dimension"
+        )
+    if options.layout == "column":
+        raise TypeError(
+            "DHO2: layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) "
+            "leaves it rows; use layout='row'"
+        )
+    if options.hvp not in ("auto", "differences"):
+        raise TypeError(
+            f"DHO2: hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has "
+            f"first ones only; use hvp='differences'"
+        )
 
 
 def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:

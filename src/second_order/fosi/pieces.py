@@ -15,10 +15,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from second_order.distributed.collectives import World
+from second_order.distributed.rows import rows_of
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.lanczos.vector_space import row_bounds
+from second_order.sharded import is_dtensor, local
 
-__all__ = ["Chunk", "FlatLayout", "Piece", "chunks_of"]
+__all__ = ["Chunk", "FlatLayout", "Piece", "ShardedLayout", "chunks_of"]
 
 PACKED_BELOW = 2**16
 """Elements: what is smaller travels with its neighbours."""
@@ -49,6 +52,8 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """This piece of a tensor of the parameter's shape: a flat view where there is one."""
+        if is_dtensor(tensor):  # what is here of it is the piece
+            return local(tensor).detach().reshape(-1)
         flat = tensor.detach().reshape(-1)
         return flat if self.size == flat.numel() else flat[self.start : self.stop]
 
@@ -76,13 +81,15 @@ class FlatLayout:
         params: The parameters, in order.
         size: Number n of elements in all.
         pieces: The pieces of all processes, in order.
+        bounds: The index of each process's first element, those of all processes one after the
+            other, and n.
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], processes: int) -> None:
         self.groups = groups
         self.params = [p for group in groups for p in group]
         self.size = sum(p.numel() for p in self.params)
-        bounds = row_bounds(self.size, processes)
+        self.bounds = bounds = row_bounds(self.size, processes)
         self.pieces: list[Piece] = []
         offset = rank = 0
         for index, group in enumerate(groups):
@@ -101,9 +108,59 @@ class FlatLayout:
         """The dtype in which vectors are computed with."""
         return lanczos_dtype(self.params)
 
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """A process's elements of whole vectors, ``(..., n)``."""
+        return whole[..., self.bounds[rank] : self.bounds[rank + 1]]
+
+    def in_order(self, parts: Tensor) -> Tensor:
+        """Whole vectors ``(..., n)`` from all processes' elements, one after the other."""
+        return parts
+
     def of(self, rank: int) -> list[Piece]:
         """The pieces of one process."""
         return [piece for piece in self.pieces if piece.rank == rank]
+
+
+class ShardedLayout(FlatLayout):
+    """The rows that FSDP2 has left each process of the parameters, as parts of their vector.
+
+    Args:
+        groups: The parameters that train, group by group; sharded, without replicas.
+        world: The processes.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], world: World) -> None:
+        super().__init__(groups, 1)
+        starts = accumulate((p.numel() for p in self.params), initial=0)
+        self._starts = dict(zip(self.params, starts, strict=False))
+        rows = {p: rows_of(p, world) for p in self.params}
+        self.pieces = [
+            Piece(p, index, start * rows[p].width, stop * rows[p].width, rank)
+            for rank in range(world.size)
+            for index, group in enumerate(groups)
+            for p in group
+            for start, stop in [rows[p].bounds[rank]]
+            if stop > start
+        ]
+        sizes = [sum(piece.size for piece in self.of(rank)) for rank in range(world.size)]
+        self.bounds = list(accumulate(sizes, initial=0))
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """A process's elements of whole vectors, ``(..., n)``."""
+        parts = [whole[..., self._columns(piece)] for piece in self.of(rank)]
+        return torch.cat(parts, -1) if parts else whole[..., :0]
+
+    def in_order(self, parts: Tensor) -> Tensor:
+        """Whole vectors ``(..., n)`` from all processes' elements, one after the other."""
+        whole = torch.empty_like(parts)
+        each = parts.split([piece.size for piece in self.pieces], -1)
+        for piece, part in zip(self.pieces, each, strict=True):
+            whole[..., self._columns(piece)] = part
+        return whole
+
+    def _columns(self, piece: Piece) -> slice:
+        start = self._starts[piece.param]
+        return slice(start + piece.start, start + piece.stop)
 
 
 @dataclass(frozen=True, eq=False)

@@ -288,6 +288,7 @@ class Subspace:
         carried: This process's part of the vector of earlier subspaces, or None for zero.
         decayed: The factor of ``carried`` that is left.
         unsound: Whether a step was not finite, a scalar tensor, equal on all processes.
+        taken: The last Newton step without α, the base's step in the span, and α of each group.
     """
 
     basis: Basis
@@ -300,6 +301,7 @@ class Subspace:
     carried: Tensor | None = None
     decayed: float = 1.0
     unsound: Tensor | None = None
+    taken: tuple[Tensor, Tensor, Sequence[float | Tensor]] | None = None
 
     def accumulate(
         self, c: Tensor, decay: float, gain: float, nesterov: bool, sound: Tensor
@@ -355,6 +357,7 @@ class Subspace:
         """
         step = newton * self.rates
         c = self.basis.coefficients(moved, witness=step)
+        self.taken = step, c, scales
         stretch = self.rest_scale - 1.0
         steps = [-scale * step - self.rest_scale * c for scale in scales]
         sound = self.basis.add(values, steps, of)

@@ -10,18 +10,19 @@ Checkpoints hold whole tensors in either case, and load on any number of process
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
-from second_order.fosi.pieces import Chunk, FlatLayout, Piece, chunks_of
+from second_order.fosi.pieces import Chunk, FlatLayout, Piece, ShardedLayout, chunks_of
 from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
 from second_order.lanczos.hvp import LossFn, ProductMode
-from second_order.lanczos.spectrum import Measured
+from second_order.lanczos.spectrum import Measured, MeasuredShards
+from second_order.sharded import is_dtensor, reshard
 
 __all__ = ["ParameterVector"]
 
@@ -36,6 +37,7 @@ class ParameterVector:
 
     Attributes:
         spread: Whether rows are spread over the processes.
+        sharded: Whether FSDP2 has spread them: it averages gradients, and shares rows.
         layout: The rows of all processes.
         pieces: This process's pieces.
         chunks: This process's pieces, cut into chunks.
@@ -52,19 +54,24 @@ class ParameterVector:
     def __init__(self, training: Training, *, spread: bool, dtype: torch.dtype | None) -> None:
         self._training, self._dtype = training, dtype
         self.spread = spread and training.world.size > 1
-        if self.spread and not works_by_element(type(training.base)):
+        self.in_parts = False
+        self._stepper: ShardedBase | None = None
+        self._cut()
+        if self.spread and not self.sharded and not works_by_element(type(training.base)):
             raise ValueError(
                 f"layout='row' on {training.world.size} processes steps {training.base_name} on "
                 f"parts of the parameters, and it is not known to work element by element; use "
                 f"layout='column'"
             )
-        self.in_parts = False
-        self._stepper: ShardedBase | None = None
-        self._cut()
 
     def _cut(self) -> None:
-        world = self._training.world
-        self.layout = FlatLayout(self._groups(), world.size if self.spread else 1)
+        world, groups = self._training.world, self._groups()
+        self.sharded = any(is_dtensor(p) for group in groups for p in group)
+        self.layout = (
+            ShardedLayout(groups, world)
+            if self.sharded
+            else FlatLayout(groups, world.size if self.spread else 1)
+        )
         self.pieces = self.layout.of(world.rank if self.spread else 0)
         self.chunks = chunks_of(self.pieces)
 
@@ -128,7 +135,12 @@ class ParameterVector:
 
     def hessian(self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode) -> Measured:
         """The Hessian of a loss at the parameters, over all processes' batches."""
-        world = self._training.world
+        world, rank = self._training.world, self._training.world.rank
+        if self.sharded:
+            reshard(self._training.model)
+            mine = partial(self.layout.part, rank=rank)
+            shared = self.params, world, self.dtype, self.model, self.sign
+            return MeasuredShards(loss_fn, *shared, mine)
         return Measured(loss_fn, self.params, world, self.dtype, hvp, self.model, self.sign)
 
     @property
@@ -137,6 +149,10 @@ class ParameterVector:
         pieces, rank = self.layout.pieces, self._training.world.rank * self.spread
         start = sum(piece.size for piece in pieces if piece.rank < rank)
         return slice(start, start + sum(piece.size for piece in self.pieces))
+
+    def here(self, whole: Tensor) -> Tensor:
+        """The elements that are here of whole vectors, ``(..., n)``."""
+        return self.layout.part(whole, self._training.world.rank * self.spread)
 
     def values(self) -> list[Tensor]:
         """The parameters that are here, a tensor each chunk."""
@@ -174,7 +190,7 @@ class ParameterVector:
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Each process's rows of the gradients, and that process; None if all get all."""
-        if not self.spread:
+        if not self.spread or self.sharded:
             return None
         of = {id(p): gradient for p, gradient in zip(params, gradients, strict=True)}
         pieces = self.layout.pieces
@@ -182,7 +198,7 @@ class ParameterVector:
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Step the base on this process's pieces, to which its state is cut."""
-        if not self.spread:
+        if not self.spread or self.sharded:
             step()
             return
         training = self._training
@@ -194,10 +210,10 @@ class ParameterVector:
 
     def share(self) -> None:
         """Give every process all rows of the parameters; a collective if they are spread."""
-        if not self.spread:
+        if not self.spread or self.sharded:
             return
         pieces = self.layout.pieces
-        with record_function("second_order.exchange"):
+        with self._training.meter.stage("exchange"):
             parts = [piece.of(piece.param) for piece in pieces]
             self._training.world.broadcast(parts, [piece.rank for piece in pieces])
             for piece, part in zip(pieces, parts, strict=True):

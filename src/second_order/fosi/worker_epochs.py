@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
@@ -135,7 +134,7 @@ class Epochs:
         assert self._mailbox is not None
         self.step, self._taken, report = self.step + 1, self._taken + 1, None
         if self.step >= self._options.epoch_steps:
-            with record_function("second_order.final_update"), self._subject.vector.plain():
+            with self._subject.training.meter.stage("final_update"), self._subject.vector.plain():
                 report = self._end(self._mailbox, scales())
             self.reports.append(report)
             self.let_go()
@@ -234,7 +233,7 @@ class Epochs:
         return sound
 
     def _await(self, mailbox: Mailbox, name: str, patience: Patience) -> Message | None:
-        with record_function("second_order.wait"):
+        with self._subject.training.meter.stage("wait"):
             return mailbox.wait(name, patience.ended)
 
     def _agreed(self, mine: bool) -> bool:

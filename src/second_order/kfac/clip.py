@@ -6,7 +6,7 @@ device. What the ranks add up is then the change over the bound, and κ is 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.clip import kl_change
 from second_order.options import PEAK_LR, value_at
 
-__all__ = ["Clip", "bound_for"]
+__all__ = ["USUAL_BATCH", "Clip", "bound_for"]
 
 USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/kfac.md, "The clip"
 
@@ -69,13 +69,17 @@ class Clip:
         return list(torch.zeros(ranks, dtype=wide, device=device).unbind())
 
     def change(
-        self, results: Mapping[KroneckerBlock, Tensor], gradients: Mapping[KroneckerBlock, Tensor]
+        self,
+        results: Mapping[KroneckerBlock, Tensor],
+        gradients: Mapping[KroneckerBlock, Tensor],
+        among: Sequence[KroneckerBlock] = (),
     ) -> Tensor:
         """Σ lr² |P·∇| over layers, over κ where that follows the batch; 0 for none.
 
         Args:
             results: P, the preconditioned gradient, of each layer.
             gradients: ∇, the mean gradient, of each layer.
+            among: The layers whose batches κ follows; none for those of ``results``.
         """
         if not results:
             return torch.zeros(())
@@ -88,7 +92,7 @@ class Clip:
         change = kl_change(list(results.values()), before, rates)
         if self._options.kl_clip != AUTO:
             return change
-        return change / self._bound_for_batch(results).to(change)
+        return change / self._bound_for_batch(among or list(results)).to(change)
 
     def _bound_for_batch(self, blocks: Iterable[KroneckerBlock]) -> Tensor:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""

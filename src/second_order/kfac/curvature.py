@@ -11,13 +11,14 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
@@ -33,16 +34,30 @@ from second_order.kfac.checkpoint import (
 from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
+from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers
+from second_order.kfac.matrices import gradient_blocks, gradient_statistics
 from second_order.kfac.options import KFACOptions, PerStep, check_decay
-from second_order.kfac.plan import LayerPlan, Plan, Planner, dims_of, distkfac_plan
+from second_order.kfac.plan import (
+    LayerPlan,
+    Plan,
+    Planner,
+    dims_of,
+    distkfac_plan,
+    with_one_worker,
+)
+from second_order.kfac.sharded_gradients import ShardedGradients
 from second_order.kfac.solves import Background, Solves
+from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
+from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import check_interval, value_at
 from second_order.report import Summary
+from second_order.sharded import is_dtensor
+from second_order.stages import Meter
 
 __all__ = ["KFACCurvature", "System", "with_stats_workers"]
 
@@ -103,23 +118,39 @@ class KFACCurvature(Curvature):
         self.read_by_all = READ_BY_ALL if system.owners is None else ()
         self.helpers = helpers
         self.budget = Budget(training, options, elsewhere=helpers is not None)
-        timed = partial(self.budget.on, Account.STATISTICS)
+        timed = partial(_in_hooks, training.meter, self.budget)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
-        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
-        clip = Clip(training, options, counted if helpers is None else "helpers")
-        self.gradients = (
-            ResultGradients(training, clip)
-            if system.owners is None
-            else OwnerGradients(training, clip, only_to_owners=system.owners == "owner")
-        )
         self._exchange: Exchange | None = None
         self._updated_at = 0  # the step of the last update of the averages
+        self._intervals: dict[str, int] = {}  # at the last step, by their options
         self._closed = False
         self.layers.find()
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> ResultGradients | OwnerGradients | ShardedGradients:
+        """Make the exchange of gradients, as they are kept and as the system wants them."""
+        training, owners = self.training, self._system.owners
+        counted: Literal["all", "one"] = "all" if owners is None else "one"
+        clip = Clip(training, self._options, counted if self.helpers is None else "helpers")
+        if self.layers.sharded:
+            self._require_no_helpers()
+            return ShardedGradients(training, clip, batch_of_all=owners is None)
+        if owners is None:
+            return ResultGradients(training, clip)
+        return OwnerGradients(training, clip, only_to_owners=owners == "owner")
+
+    def _require_no_helpers(self) -> None:
+        if self.helpers is not None:
+            raise ValueError(_no_copies(self.training))
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
+        self.layers.replace_params(others)
+        self.gradients = self._gradients()
 
     def description(self) -> list[str]:
         """The options, and the layers."""
@@ -155,6 +186,8 @@ class KFACCurvature(Curvature):
         """Look for the model's layers again."""
         if not self._closed:
             self.layers.find()
+            if self.layers.sharded != isinstance(self.gradients, ShardedGradients):
+                self.gradients = self._gradients()
             self._look()
 
     # --------------------------------------------------------------------------------- the step
@@ -181,24 +214,25 @@ class KFACCurvature(Curvature):
             with on(Account.BASE):
                 average()
 
-        with record_function("second_order.statistics"), on(Account.STATISTICS):
+        with self.training.meter.stage("statistics"), on(Account.STATISTICS):
             self.take_statistics()
-        with record_function("second_order.solve"), on(Account.REFRESH):
+            self._take_gradients(averaged)
+        with self.training.meter.stage("solve"), on(Account.REFRESH):
             due = self._due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
             heard = self.solves.refresh(due, averaged, news)
             if self.helpers is not None:
                 self.helpers.hear(heard, self.training)
-        with record_function("second_order.average_gradients"):
+        with self.training.meter.stage("average_gradients"):
             average()
-        with record_function("second_order.precondition"), on(Account.APART):
+        with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
 
     def take_statistics(self) -> None:
         """Update the running averages by the statistics of the step's passes and of helpers."""
         helpers, exchange = self.helpers, self._exchange
         assert exchange is not None
-        taken = [block for block in self.plan if self._takes(block)]
+        taken = [block for block in self.plan if block.watched and self._takes(block)]
         fed = [block for block in taken if not block.staged.empty]
         own = self._due("factor_update_steps")
         if helpers is not None:
@@ -207,7 +241,7 @@ class KFACCurvature(Curvature):
             sums = self.layers.sums(taken)
             for block in self.plan:
                 block.expect()
-            with record_function("second_order.exchange"):
+            with self.training.meter.stage("exchange"):
                 exchange.statistics(sums)
             self.layers.take_in(sums, self._decay())
             self._updated_at = self.training.steps
@@ -222,18 +256,27 @@ class KFACCurvature(Curvature):
             self.layers.take_in(found, decay)
         helpers.tell(self.training)
 
+    def _take_gradients(self, average: Callable[[], None]) -> None:
+        """Update the averages of matrices that no rule knows, by the mean gradients."""
+        blocks = gradient_blocks(self.plan)
+        if not blocks or not self._due("factor_update_steps"):
+            return
+        average()
+        sums = gradient_statistics(
+            self.training,
+            self.layers.blocks,
+            [block for block in blocks if self._takes(block)],
+            counts_own=self._system.owners is not None,
+            mean_loss=self._options.loss_reduction == "mean",
+        )
+        for block in blocks:
+            block.expect()
+        self.layers.take_in(sums, self._decay())
+
     def _precondition(self) -> None:
         """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""
         assert self._exchange is not None
-        solved = [block for block in self.plan if block.solved]
-        found = {block: block.gradient(block.work_dtype) for block in solved}
-        mine = {
-            block: block.precondition(gradient, self._options.inv_dtype)
-            for block, gradient in found.items()
-            if block.inverse is not None and (self.gradients.wants_all or gradient is not None)
-        }
-        gradients = {block: g for block, g in found.items() if g is not None}
-        self.gradients.finish(self.plan, self._exchange, mine, gradients)
+        self.gradients.precondition(self.plan, self._exchange, self._options.inv_dtype)
 
     def correct(self) -> None:
         """Offer the stepped parameters to stats workers; the step is over."""
@@ -261,8 +304,10 @@ class KFACCurvature(Curvature):
         """Whether this step is one of an interval's, by the name of its option."""
         steps = self.training.steps
         if steps < self._dense_until or steps == self.layers.newcomers_at:
+            self._intervals[option] = 1
             return True
-        return steps % self._every(option) == 0
+        self._intervals[option] = every = self._every(option)
+        return steps % every == 0
 
     @property
     def _dense_until(self) -> int:
@@ -290,7 +335,7 @@ class KFACCurvature(Curvature):
     def _decay_after(self, steps: int) -> float:
         """The averages' weight of the past at an update, ``steps`` after the last one."""
         if isinstance(self._options.factor_decay, PerStep):
-            return self._options.factor_decay.after(steps)
+            return self._options.factor_decay.after(steps, self.training.steps)
         decay: float = value_at(self._options.factor_decay, self.training.steps)
         check_decay(decay)
         return decay
@@ -312,6 +357,8 @@ class KFACCurvature(Curvature):
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
         self._shapes |= shapes
         plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
+        if isinstance(self.gradients, ShardedGradients):
+            plan = with_one_worker(plan)
         before = self.known
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
@@ -349,7 +396,12 @@ class KFACCurvature(Curvature):
         wanted = ("inverses wanted at once", self.solves.wanted)
         newcomers = ("anew at", self.layers.newcomers_at)
         scheduled = self._options.scheduled(self.training.steps)
-        return [("closed", self._closed), wanted, newcomers, *scheduled, *self.budget.facts()]
+        sharded = ("sharded by FSDP2", isinstance(self.gradients, ShardedGradients))
+        return [
+            *(("closed", self._closed), sharded, wanted, newcomers),
+            *scheduled,
+            *self.budget.facts(),
+        ]
 
     # ------------------------------------------------------------------------ state and summary
 
@@ -415,9 +467,44 @@ class KFACCurvature(Curvature):
         self.plan.clear()  # the exchange holds it, too
         self.known, self._shapes = {}, {}
 
+    def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
+        """The factors as an object of their own; a collective if some are kept elsewhere.
+
+        Args:
+            dtype: Dtype of the copies.
+            gather: Whether to get factors that other processes keep.
+        """
+        gather = gather and bool(self.kept_elsewhere)
+        if gather:
+            self._follow()
+        return fitted_curvature(
+            self.training,
+            self._options,
+            self.layers,
+            self.known,
+            self.solves.damping,
+            dtype,
+            gather,
+        )
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.capture.unhooked()
+
     def preconditioned(self) -> list[Tensor]:
         """The parameters of layers that train, and of which statistics come."""
         return self.layers.preconditioned()
+
+    accounts = ACCOUNTS
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log: clip, damping, traces, condition, ages and failures."""
+        last, nu = self.training.steps - 1, self.gradients.coefficient
+        found = statistics_of(self.layers, self.plan, self.solves, last)
+        found["clip"] = 1.0 if nu is None else float(nu)
+        if last >= 0 and not self._closed:
+            found["age/statistics"] = float(max(last - self._updated_at, 0))  # 0 after a load
+        return found | {name: float(steps) for name, steps in self._intervals.items()}
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
@@ -441,6 +528,8 @@ def with_stats_workers(
     """
     if system.background is not None and system.background.device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
+    if count and any(map(is_dtensor, training.model.parameters())):
+        raise ValueError(_no_copies(training))
     if count and training.world.size == 1:
         training.warn(
             f"{training.name}(stats_workers={count}) with one process: nobody computes "
@@ -456,6 +545,24 @@ def with_stats_workers(
     layers = Layers(training, options, system.rules, system.conv_approximation)
     described = partial(_described, training, options, system)
     return StatsWorker(training, layers, described, partial(_owners, system), count, patience)
+
+
+def _no_copies(training: Training) -> str:
+    return (
+        f"{training.name}: stats workers pass batches through whole copies of the model, and FSDP2 "
+        f"has sharded it over all ranks; use stats_workers=0"
+    )
+
+
+@contextmanager
+def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
+    """Measure the work of a hook."""
+    before = meter.switch("statistics")
+    try:
+        with budget.on(Account.STATISTICS):
+            yield
+    finally:
+        meter.switch(before)
 
 
 def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from second_order.kfac.options import AUTO
+from second_order.kfac.options import AUTO, PerStep
 from second_order.options import (
     check_choice,
     check_count,
@@ -19,6 +19,7 @@ from second_order.options import (
 )
 
 __all__ = [
+    "FORGETFUL",
     "DecayingClip",
     "DoublyFactored",
     "check_distkfac_options",
@@ -26,6 +27,9 @@ __all__ = [
     "checked_staleness",
     "half_the_cores",
 ]
+
+FORGETFUL = PerStep(0.95)
+"""What ``factor_decay=None`` means: some twenty steps are remembered."""
 
 DoublyFactored: TypeAlias = Mapping[str, tuple[int, int]] | Literal["auto"] | None
 
@@ -79,8 +83,6 @@ def check_distkfac_options(keywords: Mapping[str, Any]) -> None:
     check_timeout("helper_timeout", keywords["helper_timeout"])
     check_choice("inverse_device", keywords["inverse_device"], ("cpu", "cuda"))
     check_choice("conv_factors", keywords["conv_factors"], ("kfc", "cheap"))
-    check_count("max_exact_dim", keywords["max_exact_dim"], "rows")
-    check_flag("exact_blocks", keywords["exact_blocks"])
     if keywords["inverse_threads"] is not None:
         check_count("inverse_threads", keywords["inverse_threads"], "threads")
 

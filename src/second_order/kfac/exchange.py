@@ -8,12 +8,11 @@ gradients        from a gradient worker to the receivers of its own column; or, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
@@ -92,17 +91,37 @@ class Exchange:
         return deliver_parts(self._row, shapes, routes, mine, dtype, device)
 
 
+def preconditioned(
+    layers: Iterable[KroneckerBlock], dtype: torch.dtype, *, wants_all: bool
+) -> tuple[dict[KroneckerBlock, Tensor], dict[KroneckerBlock, Tensor]]:
+    """P of the layers that this rank preconditions, and ∇ of those that have a gradient here.
+
+    Args:
+        layers: The layers; those that are not solved do not count.
+        dtype: The dtype of the inverses.
+        wants_all: Whether a layer without a gradient has a P, too: others expect it.
+    """
+    found = {block: block.gradient(block.work_dtype) for block in layers if block.solved}
+    mine = {
+        block: block.precondition(gradient, dtype)
+        for block, gradient in found.items()
+        if block.inverse is not None and (wants_all or gradient is not None)
+    }
+    return mine, {block: g for block, g in found.items() if g is not None}
+
+
 class ResultGradients:
     """Preconditioned gradients that gradient workers send to the other ranks.
 
     Every rank has the mean gradients, gets all results, and clips by itself.
-    """
 
-    wants_all = True
-    """Whether a result has to be sent of a layer without a gradient, too: others expect it."""
+    Attributes:
+        coefficient: ν of the last step, a scalar; None where nothing was clipped.
+    """
 
     def __init__(self, training: Training, clip: Clip) -> None:
         self._training, self._clip = training, clip
+        self.coefficient: Tensor | None = None
 
     def route(
         self,
@@ -116,31 +135,31 @@ class ResultGradients:
     def follow_moved(self, layers: Mapping[KroneckerBlock, LayerPlan]) -> None:
         """Do nothing: no gradient is at one rank alone."""
 
-    def finish(
+    def precondition(
         self,
         layers: Mapping[KroneckerBlock, LayerPlan],
         exchange: Exchange,
-        mine: Mapping[KroneckerBlock, Tensor],
-        gradients: Mapping[KroneckerBlock, Tensor],
+        dtype: torch.dtype,
     ) -> None:
-        """Exchange the results, clip them, and write them where the gradients were.
+        """Precondition, exchange the results, clip them, and write them to the gradients.
 
         Args:
             layers: The plan of each layer.
             exchange: The collectives between the ranks.
-            mine: Gradients that this rank has preconditioned, ``(groups, out, in)``.
-            gradients: The layers' mean gradients, ``(groups, out, in)``.
+            dtype: The dtype of the inverses.
         """
-        with record_function("second_order.exchange"):
+        self.coefficient = None
+        mine, gradients = preconditioned(layers, dtype, wants_all=True)
+        with self._training.meter.stage("exchange"):
             results = self._exchanged(layers, exchange.column, mine)
         if not gradients:
             return
-        with record_function("second_order.clip"):
-            chosen, coefficient = {block: results[block] for block in gradients}, None
+        with self._training.meter.stage("clip"):
+            chosen = {block: results[block] for block in gradients}
             if (bound := self._clip.bound()) is not None:
-                coefficient = kl_clip_coefficient(self._clip.change(chosen, gradients), bound)
+                self.coefficient = kl_clip_coefficient(self._clip.change(chosen, gradients), bound)
             for block, result in chosen.items():
-                block.write_gradient(result, _on(coefficient, result))
+                block.write_gradient(result, _on(self.coefficient, result))
 
     def _exchanged(
         self,
@@ -186,14 +205,14 @@ class OwnerGradients:
 
     Attributes:
         hooked: Whether DistributedDataParallel sends gradients to their owners.
+        coefficient: ν of the last step, a scalar; None where nothing was clipped.
     """
-
-    wants_all = False
 
     def __init__(self, training: Training, clip: Clip, *, only_to_owners: bool) -> None:
         self._training, self._clip = training, clip
         self.only_to_owners = only_to_owners
         self.hooked = False
+        self.coefficient: Tensor | None = None
         self._summed_to: dict[Tensor, int] = {}  # since the last step
 
     def route(
@@ -248,37 +267,37 @@ class OwnerGradients:
         moved = [(p.grad, rank) for p, rank in summed.items() if owners.get(p, rank) != rank]
         self._share([(grad, rank) for grad, rank in moved if grad is not None])
 
-    def finish(
+    def precondition(
         self,
         layers: Mapping[KroneckerBlock, LayerPlan],
         exchange: Exchange,
-        mine: Mapping[KroneckerBlock, Tensor],
-        gradients: Mapping[KroneckerBlock, Tensor],
+        dtype: torch.dtype,
     ) -> None:
         """Write the owners' results, send them to all with the clip's sums, and clip them.
 
         Args:
             layers: The plan of each layer.
             exchange: The collectives between the ranks.
-            mine: Gradients that this rank has preconditioned, ``(groups, out, in)``.
-            gradients: The layers' mean gradients that are here, ``(groups, out, in)``.
+            dtype: The dtype of the inverses.
         """
+        mine, gradients = preconditioned(layers, dtype, wants_all=False)
         world, solved = self._training.world, [block for block in layers if block.solved]
         ranks = range(world.size)
         changes: list[Tensor] = []
-        bound = self._clip.bound()
-        with record_function("second_order.clip"):
+        bound, self.coefficient = self._clip.bound(), None
+        with self._training.meter.stage("clip"):
             if bound is not None:
                 changes = self._clip.parts(world.size, self._training.device)
                 here = {block: gradients[block] for block in mine}
                 changes[world.rank].copy_(self._clip.change(mine, here))
             for block, result in mine.items():  # not yet clipped: the whole sum comes with it
                 block.write_gradient(result, 1.0)
-        with record_function("second_order.exchange"):
+        with self._training.meter.stage("exchange"):
             self._share([*self._sent(layers, solved), *zip(changes, ranks, strict=False)])
         if bound is not None:
-            with record_function("second_order.clip"):
+            with self._training.meter.stage("clip"):
                 coefficient = kl_clip_coefficient(torch.stack(changes).sum(), bound)
+                self.coefficient = coefficient
                 for gradient in (p.grad for block in solved for p in block.params):
                     if gradient is not None:
                         gradient.mul_(_on(coefficient, gradient))

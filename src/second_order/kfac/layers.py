@@ -26,6 +26,7 @@ from second_order.kronecker.model_blocks import (
 from second_order.kronecker.overflow import drop_overflow
 from second_order.patterns import unmatched_patterns
 from second_order.report import Summary
+from second_order.sharded import FSDPParams, is_dtensor, plain_type, reshard
 
 __all__ = ["Layers"]
 
@@ -77,6 +78,7 @@ class Layers:
             optimized: The parameters whose layers are looked for; those in the groups if None.
         """
         params = members_of(self._training.groups) if optimized is None else optimized
+        reshard(self._training.model)
         self.blocks, self.left = find_blocks(
             self._training.model,
             {id(p): p.numel() for p in params},
@@ -87,10 +89,21 @@ class Layers:
             self._rules,
         )
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has sharded any parameter of a layer."""
+        return any(is_dtensor(p) for b in self.blocks for p in (b.weight, *b.params))
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Put other parameters in the place of some, of which they are shards."""
+        for block in self.blocks:
+            block.replace_params(others)
+        self.forget_plan()
+
     def description(self) -> list[str]:
         """The layers as the ranks compare them: equal parameters can belong to unlike layers."""
         left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
-        kinds = [type(block.modules[0]).__name__ for block in self.blocks]
+        kinds = [plain_type(block.modules[0]).__name__ for block in self.blocks]
         pairs = zip(self.blocks, kinds, strict=True)
         return [*(f"layer {b.name}: {kind} {b.shape}" for b, kind in pairs), *left]
 
@@ -133,6 +146,7 @@ class Layers:
         options = self._options
         sampled, divided_by = options.fisher == "sampled", options.accumulation_steps
         scaler = None if sampled else self._training.scaler
+        fsdp = FSDPParams(self._training.model)
         self.collector = StatisticsCollector(
             options.kfac_approx,
             options.factor_dtype,
@@ -142,15 +156,18 @@ class Layers:
             ),
             conv_approximation=self._conv_approximation,
             warn=self._training.notices.keep,
+            fsdp=fsdp,
         )
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
-        self.capture = Capture(self.collector, self._sampler, self.collector.wants, self._timed)
+        self.capture = Capture(
+            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
+        )
 
     def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
         """Hook the layers whose statistics this process takes."""
-        modules = [m for block in self.blocks if taken(block) for m in block.modules]
+        modules = [m for block in self.blocks if taken(block) for m in block.watched]
         self.capture.attach(self._training.model, modules)
 
     def expect(self, due: bool) -> None:
@@ -262,7 +279,7 @@ class Layers:
             return
         cause = next(
             filter(None, map(self._why_silent, self.active)),
-            "make the optimizer before torch.compile's first run: hooks added later never fire",
+            "train the very model that the optimizer was given, not a copy or an export of it",
         )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"

@@ -11,6 +11,7 @@ import torch
 
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.kronecker.layers import Approximation
+from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SOLVERS, SolverName
 from second_order.options import (
     AutoInterval,
@@ -43,28 +44,63 @@ __all__ = [
 T = TypeVar("T")
 
 
+def check_damping(value: Any) -> None:
+    """Raise ValueError unless a damping is at least 0 and finite."""
+    check_number("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
+
+
+def check_decay(value: Any) -> None:
+    """Raise ValueError unless a factor_decay lies in 0..1, 1 excluded."""
+    check_number(
+        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="'auto' counts steps"
+    )
+
+
+def check_clip(value: Any) -> None:
+    """Raise ValueError unless a kl_clip is positive."""
+    remedy = "use a positive number, 'auto', or None for no clip"
+    check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
+
+
 @dataclass(frozen=True)
 class PerStep:
-    """A weight of the past that counts steps, however rare updates are.
+    """A weight of the past that counts steps, however rare updates are; a ``factor_decay``.
 
     Attributes:
         decay: Weight of the past per step, in [0, 1); some 1 / (1 - decay) steps are remembered.
+        share: The part of the steps taken so far that is remembered while that is less, two
+            steps at least; None: training's age does not count. Curvature changes fastest at
+            the start, and what it was then is soon no guide.
+
+    Raises:
+        TypeError: For a value that is no number.
+        ValueError: For a value outside its bounds.
     """
 
     decay: float
+    share: float | None = None
 
-    def after(self, steps: int) -> float:
-        """The weight of the past at an update, ``steps`` after the last one."""
-        return self.decay ** max(steps, 1)
+    def __post_init__(self) -> None:
+        check_decay(self.decay)
+        if self.share is not None:
+            remedy = "1 / 3, say, or None"
+            check_number("share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy)
+
+    def after(self, steps: int, step: int) -> float:
+        """The weight of the past at an update at ``step``, ``steps`` after the last one."""
+        decay = self.decay
+        if self.share is not None:
+            decay = min(decay, 1 - 1 / max(2.0, self.share * step))
+        return decay ** max(steps, 1)
 
 
-STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.95)
+STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 AUTO: Literal["auto"] = "auto"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
-DAMPING, ADAPTIVE_DAMPING = 2.0, 0.1
+DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
@@ -92,7 +128,7 @@ Arguments of ``rest`` where the two are to differ, as ``{"lr": 1e-3}``.""",
     "damping": """\
 γ, added to the curvature before it is inverted; number or callable, at least 0.
 A larger γ is more cautious: the step turns from the natural to the plain gradient. "auto":
-0.1 under a base that scales its steps itself, as Adam does, and 2 under others; without
+0.1 under a base that scales its steps itself, as Adam does, and 0.5 under others; without
 ``relative_damping`` a value has to be given.""",
     "relative_damping": """\
 γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G / (dim A dim
@@ -100,9 +136,9 @@ G), which frees it of the scale of the loss. False: γ is ``damping`` itself, as
 papers. KAISA's published code has smaller factors, and so another γ for the same
 step: see "Where it differs from the paper" in its docs.""",
     "factor_decay": """\
-Weight of the past in the running averages of A and G at an update, in [0, 1); number
-or callable. "auto": the number of steps remembered does not depend on the intervals: some
-twenty (0.95 to the power of the steps since the last update) under a base that scales
+Weight of the past in the running averages of A and G at an update, in [0, 1); number,
+callable or ``PerStep``. "auto": the number of steps remembered does not depend on the
+intervals: some 45 (0.978 to the power of the steps since the last update) under a base that scales
 its steps itself, as Adam does, and two hundred (0.995) under others.""",
     "kl_clip": """\
 κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
@@ -150,6 +186,14 @@ iteration from the last ones where that is accurate.""",
 Largest size of a factor. Layers with a larger one, A of the inputs or G of the outputs,
 are left to the base, and named: memory grows with its square, a solve with its cube. The A of an
 embedding is diagonal, of any size.""",
+    "exact_blocks": """\
+Gains and biases of normalisations have exact blocks, and biases that train alone; False leaves them
+to the base. Norms of other classes are found by what they compute.""",
+    "max_exact_dim": "Entries up to which such a block is a full matrix; above, its diagonal.",
+    "other_matrices": """\
+"gradient": matrices of which no rule is known, those of recurrent layers or lone parameters for
+example, and of layers that are too large, get factors from the gradient itself, as in Shampoo; a
+side longer than ``max_factor_dim`` its diagonal. "base" leaves them to the base.""",
     "skip_layers": """\
 Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``, that
 the base trains alone, with all that is inside them.""",
@@ -201,6 +245,9 @@ class KFACOptions:
     inv_dtype: torch.dtype = torch.float32
     max_consecutive_failures: int = 3
     max_factor_dim: int = 8192
+    exact_blocks: bool = False
+    max_exact_dim: int = 256
+    other_matrices: str = "base"
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
@@ -246,6 +293,15 @@ class KFACOptions:
         return f"damping {damping}; clip {clip}; {memory}"
 
     @property
+    def block_rules(self) -> BlockRules:
+        """The rules for which modules become blocks."""
+        return BlockRules(
+            max_factor_dim=self.max_factor_dim,
+            max_exact_dim=self.max_exact_dim if self.exact_blocks else None,
+            other_matrices=self.other_matrices,
+        )
+
+    @property
     def solve_dtype(self) -> torch.dtype:
         """The dtype in which factors are decomposed."""
         dtype = torch.promote_types(self.factor_dtype, self.inv_dtype)
@@ -287,27 +343,12 @@ class KFACOptions:
                     f"(float16 overflows at 65504); use torch.float32"
                 )
         check_count("max_factor_dim", self.max_factor_dim, "rows")
+        check_count("max_exact_dim", self.max_exact_dim, "rows")
+        check_flag("exact_blocks", self.exact_blocks)
+        check_choice("other_matrices", self.other_matrices, ("base", "gradient"))
         check_count(
             "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
         )
-
-
-def check_damping(value: Any) -> None:
-    """Raise ValueError unless a damping is at least 0 and finite."""
-    check_number("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
-
-
-def check_decay(value: Any) -> None:
-    """Raise ValueError unless a factor_decay lies in 0..1, 1 excluded."""
-    check_number(
-        "factor_decay", value, low=0.0, high=1.0, open_high=True, remedy="'auto' counts steps"
-    )
-
-
-def check_clip(value: Any) -> None:
-    """Raise ValueError unless a kl_clip is positive."""
-    remedy = "use a positive number, 'auto', or None for no clip"
-    check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
 def documented(optimizer: type[T]) -> type[T]:

@@ -36,6 +36,7 @@ __all__ = [
     "dpkfac_plan",
     "kaisa_plan",
     "solve_cost_of",
+    "with_one_worker",
 ]
 
 Pair: TypeAlias = tuple[int, int]
@@ -156,6 +157,21 @@ def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -
         for o in spread_costs([layer.cost for layer in layers], ranks)
     )
     return Plan(Grid(1, ranks), tuple(plans))
+
+
+def with_one_worker(plan: Plan) -> Plan:
+    """A plan where one rank does all the work on each layer that the others have not to see.
+
+    That suits gradients of which each rank has some rows: they come together on one rank anyway,
+    and the others need no inverse. It is the rank that decomposes A.
+    """
+    layers = []
+    for layer in plan.layers:
+        rank = layer.solver("A")
+        keepers = None if layer.keepers is None else (rank, rank)
+        said = layer.said if layer.workers == (rank,) else f"solve and precondition {rank}"
+        layers.append(LayerPlan(layer.source, keepers, (rank, rank), (rank,), said))
+    return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), tuple(layers))
 
 
 def dims_of(block: KroneckerBlock) -> LayerDims:

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from second_order.contract.training import Training
 from second_order.distributed.parcels import Shapes
@@ -120,6 +119,9 @@ class Solves:
         flights: The solves under way, by layer.
         taken_at: By layer, the step whose factors the inverse in use was made from.
         landed_at: By layer, the step at which that inverse was put to use.
+        damping: γ of the last refresh, as the option has it; NaN before.
+        dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
+        failed: Number of solves that gave no sound decomposition, of all layers so far.
         exchange: The collectives between the ranks.
     """
 
@@ -143,6 +145,8 @@ class Solves:
         self.flights: dict[KroneckerBlock, Flight] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.landed_at: dict[KroneckerBlock, int] = {}
+        self.damping, self.failed = math.nan, 0
+        self.dampings: dict[KroneckerBlock, Damping] = {}
         self._made_streams: Streams | None = None
         self._posting: Ticket[None] | None = None
         self._begin()
@@ -158,14 +162,20 @@ class Solves:
         self.flights.clear()  # verdicts on other factors or layers
         self.wanted = True
         known = set(self._layers.blocks)
-        for steps in (self.landed_at, self.taken_at):
-            for block in [b for b in steps if b not in known or not b.solved]:
-                del steps[block]
+        by_layer: tuple[dict[KroneckerBlock, Any], ...] = (
+            self.landed_at,
+            self.taken_at,
+            self.dampings,
+        )
+        for each in by_layer:
+            for block in [b for b in each if b not in known or not b.solved]:
+                del each[block]
 
     def restart(self) -> None:
         """Solve all layers anew, from other factors."""
         self.flights.clear()
         self.landed_at, self.taken_at, self.wanted = {}, {}, True
+        self.dampings = {}
 
     def refresh(
         self, due: bool, average: Callable[[], None], news: Sequence[float] = ()
@@ -213,19 +223,20 @@ class Solves:
         if due:
             damping = value_at(self._options.damping, self._training.steps)
             check_damping(damping)  # everywhere, before it begins
+            self.damping = float(damping)
         heard: Sequence[float] = news
         hopeless: list[str] = []
         silent: list[KroneckerBlock] = []
         for part in self._parts(due):
-            with record_function("second_order.launch"):
+            with self._training.meter.stage("launch"):
                 self._submit(part, damping)
-            with record_function("second_order.agree"), self._budget.on(self._waiting):
+            with self._training.meter.stage("agree"), self._budget.on(self._waiting):
                 agreed = self._start_agreement(news)
-            with record_function("second_order.average_gradients"):
+            with self._training.meter.stage("average_gradients"):
                 average()
             with self._budget.on(self._waiting):
                 verdicts, heard = agreed()
-            with record_function("second_order.land"):
+            with self._training.meter.stage("land"):
                 landed, failing = self._install(verdicts)
             hopeless += failing
             silent += [block for block in landed if block.state.silent]
@@ -476,7 +487,7 @@ class Solves:
         if ticket is None:
             return flight.verdict
         if self._waits(block):
-            with record_function("second_order.wait"):
+            with self._training.meter.stage("wait"):
                 ticket.wait()
         elif (self._background and self._background.deterministic) or not ticket.done:
             return Verdict.FLYING
@@ -505,6 +516,7 @@ class Solves:
             if block in received:
                 damping, parts = received.pop(block)
                 inverse = self._solver.combine(parts, damping)
+                self.dampings[block] = damping
             block.install(inverse)
             self.landed_at[block], self.taken_at[block] = self._training.steps, flight.step
         return list(verdicts), failing
@@ -539,7 +551,7 @@ class Solves:
                         mine[block, letter] = (damping.to(device), *solved[letter])
             flight.solved, flight.ticket = {}, None
         if sound:
-            with record_function("second_order.exchange"):
+            with self._training.meter.stage("exchange"):
                 mine = self.exchange.decompositions(mine, shapes, options.inv_dtype, device)
         received: dict[KroneckerBlock, tuple[Damping, Solved]] = {}
         for block in sound:
@@ -570,6 +582,7 @@ class Solves:
             block.drop_inverse()
         else:
             block.fail()
+            self.failed += 1
             kept = (
                 "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
             )
@@ -600,7 +613,7 @@ class Solves:
         if self._pool is not None:
             self._pool.close()
         self.flights.clear()
-        self._plan, self.landed_at, self.taken_at = {}, {}, {}
+        self._plan, self.landed_at, self.taken_at, self.dampings = {}, {}, {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads stay here; what is under way on them is launched anew in the copy.

@@ -11,7 +11,9 @@ are sent on demand: nobody waits, and no more than one message of a kind is unde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,6 +30,7 @@ from second_order.distributed.roles import Roles, assign_roles
 from second_order.distributed.store import Address, Store, open_store
 from second_order.errors import SecondOrderError
 from second_order.kfac.layers import Layers
+from second_order.kfac.statistics import ACCOUNTS, NAMES
 from second_order.kronecker.block import GradientScale, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
@@ -309,6 +312,7 @@ class StatsWorker(Curvature):
 
     scaler_matters = "the gradients it has captured carry the scale"
     parts_suffice = True
+    accounts = ACCOUNTS
 
     def __init__(
         self,
@@ -521,9 +525,17 @@ class StatsWorker(Curvature):
         """The parameters of the layers whose statistics this process takes."""
         return self.layers.preconditioned()
 
+    def statistics(self) -> dict[str, float]:
+        """The workers' names, with NaN: this process preconditions nothing."""
+        return dict.fromkeys(NAMES, math.nan)
+
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
         return self.layers.summary({})
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.capture.unhooked()
 
     def close(self) -> None:
         """Say goodbye to the workers, and release the model."""

@@ -8,6 +8,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.model_blocks import LeftToBase
 from second_order.report import LayerRow
+from second_order.sharded import plain_type
 
 __all__ = ["layer_rows"]
 
@@ -27,7 +28,7 @@ def layer_rows(
     rows = [
         LayerRow(
             name=block.name,
-            kind=type(block.modules[0]).__name__,
+            kind=plain_type(block.modules[0]).__name__,
             parameters=block.size,
             status=_status(block),
             detail=SILENT if block.state.silent else _factors(block.shape),
@@ -48,6 +49,7 @@ def _factors(shape: FactorShape) -> str:
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
     groups = f"{shape.groups} x " if shape.groups > 1 else ""
     squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
+    groups = "of gradients: " if shape.marginal else groups
     return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
 
 

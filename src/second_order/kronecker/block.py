@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from second_order.errors import SecondOrderWarning
 from second_order.kronecker.decompositions import ieee_matmul
@@ -19,17 +19,22 @@ from second_order.kronecker.factors import (
     mean_eigenvalue,
 )
 from second_order.kronecker.layers import (
+    KINDS,
     Approximation,
     FactorShape,
+    Key,
     PairStatistics,
     factor_shape,
     gradient_from_matrix,
     gradient_to_matrix,
     is_convolution,
+    key_of,
     pair_statistics,
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.sharded import FSDPParams, local
+from second_order.stages import span
 
 __all__ = [
     "GradientScale",
@@ -66,6 +71,7 @@ class KroneckerBlock:
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
         modules: The modules that share the weight.
+        keys: The kind of each module.
         weight: The shared weight.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
@@ -82,9 +88,11 @@ class KroneckerBlock:
         bias: nn.Parameter | None,
         factor_dtype: torch.dtype,
         triangular: bool,
+        keys: Sequence[Key | None] = (),
     ) -> None:
         self.names = list(names)
         self.modules = list(modules)
+        self.keys = list(keys) or list(map(key_of, modules))
         self.weight = self._key_parameter()
         self.bias = bias
         self.factor_dtype = factor_dtype
@@ -96,7 +104,14 @@ class KroneckerBlock:
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.modules[0].weight)
+        key = self.keys[0]
+        assert key is not None
+        return cast(nn.Parameter, getattr(self.modules[0], KINDS[key].weight))
+
+    @property
+    def watched(self) -> Sequence[nn.Module]:
+        """The modules whose passes make the statistics."""
+        return self.modules
 
     def _reset(self) -> None:
         self.shape: FactorShape = self._current_shape()
@@ -143,20 +158,55 @@ class KroneckerBlock:
         """Whether no parameter of the block has a gradient."""
         return all(p.grad is None for p in self.params)
 
-    def starts_anew(self) -> bool:
+    def starts_anew(self, unreduced: bool = False) -> bool:
         """Whether gradients of staged statistics have been thrown away: set to None, or to zero.
 
         Call this once at the beginning of each pass. An accumulation adds 1 to a gradient's
         version, so that only gradients that something else has changed are looked at: a device is
-        not waited for in a loop that merely accumulates.
+        not waited for in a loop that merely accumulates. Of a sharded gradient the rows that are
+        here tell, if there are any: other ranks may not be asked in a pass.
+
+        Args:
+            unreduced: Whether FSDP2 keeps gradients of earlier passes that it has yet to average.
         """
         gradient, expected = self.weight.grad, self._expected_version
+        gradient = None if gradient is None else local(gradient)
         self._expected_version = 0 if gradient is None else gradient._version + 1
         if self.staged.empty:
             return False
         if gradient is None or gradient._version == expected:
-            return self.without_gradient
-        return not any(bool(p.grad.any()) for p in self.params if p.grad is not None)
+            return self.without_gradient and not unreduced
+        rows = [local(p.grad) for p in self.params if p.grad is not None]
+        return any(map(Tensor.numel, rows)) and not any(bool(each.any()) for each in rows)
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Put other parameters of the same shapes in the place of some of the block's."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, others.get(value, value))
+            elif isinstance(value, list):
+                value[:] = [others.get(v, v) if isinstance(v, Tensor) else v for v in value]
+
+    @contextmanager
+    def lent(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Let the block work on whole gradients of its parameters instead of on ``p.grad``.
+
+        Args:
+            gradients: The whole gradient of each parameter that trains; those of parameters without
+                a gradient do not count.
+        """
+        others: dict[Tensor, Tensor] = {}
+        for p in self.params:
+            whole = gradients[p]
+            # A tensor of the shape, without memory, that a gradient can be hung on.
+            stand_in = whole.new_empty(()).expand(whole.shape).requires_grad_()
+            stand_in.grad = None if p.grad is None else whole
+            others[p] = stand_in
+        self.replace_params(others)
+        try:
+            yield
+        finally:
+            self.replace_params({stand_in: p for p, stand_in in others.items()})
 
     @property
     def trains_bias(self) -> bool:
@@ -175,7 +225,7 @@ class KroneckerBlock:
             self._reset()
 
     def _current_shape(self) -> FactorShape:
-        return factor_shape(self.modules[0], self.trains_bias)
+        return factor_shape(self.modules[0], self.trains_bias, self.keys[0])
 
     def statistics(
         self,
@@ -196,6 +246,7 @@ class KroneckerBlock:
             dtype=dtype,
             triangular=self.staged.triangular,
             known=known,
+            key=self.keys[self.modules.index(module)],
         )
 
     def ensure_factors(self) -> KroneckerFactors:
@@ -418,6 +469,7 @@ class StatisticsCollector:
         conv_approximation: The approximation for convolutions; None for the same.
         warn: Issues a warning of statistics that cannot be had.
         blocks: The blocks of each module.
+        fsdp: What FSDP2 does with the model's parameters; None for nothing.
     """
 
     approximation: Approximation
@@ -429,13 +481,14 @@ class StatisticsCollector:
         message, SecondOrderWarning, stacklevel=3
     )
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
+    fsdp: FSDPParams | None = None
     _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
         self.blocks.clear()
         for block in blocks:
-            for module in block.modules:
+            for module in block.watched:
                 self.blocks.setdefault(module, []).append(block)
 
     def settle(self) -> None:
@@ -467,9 +520,11 @@ class StatisticsCollector:
             if block.trainable:
                 block.follow_requires_grad()
                 staged = block.staged
-                if not staged.knows(pass_id) and block.starts_anew():
-                    staged.clear()
-                with record_function("second_order.capture"), ieee_matmul(d.device):
+                if not staged.knows(pass_id):
+                    unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+                    if block.starts_anew(unreduced):
+                        staged.clear()
+                with span("capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
                     staged.add(
                         pair, self.gradient_scale(d), pass_id, again=again, mean=self.mean_reduction
@@ -490,6 +545,7 @@ class StatisticsCollector:
             approximation = self.conv_approximation
         # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
         plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and source >= 0
+        plain = plain and not block.shape.marginal
         key, last, known = (source, pass_id, block.trains_bias), self._last_a, None
         if plain and last is not None and last[0] == key and last[1] is not block:
             known = last[2]

@@ -12,30 +12,69 @@ inputs), whose gradients are no loss's.
 The input is kept the way autograd keeps its own inputs, through the saved-tensor hooks in force, so
 activation checkpointing and offloading keep their memory savings.
 
-Hook functions live at module level and find their :class:`Capture` through weak references: a
-pickled or deep-copied model takes no optimizer along, and its copies capture nothing.
+In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward hands the
+pairs over (:mod:`second_order.kronecker.compiled`). Only drawn labels need Python in mid-model, and
+so break graphs.
+
+Hooks find their :class:`Capture` through weak references, and copies of a hook are idle: a pickled
+or deep-copied model takes no optimizer along, and its copies capture nothing. A model that is
+exported or traced is not watched meanwhile.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction
+
+from second_order.kronecker.attention import (
+    Assembly,
+    Place,
+    Projection,
+    hosts,
+    inputs_of,
+    is_attention,
+    is_checkpointed,
+    projections,
+)
+from second_order.kronecker.autograd import (
+    Kept,
+    as_used,
+    device_type,
+    differentiable_tensors,
+    params_in_pass,
+    reaches_parameters,
+    repeating_checkpoints,
+    save,
+)
+from second_order.kronecker.compiled import forget_graphs, frames_compiled
+from second_order.kronecker.hooks import (
+    AttentionHook,
+    Gate,
+    LayerHook,
+    RootHook,
+    RootPreHook,
+    Watch,
+    WatchHook,
+    hook_of,
+    put_back,
+    release,
+    take_off,
+)
+from second_order.sharded import FSDPParams
 
 __all__ = ["Capture", "PairConsumer"]
 
 Sampler = Callable[[Any, int], Tensor]
 NO_BACKWARD = -1
+ALONE = -1  # the number of an input of which it is not known what else is called on it
 TRANSFORMED = (
     "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
     "of them, and backward() on its loss"
@@ -43,6 +82,18 @@ TRANSFORMED = (
 NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
     "nothing, and backward() sends none through their outputs"
+)
+UNSEEN = (
+    "autograd's record of an attention's call shows no product with its weight, as inside of a "
+    "graph that torch.compile has made; leave the attention out of it"
+)
+CHECKPOINTED = (
+    "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
+    "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
+)
+COMPILED = (
+    "torch.compile leaves nothing of an attention's products to be seen; keep it out of the graph, "
+    "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
 )
 
 
@@ -59,7 +110,8 @@ class PairConsumer(Protocol):
             x: The layer's input.
             d: The gradient with respect to the layer's output.
             pass_id: A number of the backward pass, the same for all its pairs.
-            source: A number of the input, the same for layers called in a row on the same tensor.
+            source: A number of the input, the same for layers called in a row on the same tensor;
+                -1 if that is not known.
             again: Whether a backward pass has come through this call of the layer before.
         """
 
@@ -67,52 +119,8 @@ class PairConsumer(Protocol):
         """Note that a pair of a module cannot be had, for a reason."""
 
 
-class _SavedInput(torch.autograd.Function):
-    """A node beside the graph whose only purpose is to hold one saved tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("this node is not part of any graph")
-
-
-def _save(x: Tensor) -> Any:
-    anchor = torch.empty(0, requires_grad=True)
-    return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
-
-
-_Hook = TypeVar("_Hook", bound=Callable[..., None])
-_eager = cast(Callable[[_Hook], _Hook], torch.compiler.disable)
-
-# The captures that watch a module. One hook of a kind serves them all, and goes with the last.
-_captures: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Capture]]
-_captures = weakref.WeakKeyDictionary()
-_REPEAT = CheckpointFunction.backward.__code__
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
-
-
-@_eager
-def _forward_hook(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    for capture in tuple(_captures.get(module, ())):
-        capture._observe(module, args[0] if args else kwargs["input"], output)
-
-
-@_eager
-def _root_pre_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-    for capture in tuple(_captures.get(module, ())):
-        capture._enter_root(module)
-
-
-@_eager
-def _root_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    for capture in tuple(_captures.get(module, ())):
-        capture._leave_root(module, output)
+_FIRST_PASS = "second_order: the first backward pass through a compiled graph"
 
 
 @dataclass
@@ -125,6 +133,8 @@ class _Call:
         source: A number of the input, as for :meth:`PairConsumer.consume`.
         outer: The id of the backward pass in which the layer was called, if any.
         used: Whether a backward pass has come through this call.
+        thirds: Of an attention, the product whose output's gradient is awaited.
+        assembly: Puts an attention's pair together from those of its products.
     """
 
     module: nn.Module
@@ -132,6 +142,12 @@ class _Call:
     source: int
     outer: int
     used: bool = False
+    thirds: tuple[int, ...] = ()
+    assembly: Assembly | None = None
+
+    def pair(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The pair of the call; None if others of its products are awaited."""
+        return (x, d) if self.assembly is None else self.assembly.add(self.thirds, x, d)
 
 
 def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor) -> None:
@@ -142,8 +158,13 @@ def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor)
         _take_gradient(alive, call, gradient)
 
 
+def _node_hook(capture: weakref.ref[Capture], call: _Call, gradients: tuple[Any, ...]) -> None:
+    if gradients[0] is not None:
+        _gradient_hook(capture, call, gradients[0])
+
+
 def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
-    if _reaches_parameters(call.module):
+    if reaches_parameters(call.module, alive.fsdp):
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
         if call.outer == NO_BACKWARD:
@@ -158,36 +179,13 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
             alive._consumer.lose(call.module, "its input was changed in place after its forward")
             return
         again, call.used = call.used, True
-        alive._emit(call.module, x, gradient, pass_id, call.source, again)
+        pair = call.pair(x.detach(), gradient.detach())
+        if pair is not None:
+            alive._emit(call.module, *pair, pass_id, call.source, again)
     else:
         alive.missed[call.module] = NOT_ACCUMULATED
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
-
-
-def _repeating_checkpoints() -> list[Any]:
-    """The nodes of the reentrant checkpoints now repeating a forward, the outermost last."""
-    frame: FrameType | None = sys._getframe(1)
-    found: list[Any] = []
-    while frame is not None:
-        if frame.f_code is _REPEAT:
-            found.append(frame.f_locals["ctx"])
-        frame = frame.f_back
-    return found or [torch._C._current_autograd_node()]  # of another library's checkpoint
-
-
-def _reaches_parameters(module: nn.Module) -> bool:
-    """Whether the backward pass that is running accumulates into a parameter of the module."""
-    return any(map(_is_reached, module._parameters.values()))
-
-
-def _is_reached(p: Tensor | None) -> bool:
-    if p is None or not p.requires_grad:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
-    except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
-        return False
 
 
 def _delivery_hook(
@@ -200,35 +198,11 @@ def _delivery_hook(
     if alive is None or Capture.sampling:
         return
     with alive.timed():
-        reached = {module: _reaches_parameters(module) for module, *_ in pairs}
+        reached = {module: reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
         delivered = [pair for pair in pairs if reached[pair[0]]]
         pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
         for module, x, source, d in delivered:
             alive._emit(module, x, d, pass_id, source, False)
-
-
-def _watch(capture: Capture, module: nn.Module, *, root: bool = False) -> None:
-    _captures.setdefault(module, weakref.WeakSet()).add(capture)
-    # A deep copy of a watched module has brought the hooks along.
-    if root and _root_hook not in module._forward_hooks.values():
-        module.register_forward_pre_hook(_root_pre_hook)
-        module.register_forward_hook(_root_hook)
-    if not root and _forward_hook not in module._forward_hooks.values():
-        module.register_forward_hook(_forward_hook, with_kwargs=True)
-
-
-def _release(modules: weakref.WeakSet[nn.Module]) -> None:
-    """Take the hooks off modules that nobody watches any more."""
-    for module in modules:
-        if any(True for _ in _captures.get(module, ())):
-            continue
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [k for k, hook in hooks.items() if hook in _HOOKS]:
-                del hooks[key]
-                module._forward_hooks_with_kwargs.pop(key, None)
-
-
-_HOOKS = (_forward_hook, _root_pre_hook, _root_hook)
 
 
 class Capture:
@@ -243,12 +217,13 @@ class Capture:
             gradients of the user's own backward.
         wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
         timed: Makes a context manager around the work of a hook, to measure it.
+        fsdp: What FSDP2 does with the model's parameters; None for nothing.
 
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
             gradients in it are nobody else's.
-        enabled: Pairs are captured only while this is True.
         timed: Makes the context manager around the work of a hook.
+        fsdp: What FSDP2 does with the model's parameters.
         root_calls: Number of outputs of the root that labels were drawn from.
         missed: By layer, why its last lost pair did not count.
     """
@@ -261,9 +236,11 @@ class Capture:
         sampler: Sampler | None = None,
         wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        fsdp: FSDPParams | None = None,
     ) -> None:
-        self.enabled = True
+        self._gate = Gate()
         self.timed = timed
+        self.fsdp = fsdp
         self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -272,39 +249,83 @@ class Capture:
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._root: weakref.ref[nn.Module] | None = None
         self._inside_root = False
-        self._pending: list[tuple[nn.Module, Tensor, int, GradientEdge]] = []
+        self._pending: list[tuple[_Call, GradientEdge]] = []
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
+        self._watches: list[Watch] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        weakref.finalize(self, _release, self._watched)
+        weakref.finalize(self, _let_go, self._watches, self._watched)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether pairs are captured now; compiled graphs follow."""
+        return self._gate.open
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        """Open or close the gate for the passes to come."""
+        self._gate.open = enabled
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch exactly these layers, and no longer those from before."""
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
-        self.detach()
-        for module in layers:
-            _watch(self, module)
+        before = weakref.WeakSet(self._watched)
+        self._dismiss()
+        new = [
+            self._watch(module, AttentionHook if is_attention(module) else LayerHook)
+            for module in hosts(root, layers)
+        ]
         self._observed = weakref.WeakSet(layers)
-        self._watched.update(layers)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
-            _watch(self, root, root=True)
-            self._watched.add(root)
+            new += [self._watch(root, kind) for kind in (RootPreHook, RootHook)]
+        release(before)
+        if any(new):
+            forget_graphs()
+
+    def _watch(self, module: nn.Module, kind: type[WatchHook]) -> bool:
+        """Watch a module by its hook of a kind; returns whether the hook is new."""
+        hook, new = hook_of(module, kind)
+        watch = Watch(self, module, self._gate, drawn=self._sampler is not None)
+        hook.watches.append(watch)
+        self._watches.append(watch)
+        self._watched.add(module)
+        return new
 
     def detach(self) -> None:
         """Remove every hook and forget pairs in flight."""
-        for module in self._watched:
-            _captures[module].discard(self)
-        _release(self._watched)
+        before = weakref.WeakSet(self._watched)
+        self._dismiss()
+        release(before)
+
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """Take the hooks off the watched modules for a block, those of other captures too."""
+        away, compiled = take_off(self._watched), frames_compiled()
+        try:
+            yield
+        finally:
+            put_back(away)
+            if frames_compiled() != compiled:  # graphs from within the block know of no hooks
+                forget_graphs()
+
+    def _dismiss(self) -> None:
+        """Watch nothing any more; hooks that serve nobody remain until they are released."""
+        for watch in self._watches:
+            watch.gone = True
+        self._watches.clear()
         self._watched.clear()
         self._observed = weakref.WeakSet()
         self._root = None
         self._pending.clear()
 
-    def _observe(self, module: nn.Module, x: Any, output: Any) -> None:
+    def observe(self, module: nn.Module, x: Any, output: Any) -> None:
+        """See a call of a layer; in a training pass, wait for the gradient of its output."""
+        if torch._C._get_tracing_state() is not None:  # torch.jit traces the model
+            return
         if torch._C._are_functorch_transforms_active():
             if self.enabled and module in self._observed:
                 self.missed[module] = TRANSFORMED
@@ -323,14 +344,70 @@ class Capture:
             self._remember(module, x, output)
 
     def _remember(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        source, x = self._source_of(x), _as_used(x)
+        source, x = self._source_of(x), as_used(x)
         if self._sampler is None:
             outer, again = self._repeated_in()
-            call = _Call(module, [_save(x)], source, outer, again)
+            call = _Call(module, [save(x)], source, outer, again)
             output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
         elif self._inside_root:
+            call = _Call(module, [Kept(x.detach())], source, NO_BACKWARD)
             # The edge, not the tensor: an in-place activation moves the tensor to a later node.
-            self._pending.append((module, x.detach(), source, get_gradient_edge(output)))
+            self._pending.append((call, get_gradient_edge(output)))
+
+    def miss_attention(self, module: nn.Module) -> None:
+        """Note a call of an attention inside a graph, where nobody sees its products."""
+        layers = module, cast(nn.Module, module.out_proj)
+        self.missed.update(dict.fromkeys(layers, COMPILED))
+
+    def observe_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        """See a call of an attention; in a training pass, wait for its products' gradients."""
+        both = module, cast(nn.Module, module.out_proj)
+        layers = [layer for layer in both if layer in self._observed]
+        if torch._C._are_functorch_transforms_active():
+            self.missed.update(dict.fromkeys(layers if self.enabled else [], TRANSFORMED))
+            return
+        wanted = [layer for layer in layers if self.enabled and self._wanted(layer)]
+        if not (wanted and torch.is_grad_enabled() and output.requires_grad):
+            return
+        with self.timed():
+            inputs = inputs_of(module, args, kwargs)
+            whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
+            owners = {p: owner for owner in both for p in params_in_pass(owner, self.fsdp)}
+            products = projections(module, output, (*args, *kwargs.values()), owners)
+            unseen = set(wanted).difference(product.owner for product in products)
+            self.missed.update(dict.fromkeys(unseen, UNSEEN))
+            for product in products:
+                if product.owner not in wanted:
+                    continue
+                if product.owner is module:
+                    self._await(product, whole, inputs[product.thirds[0]])
+                elif is_checkpointed():
+                    self.missed[product.owner] = CHECKPOINTED
+                else:
+                    self._await(product, apart, None)
+
+    def _await(self, product: Projection, assembly: Assembly, x: Tensor | None) -> None:
+        """Wait for the gradient of a product's output.
+
+        Args:
+            product: The product.
+            assembly: Puts its call's pair together.
+            x: Its input; None where only autograd has it.
+        """
+        self._sources += 1
+        layer, parts = product.owner, (product.thirds, assembly)
+        if self._sampler is None:
+            # A hook of a node must not hold it.
+            saved: Any = Place() if x is None else save(as_used(x))
+            outer, again = self._repeated_in()
+            call = _Call(layer, [saved], self._sources, outer, again, *parts)
+            product.node.register_prehook(partial(_node_hook, weakref.ref(self), call))
+        elif self._inside_root:
+            kept: Any = Place(product.node) if x is None else Kept(as_used(x).detach())
+            call = _Call(layer, [kept], self._sources, NO_BACKWARD, False, *parts)
+            self._pending.append((call, GradientEdge(product.node, 0)))
 
     def _repeated_in(self) -> tuple[int, bool]:
         """The id of the backward pass that repeats this forward, and if an earlier pass has.
@@ -342,7 +419,7 @@ class Capture:
         outer = torch._C._current_graph_task_id()
         if outer == NO_BACKWARD:
             return outer, False
-        nodes = _repeating_checkpoints()
+        nodes = repeating_checkpoints()
         if len(nodes) > 1 and self._pass != NO_BACKWARD:
             outer = self._pass
         self._pass = outer
@@ -357,12 +434,14 @@ class Capture:
             self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
         return self._sources
 
-    def _enter_root(self, module: nn.Module) -> None:
+    def enter_root(self, module: nn.Module) -> None:
+        """See the beginning of the model's forward."""
         if self._root is not None and module is self._root():
             self._pending.clear()
             self._inside_root = True
 
-    def _leave_root(self, module: nn.Module, output: Any) -> None:
+    def leave_root(self, module: nn.Module, output: Any) -> None:
+        """See the model's output: draw labels from it, and take the gradients of their loss."""
         if self._root is None or module is not self._root():
             return
         self._inside_root = False
@@ -374,11 +453,12 @@ class Capture:
     def _draw(
         self,
         sampler: Sampler,
-        pending: Sequence[tuple[nn.Module, Tensor, int, GradientEdge]],
+        pending: Sequence[tuple[_Call, GradientEdge]],
         output: Any,
     ) -> None:
         """Take the gradients of the loss on labels drawn from the root's output."""
-        with torch.autocast(_device_type(pending[0][1]), enabled=False):
+        weights = pending[0][0].module.parameters(recurse=False)
+        with torch.autocast(device_type(next(iter(weights))), enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
@@ -396,54 +476,47 @@ class Capture:
             ) from error
         finally:
             Capture.sampling = False
-        pairs = [
-            (layer, x, source, gradient)
-            for (layer, x, source, _), gradient in zip(pending, gradients, strict=True)
+        found = [
+            (call, call.pair(call.saved[0].saved_tensors[0].detach(), gradient))
+            for (call, _), gradient in zip(pending, gradients, strict=True)
             if gradient is not None
         ]
+        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
-        for tensor in _differentiable_tensors(output):
+        for tensor in differentiable_tensors(output):
             tensor.register_hook(deliver)
         self.root_calls += 1
+
+    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+        """Take a pair that the backward of a compiled graph delivers."""
+        if Capture.sampling:
+            return
+        with self.timed():
+            if not reaches_parameters(module, self.fsdp):
+                self.missed[module] = NOT_ACCUMULATED
+                return
+            # The node is the whole graph's; a forward makes a new one, a second backward does not.
+            pass_id = torch._C._current_graph_task_id()
+            node: Any = torch._C._current_autograd_node()
+            again = bool(node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+            self._emit(module, x, gradient, pass_id, ALONE, again)
 
     def _emit(
         self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
     ) -> None:
         if module not in self._observed:  # let go while its pair was in flight
             return
-        with torch.no_grad(), torch.autocast(_device_type(d), enabled=False):
+        with torch.no_grad(), torch.autocast(device_type(d), enabled=False):
             self._consumer.consume(module, x, d.detach(), pass_id, source, again)
+
+
+def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
+    """Release the modules of a capture that is no more."""
+    for watch in watches:
+        watch.gone = True
+    release(modules)
 
 
 def _weight_trains(module: nn.Module) -> bool:
     return cast(Tensor, module.weight).requires_grad
-
-
-def _device_type(tensor: Tensor) -> str:
-    return tensor.device.type
-
-
-def _differentiable_tensors(output: Any) -> list[Tensor]:
-    """The tensors of a model's output that a backward can start from."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    if isinstance(output, Mapping):
-        parts = list(output.values())
-    elif isinstance(output, (list, tuple)):
-        parts = list(output)
-    else:
-        parts = list(getattr(output, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in _differentiable_tensors(part)]
-
-
-def _as_used(x: Tensor) -> Tensor:
-    """The layer's input in the precision that the layer computes with.
-
-    Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
-    place, or be freed, before the backward.
-    """
-    device = _device_type(x)
-    if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
-        return x.detach().to(torch.get_autocast_dtype(device))
-    return x

@@ -8,7 +8,8 @@ they are many. It is kept as the G of a layer whose A is 1: (1, d, d), or d grou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -24,8 +25,9 @@ from second_order.kronecker.layers import (
     gram,
     is_convolution,
 )
+from second_order.kronecker.probing import gain_factor, has_gain
 
-__all__ = ["ExactBlock", "is_normalisation"]
+__all__ = ["GAINS", "ExactBlock", "Gain", "is_normalisation", "names_of_gain"]
 
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -33,8 +35,49 @@ NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._
 CANCELLED = 1e-4  # share of a mean's square: sums of squares cannot resolve a smaller variance
 
 
+@dataclass(frozen=True)
+class Gain:
+    """The rule of a class whose output is a gain times a factor, and perhaps a bias more.
+
+    Attributes:
+        factor: Gives the factor from the module and its input, of the output's shape.
+        weight: Name of the gain, which is along the last dimensions of the output.
+        bias: Name of the bias, of the gain's shape; None if there is none.
+    """
+
+    factor: Callable[[nn.Module, Tensor], Tensor]
+    weight: str = "weight"
+    bias: str | None = "bias"
+
+
+GAINS: dict[type[nn.Module], Gain] = {}
+"""The rules that users have registered."""
+
+
+def _gain_of(module: nn.Module) -> Gain | None:
+    """The registered rule of a module's class, or of one whose forward it keeps."""
+    kind = next((kind for kind in type(module).__mro__ if kind in GAINS), None)
+    return GAINS[kind] if kind is not None and type(module).forward is kind.forward else None
+
+
+def names_of_gain(module: nn.Module) -> list[str]:
+    """The names of a normalisation's gain and bias."""
+    gain = _gain_of(module)
+    if gain is None:
+        return ["weight", "bias"]
+    return [name for name in (gain.weight, gain.bias) if name is not None]
+
+
 def is_normalisation(module: nn.Module) -> bool:
-    """Whether the gain and the bias of a module can have an exact block."""
+    """Whether the gain and the bias of a module can have an exact block.
+
+    Of a class that is not known, or overrides the known one's forward, it is found out by calling
+    it with random numbers.
+    """
+    return _gain_of(module) is not None or _is_known(module) or has_gain(module)
+
+
+def _is_known(module: nn.Module) -> bool:
     # The variance that SyncBatchNorm divides by is known to all processes together only.
     if not isinstance(module, NORMALISATIONS) or isinstance(module, nn.SyncBatchNorm):
         return False
@@ -48,6 +91,11 @@ def is_normalisation(module: nn.Module) -> bool:
 
 def normalised(module: nn.Module, x: Tensor) -> Tensor:
     """x̂, the normalised input, which is multiplied by the gain; of the shape of ``x``."""
+    gain = _gain_of(module)
+    if gain is not None:
+        return gain.factor(module, x)
+    if not _is_known(module):
+        return gain_factor(module, x)
     if isinstance(module, nn.LayerNorm):
         return layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.RMSNorm):
@@ -112,6 +160,8 @@ class ExactBlock(KroneckerBlock):
         triangular: bool,
     ) -> None:
         self.owned = list(owned)
+        gain = module._parameters.get(names_of_gain(module)[0])
+        self._gains = [p is gain for p in owned]  # during a pass FSDP2 puts others in their place
         self.most = most
         super().__init__([name], [module], None, factor_dtype, triangular)
 
@@ -130,12 +180,12 @@ class ExactBlock(KroneckerBlock):
         return any(p.requires_grad for p in self.owned)
 
     def _reset(self) -> None:
-        self._staged_for = [id(p) for p in self.params]
+        self._staged_for = self.training
         super()._reset()
 
     def follow_requires_grad(self) -> None:
         """Start anew if other parameters train now, also if as many entries as before."""
-        if self.trainable and self._staged_for != [id(p) for p in self.params]:
+        if self.trainable and self._staged_for != self.training:
             self._reset()
         super().follow_requires_grad()
 
@@ -194,7 +244,7 @@ class ExactBlock(KroneckerBlock):
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
         """ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and _is_known(module):
             sums = [
                 gain_gradients(module, x, d)
                 if self._is_gain(p)
@@ -218,7 +268,7 @@ class ExactBlock(KroneckerBlock):
         return torch.cat([part.flatten(2).sum(2) if part.dim() > 2 else part for part in parts], 1)
 
     def _is_gain(self, p: nn.Parameter) -> bool:
-        return p is self.modules[0]._parameters.get("weight")
+        return any(p is mine for mine, gain in zip(self.owned, self._gains, strict=True) if gain)
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """All gradients in one column, ``(1, d, 1)`` or ``(d, 1, 1)``; None without gradients."""

@@ -108,7 +108,10 @@ class StagedStatistics:
             gradient_scale = gradient_scale * pair.rows
         found = {k: _stored(factor, self.triangular) for k, factor in pair.factors.items()}
         if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
-            found["G"].mul_(torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2)
+            square = torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
+            found["G"].mul_(square)
+            if self.shape.marginal:  # both are of gradients
+                found["A"].mul_(square)
         means = [mean_eigenvalue(factor, self.shape.dim(k)) for k, factor in found.items()]
         examples = torch.as_tensor(pair.examples, dtype=means[0].dtype, device=self.device)
         head = torch.cat([examples.view(1), *means])
@@ -240,6 +243,7 @@ class KroneckerFactors:
             sums: Sums over all ranks; the values for factors that are not kept here do not matter.
             decay: Weight of the past, β.
         """
+        sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
         self.weight.copy_(torch.where(present, self.weight * decay + 1.0, self.weight))
@@ -291,6 +295,19 @@ class KroneckerFactors:
         if self.shape.locations:
             a = torch.kron(a[0], self.matrix("L", self.dtype)[0]).unsqueeze(0)
         return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
+
+
+def _with_unit_trace(sums: StatisticsSums, shape: FactorShape) -> StatisticsSums:
+    """The sums of gradients' factors with A's trace the number of examples: that of its mean is 1.
+
+    Both factors of gradients have the trace of the curvature, which their product is to have once.
+    All ranks know the trace from the head, whoever keeps A.
+    """
+    head, size = sums.head.clone(), shape.dim("A")
+    trace = head[1] * size
+    scale = torch.where(trace > 0, head[0] / trace.where(trace > 0, 1.0), 0.0)
+    head[1] *= scale
+    return StatisticsSums({**sums.factors, "A": sums.factors["A"] * scale}, head)
 
 
 def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:

@@ -42,15 +42,25 @@ from second_order.kronecker.triangles import (
 )
 
 __all__ = [
+    "KINDS",
     "Approximation",
     "FactorShape",
+    "Key",
+    "LayerKind",
     "PairStatistics",
+    "Statistics",
+    "at_least_one",
+    "embedding_statistics",
     "factor_shape",
     "gradient_from_matrix",
     "gradient_to_matrix",
     "gram",
     "is_convolution",
+    "key_of",
+    "linear_statistics",
     "pair_statistics",
+    "reduced",
+    "rows_of_embedding",
     "unsupported_reason",
 ]
 
@@ -66,7 +76,8 @@ class FactorShape:
     ``diagonal_a``: A is diagonal and kept as ``groups x in``; of an embedding, whose weight is
     ``(in, out)``. ``locations``: the layer is doubly factored, its inputs being ``in / locations``
     channels, of which A is, times so many locations, of which L is. ``exact``: G is the whole
-    curvature, and A is 1.
+    curvature, and A is 1. ``transposed``: the weight is ``(groups in, out)``. ``marginal``: the
+    factors are those of gradients, G of their rows and A of their columns; A has the trace 1.
     """
 
     groups: int
@@ -75,6 +86,8 @@ class FactorShape:
     diagonal_a: bool = False
     locations: int = 0
     exact: bool = False
+    transposed: bool = False
+    marginal: bool = False
 
     @property
     def letters(self) -> str:
@@ -206,7 +219,7 @@ def _small_triangle(
     return pack_from_upper(upper)
 
 
-def _linear_statistics(
+def linear_statistics(
     module: nn.Module,
     x: Tensor,
     d: Tensor,
@@ -215,8 +228,9 @@ def _linear_statistics(
     triangular: bool,
     known: PairStatistics | None = None,
 ) -> PairStatistics:
+    """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``; see `pair_statistics`."""
     if approximation == "reduce" and x.dim() > 2:
-        x, d = _reduced(x.flatten(1, -2), d.flatten(1, -2))
+        x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
     x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
     live = live_rows(d)
     g = gram(live.pick(d).unsqueeze(0), False, triangular)
@@ -226,7 +240,7 @@ def _linear_statistics(
     return PairStatistics({"A": a, "G": g}, live.count, len(d), live)
 
 
-def _reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+def reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Means of inputs ``(N, T, in)`` and sums of gradients ``(N, T, out)`` over live positions."""
     live, length = live_rows(d.flatten(0, 1)), d.shape[1]
     if live.mask is None:
@@ -236,7 +250,7 @@ def _reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return (x * mask).sum(1) / counts, d.sum(1)
 
 
-def _embedding_statistics(
+def embedding_statistics(
     module: nn.Module,
     x: Tensor,
     d: Tensor,
@@ -245,6 +259,7 @@ def _embedding_statistics(
     triangular: bool,
     known: PairStatistics | None = None,
 ) -> PairStatistics:
+    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``; see `pair_statistics`."""
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
     embedding = cast(nn.Embedding, module)
@@ -261,11 +276,12 @@ def _embedding_statistics(
     if approximation == "expand" or x.dim() < 2:
         return PairStatistics({"A": counts.unsqueeze(0), "G": g}, live.count, len(rows))
     examples = live_rows(d.flatten(1)).count
-    g.mul_(examples / _at_least_one(live.count))
+    g.mul_(examples / at_least_one(live.count))
     return PairStatistics({"A": counts.unsqueeze(0), "G": g}, examples, len(d))
 
 
-def _at_least_one(count: int | Tensor) -> int | Tensor:
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """A number of examples to divide by."""
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -353,50 +369,87 @@ def _conv_statistics(
     return PairStatistics({"A": a, "G": g}, examples, rows)
 
 
-_Statistics: TypeAlias = Callable[
+Statistics: TypeAlias = Callable[
     [nn.Module, Tensor, Tensor, bool, Approximation, bool, PairStatistics | None], PairStatistics
 ]
-_REGISTRY: dict[type[nn.Module], _Statistics] = {
-    nn.Linear: _linear_statistics,
-    nn.Conv1d: _conv_statistics,
-    nn.Conv2d: _conv_statistics,
-    nn.Conv3d: _conv_statistics,
-    nn.Embedding: _embedding_statistics,
+Key: TypeAlias = type[nn.Module] | str
+"""The name of a kind of layer: a class, or a word for what is known by what it computes."""
+
+
+def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
+    weight = cast(Tensor, module.weight)
+    groups = cast(int, getattr(module, "groups", 1))
+    return FactorShape(groups, weight.shape[1:].numel() + int(bias), weight.shape[0] // groups)
+
+
+def rows_of_embedding(module: nn.Module, bias: bool) -> FactorShape:
+    """Sizes of an embedding's factors."""
+    weight = cast(Tensor, module.weight)
+    return FactorShape(1, weight.shape[0], weight.shape[1], diagonal_a=True)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The rules for one kind of layer.
+
+    Attributes:
+        statistics: Makes the statistics of a pair: see :func:`pair_statistics`.
+        shape: Gives the sizes of a module's factors, with or without the homogeneous coordinate.
+        weight: Name of the weight.
+        bias: Name of the bias.
+        with_bias: Whether the bias is the homogeneous coordinate of A.
+    """
+
+    statistics: Statistics
+    shape: Callable[[nn.Module, bool], FactorShape] = _rows_of_weight
+    weight: str = "weight"
+    bias: str = "bias"
+    with_bias: bool = True
+
+
+KINDS: dict[Key, LayerKind] = {
+    nn.Linear: LayerKind(linear_statistics),
+    nn.Conv1d: LayerKind(_conv_statistics),
+    nn.Conv2d: LayerKind(_conv_statistics),
+    nn.Conv3d: LayerKind(_conv_statistics),
+    nn.Embedding: LayerKind(embedding_statistics, rows_of_embedding),
+    "linear": LayerKind(linear_statistics),
 }
+"""All kinds of layers, those of users among them."""
+
+CONVOLUTIONS = nn.modules.conv._ConvNd
 
 
-def _registered_type(module: nn.Module) -> type[nn.Module] | None:
-    return next((kind for kind in _REGISTRY if isinstance(module, kind)), None)
+def key_of(module: nn.Module) -> Key | None:
+    """The key of a module's kind by its class, or the nearest class that it is made from."""
+    return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
 
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether a module is one of the convolutions that have Kronecker factors."""
-    return _REGISTRY.get(_registered_type(module) or nn.Module) is _conv_statistics
+    return isinstance(module, CONVOLUTIONS) and key_of(module) is not None
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Why a module with parameters of its own cannot be preconditioned; None if it can."""
-    kind = _registered_type(module)
-    if kind is None:
+    """Why a module's class tells of no way to precondition it; None if it does."""
+    key = key_of(module)
+    if not isinstance(key, type):
         return f"{type(module).__name__} has no Kronecker factors here"
-    if type(module).forward is not kind.forward:
-        return f"{type(module).__name__} overrides {kind.__name__}.forward"
+    if type(module).forward is not key.forward:
+        return f"{type(module).__name__} overrides {key.__name__}.forward"
     if getattr(module, "sparse", False):
         return "its gradient is sparse"
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+    weight = module._parameters.get(KINDS[key].weight)
+    if not isinstance(weight, nn.Parameter):
         return "its weight is computed (parametrization, weight norm or pruning)"
-    if isinstance(module._parameters["weight"], nn.parameter.UninitializedParameter):
+    if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight is not initialised yet: run one forward before making the optimizer"
     return None
 
 
-def factor_shape(module: nn.Module, bias: bool) -> FactorShape:
+def factor_shape(module: nn.Module, bias: bool, key: Key | None = None) -> FactorShape:
     """Sizes of a supported module's factors, with or without the homogeneous coordinate."""
-    weight = cast(Tensor, module.weight)
-    if isinstance(module, nn.Embedding):
-        return FactorShape(1, weight.shape[0], weight.shape[1], diagonal_a=True)
-    groups = cast(int, getattr(module, "groups", 1))
-    return FactorShape(groups, weight[0].numel() + int(bias), weight.shape[0] // groups)
+    return _kind(module, key).shape(module, bias)
 
 
 def pair_statistics(
@@ -409,6 +462,7 @@ def pair_statistics(
     dtype: torch.dtype,
     triangular: bool = False,
     known: PairStatistics | None = None,
+    key: Key | None = None,
 ) -> PairStatistics:
     """Statistics of one captured pair.
 
@@ -422,13 +476,19 @@ def pair_statistics(
         triangular: Whether to give symmetric sums as upper triangles.
         known: Statistics of another Linear with the same input; its A and ``live`` are used
             if both layers have the same examples.
+        key: The layer's kind; None for that of its class.
     """
-    kind = _registered_type(module)
-    assert kind is not None
     dtype = torch.promote_types(dtype, torch.float32)
     if x.is_floating_point():
         x = x.to(dtype)
-    return _REGISTRY[kind](module, x, d.to(dtype), bias, approximation, triangular, known)
+    statistics = _kind(module, key).statistics
+    return statistics(module, x, d.to(dtype), bias, approximation, triangular, known)
+
+
+def _kind(module: nn.Module, key: Key | None) -> LayerKind:
+    key = key_of(module) if key is None else key
+    assert key is not None
+    return KINDS[key]
 
 
 def gradient_to_matrix(
@@ -441,10 +501,12 @@ def gradient_to_matrix(
     groups, out = shape.groups, shape.out_dim
     if shape.diagonal_a:
         return weight.mT.unsqueeze(0).to(dtype)
+    flat = weight.reshape(groups, -1, out).mT if shape.transposed else None
+    flat = weight.reshape(groups, out, -1) if flat is None else flat
     if bias is None:
-        return weight.reshape(groups, out, -1).to(dtype)
+        return flat.to(dtype)
     matrix = torch.empty(groups, out, shape.in_dim, dtype=dtype, device=weight.device)
-    matrix[..., :-1].copy_(weight.reshape(groups, out, -1))
+    matrix[..., :-1].copy_(flat)
     matrix[..., -1].copy_(bias.reshape(groups, out))
     return matrix
 
@@ -463,4 +525,5 @@ def gradient_from_matrix(
     if bias is not None:
         torch.mul(matrix[..., -1].reshape(bias.shape), coefficient, out=bias)
         matrix = matrix[..., :-1]
+    matrix = matrix.mT if shape.transposed else matrix
     torch.mul(matrix.reshape(weight.shape), coefficient, out=weight)

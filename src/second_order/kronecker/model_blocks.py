@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from second_order.kronecker.attention import is_attention
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock, is_normalisation
-from second_order.kronecker.layers import factor_shape, is_convolution, unsupported_reason
+from second_order.kronecker.exact import ExactBlock, is_normalisation, names_of_gain
+from second_order.kronecker.gradient import GradientBlock, is_matrix
+from second_order.kronecker.kinds import found_kind, ties_of
+from second_order.kronecker.layers import (
+    KINDS,
+    FactorShape,
+    Key,
+    LayerKind,
+    factor_shape,
+    is_convolution,
+)
 from second_order.patterns import first_match
+from second_order.sharded import plain_type
 
 __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
@@ -51,11 +62,14 @@ class BlockRules:
             those whose A would be too large, from the channels of the convolution before them.
         max_exact_dim: Normalisations and lone biases have exact blocks, up to so many entries, and
             diagonals above; None leaves them to the base.
+        other_matrices: Whether matrices without a block, also those of layers that are too large,
+            get factors from their "gradient"; "base" leaves them to the base.
     """
 
     max_factor_dim: int | None = None
     doubly_factored: Mapping[str, tuple[int, int]] | str = field(default_factory=dict)
     max_exact_dim: int | None = None
+    other_matrices: str = "base"
 
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
         """Number T of locations of a Linear to be doubly factored; 0 for any other module.
@@ -128,12 +142,19 @@ def find_blocks(
     locations: dict[nn.Module, int] = {}
     exact: dict[int, ExactBlock] = {}  # by what they come after
     channels: int | None = None
+    keys: dict[nn.Module, Key | None] = {}
+    ties = ties_of(model)
+    kinds_found = {module: found_kind(module) for module in model.modules()}
+    layers_own = _owned_by_layers(kinds_found)
+    barred_modules: set[nn.Module] = set()  # whose parameters are the base's, whatever the rules
+    counted_in: dict[int, int] = {}  # by parameter, the row that counts it
 
     def leave(name: str, module: nn.Module, reason: str) -> None:
         own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) in owned}
         count = sum(size for key, size in own.items() if key not in counted)
+        counted_in.update({key: len(left) for key in own if key not in counted})
         counted.update(own)
-        kind, odd = type(module).__name__, reason in unexpected
+        kind, odd = plain_type(module).__name__, reason in unexpected
         left.append(LeftToBase(name or "(model)", kind, reason, count, odd))
 
     def add_exact(name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
@@ -151,35 +172,49 @@ def find_blocks(
 
     for name, module in model.named_modules():
         if is_convolution(module):
-            channels = cast(Tensor, module.weight).shape[0]
+            channels = cast(int, module.out_channels)
         fed_by, channels = channels, None if isinstance(module, nn.Linear) else channels
         own = dict(module.named_parameters(recurse=False))
         if not any(id(p) in owned for p in own.values()):
             continue
-        pattern, weight = first_match(patterns, everything, name), own.get("weight")
-        barred = _barred(module, weight)
+        pattern = first_match(patterns, everything, name)
+        known_as: Key | None = None
+        reason: str | None = None
+        barred = _barred(module, own.get("weight"))
         unexpected |= {barred} if barred else set()
         barred = f"skip_layers: {pattern!r}" if pattern else barred
-        reason = barred or unsupported_reason(module)
-        if not barred and is_normalisation(module):
-            key = id(weight)
-            if key not in exact and add_exact(name, module, key, ("weight", "bias")):
-                sharing.setdefault(key, [])
+        if barred is None:
+            known_as, reason = kinds_found[module]
+            if known_as is None and all(id(p) in layers_own for p in own.values()):
+                continue  # another name of a layer's bias, as BERT's head has it
+        keys[module] = known_as = ties.get(module, known_as)
+        kind = KINDS[nn.Linear if known_as is None else known_as]
+        weight, reason = own.get(kind.weight), barred or reason
+        if pattern or getattr(module, "sparse", False):
+            barred_modules.add(module)
+        if not barred and rules.max_exact_dim is not None and is_normalisation(module):
+            letters = names_of_gain(module)
+            after = id(own.get(letters[0]))
+            if after not in exact and add_exact(name, module, after, letters):
+                sharing.setdefault(after, [])
                 continue
         if reason is None and (weight is None or id(weight) not in owned):
-            if add_exact(name, module, id(module), ("bias",)):
+            if not is_attention(module) and add_exact(name, module, id(module), (kind.bias,)):
                 sharing.setdefault(id(module), [])
                 continue
             reason = "its weight is not in the optimizer's groups"
         if reason is None:
             locations[module] = rules.locations(name, module, fed_by)
-            reason = _too_large(module, locations[module], rules)
+            wider = kind.with_bias and own.get(kind.bias) is not None and not locations[module]
+            shape = factor_shape(module, wider, known_as)
+            shape = replace(shape, locations=locations[module])
+            reason = _too_large(shape, rules)
             unexpected |= {reason} if reason else set()
         if reason is not None:
             leave(name, module, reason)
         # What a compiled module does with its parameters is not known.
-        keys = own.values() if isinstance(module, torch.jit.ScriptModule) else [weight]
-        for p in keys:
+        shared = own.values() if isinstance(module, torch.jit.ScriptModule) else [weight]
+        for p in shared:
             if p is not None and id(p) in owned:
                 sharing.setdefault(id(p), []).append((name, module))
 
@@ -190,9 +225,9 @@ def find_blocks(
             blocks.append(exact[key])
             continue
         if key in exact:  # an exact block would not see what the other module does with the gain
-            tied, reason = exact[key], "its weight is tied to a module left to the base"
-            count = sum(p.numel() for p in tied.owned)
-            left.append(LeftToBase(tied.name, type(tied.modules[0]).__name__, reason, count))
+            norm, reason = exact[key], "its weight is tied to a module left to the base"
+            count = sum(p.numel() for p in norm.owned)
+            left.append(LeftToBase(norm.name, type(norm.modules[0]).__name__, reason, count))
             continue
         names = [name for name, _ in members]
         modules = [module for _, module in members]
@@ -202,50 +237,100 @@ def find_blocks(
                     if (name or "(model)") not in rejected:
                         leave(name, module, "its weight is tied to a module left to the base")
             continue
-        biases = [module._parameters.get("bias") for module in modules]
-        shapes = {(type(m), cast(Tensor, m.weight).shape) for m in modules}
-        if len({id(b) for b in biases}) > 1 or len(shapes) > 1:
+        kinds = [KINDS[k] for m in modules if (k := keys[m]) is not None]
+        biases = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
+        tied = all(module in ties for module in modules)
+        shapes = {(plain_type(m), cast(Tensor, getattr(m, kinds[0].weight)).shape) for m in modules}
+        if not tied and (len({id(b) for b in biases}) > 1 or len(shapes) > 1):
             for name, module in members:
                 leave(name, module, "tied weights with separate biases or types")
             continue
-        bias = biases[0] if biases[0] is not None and id(biases[0]) in owned else None
-        frozen = bias is not None and bias.requires_grad and not modules[0].weight.requires_grad
-        apart = locations[modules[0]] > 0 or frozen
-        if apart and add_exact(names[0], modules[0], key, ("bias",)):
-            blocks.append(exact[key])
-            bias = None  # also once the weight thaws
-        elif locations[modules[0]] and bias is not None:
-            reason = "its weight is doubly factored, and there are no exact blocks"
-            left.append(LeftToBase(f"{names[0]}.bias", "Linear", reason, bias.numel()))
-            counted.add(id(bias))
+        biases = [b if b is not None and id(b) in owned else None for b in biases]
+        bias = None if tied else biases[0]
+        frozen = bias is not None and bias.requires_grad and not _trains(modules[0], kinds[0])
+        apart = "doubly factored" if locations[modules[0]] else ""
+        if not kinds[0].with_bias:
+            apart = "tied to an embedding" if tied else "multiplied at other positions"
+        if apart or (frozen and not is_attention(modules[0])):
+            count = len(members) if tied else 1
+            for (name, module), each in list(zip(members, biases, strict=True))[:count]:
+                letter = kinds[0].bias
+                if each is None or id(each) in counted:
+                    continue
+                if add_exact(name, module, id(each), (letter,)):
+                    blocks.append(exact[id(each)])
+                    bias = None  # also once the weight thaws
+                elif apart:
+                    reason = f"its weight is {apart}, and there are no exact blocks"
+                    lone, kind_name = f"{name}.{letter}", type(module).__name__
+                    left.append(LeftToBase(lone, kind_name, reason, each.numel()))
+                    counted.add(id(each))
+            bias = None if apart else bias
         block = known.get(key)
         if locations[modules[0]]:
             if not isinstance(block, DoublyFactoredBlock) or block.modules != modules:
                 count = locations[modules[0]]
                 block = DoublyFactoredBlock(names, modules, count, factor_dtype, triangular)
-        elif block is None or block.modules != modules or block.bias is not bias:
-            block = KroneckerBlock(names, modules, bias, factor_dtype, triangular)
+        else:
+            found = [keys[module] for module in modules]
+            fits = block is not None and block.modules == modules and block.keys == found
+            if block is None or not fits or block.bias is not bias:
+                block = KroneckerBlock(names, modules, bias, factor_dtype, triangular, found)
         blocks.append(block)
     ours = {id(p) for block in blocks for p in (block.weight, block.bias) if p is not None}
+    if rules.other_matrices == "gradient":
+        for name, module, p in _matrices(model, set(owned) - ours, barred_modules):
+            made = known.get(id(p))
+            if not isinstance(made, GradientBlock) or made.modules != [module]:
+                most = rules.max_factor_dim
+                made = GradientBlock(name, module, p, most, factor_dtype, triangular)
+            if not _too_large(made.shape, rules):
+                blocks.append(made)
+                ours.add(id(p))
+        for key in ours & counted_in.keys():
+            row = left[counted_in[key]]
+            left[counted_in[key]] = replace(row, parameters=row.parameters - owned[key])
+        left = [row for row in left if row.parameters]
     strays = sum(size for key, size in owned.items() if key not in counted | ours)
     if strays:
         left.append(LeftToBase("(no module)", "Parameter", "not in a module of the model", strays))
     return blocks, left
 
 
-def _too_large(module: nn.Module, locations: int, rules: BlockRules) -> str | None:
+def _matrices(
+    model: nn.Module, wanted: set[int], barred: Iterable[nn.Module]
+) -> list[tuple[str, nn.Module, nn.Parameter]]:
+    """The matrices that have no block, by name, but for those of which a barred module has one."""
+    taken = {id(p) for module in barred for p in module.parameters(recurse=False)}
+    found = []
+    for name, module in model.named_modules():
+        for letter, p in module.named_parameters(recurse=False):
+            if id(p) in wanted - taken and is_matrix(p):
+                taken.add(id(p))
+                found.append((f"{name}.{letter}".lstrip("."), module, p))
+    return found
+
+
+def _owned_by_layers(found: Mapping[nn.Module, tuple[Key | None, str | None]]) -> set[int]:
+    """The weights and biases of modules whose kind is known."""
+    named = [(m, KINDS[key]) for m, (key, _) in found.items() if key is not None]
+    tensors = (m._parameters.get(name) for m, kind in named for name in (kind.weight, kind.bias))
+    return {id(p) for p in tensors if p is not None}
+
+
+def _trains(module: nn.Module, kind: LayerKind) -> bool:
+    """Whether a module's weight asks for a gradient now."""
+    return cast(Tensor, getattr(module, kind.weight)).requires_grad
+
+
+def _too_large(shape: FactorShape, rules: BlockRules) -> str | None:
     """Why a layer's factors are too large to be kept; None if they are not."""
     if rules.max_factor_dim is None:
         return None
-    shape = factor_shape(module, module._parameters.get("bias") is not None)
-    sizes = [shape.out_dim]
-    if locations:
-        sizes += [locations, shape.in_dim // locations]
-    elif not shape.diagonal_a:
-        sizes.append(shape.in_dim)
-    if max(sizes) <= rules.max_factor_dim:
+    largest = max(shape.dim(k) for k in shape.letters if not shape.is_diagonal(k))
+    if largest <= rules.max_factor_dim:
         return None
-    return f"a factor of {max(sizes)} rows exceeds max_factor_dim={rules.max_factor_dim}"
+    return f"a factor of {largest} rows exceeds max_factor_dim={rules.max_factor_dim}"
 
 
 def _barred(module: nn.Module, weight: Tensor | None) -> str | None:

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
+from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.undisturbed import RandomState, undisturbed
+from second_order.sharded import local
 
-__all__ = ["Hessian", "LossFn", "ProductMode", "check_closure"]
+__all__ = ["Hessian", "LossFn", "ProductMode", "ShardedHessian", "check_closure"]
 
 LossFn: TypeAlias = Callable[[], Any]
 Parts: TypeAlias = Sequence[Tensor | None]
@@ -171,10 +173,7 @@ class Hessian:
         if norm == 0.0:
             return None
         size = float(torch.stack([p.detach().double().norm() for p in self.params]).norm())
-        # Central differences: the cube root balances rounding and curvature's own change. An
-        # element of the direction moves by its length over the root of n.
-        eps = max(torch.finfo(p.dtype).eps for p in self.params)
-        step = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
+        step = self._step(norm, size)
         before = [p.detach().clone() for p in self.params]
         total: Tensor | None = None
         try:
@@ -190,6 +189,14 @@ class Hessian:
             for p, w in zip(self.params, before, strict=True):
                 p.data.copy_(w)
         return total
+
+    def _step(self, norm: float, size: float) -> float:
+        """ε for a direction and parameters of these lengths."""
+        # Central differences: the cube root balances rounding and curvature's own change. An
+        # element of the direction moves by its length over the root of n.
+        eps = max(torch.finfo(p.dtype).eps for p in self.params)
+        step: float = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
+        return step
 
     def evaluate(self) -> None:
         """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
@@ -231,6 +238,87 @@ class Hessian:
         if any(g is None for g in gradients) and any(f is CheckpointFunction for _, f in custom):
             raise CurvatureError(_REENTRANT)
         return examples, list(gradients)
+
+
+class ShardedHessian(Hessian):
+    """The Hessian of all processes' mean loss at parameters that FSDP2 has sharded, by differences.
+
+    FSDP2 has first derivatives only, by ``backward``; it averages them, and leaves the rows of this
+    process. So products are of vectors with these rows, and need no further exchange.
+
+    Args:
+        loss_fns: As for :class:`Hessian`; every process evaluates as many.
+        params: The sharded parameters.
+        world: The processes.
+        model: The module whose train/eval mode is kept as it is.
+    """
+
+    def __init__(
+        self,
+        loss_fns: LossFn | Sequence[LossFn],
+        params: Sequence[Tensor],
+        world: World,
+        model: nn.Module | None = None,
+    ) -> None:
+        super().__init__(loss_fns, params, mode="differences", model=model)
+        self._world = world
+        self._shards = [local(p).detach() for p in self.params]
+        self._sizes = [shard.numel() for shard in self._shards]
+
+    def product(self, v: Tensor) -> Tensor:
+        """This process's rows of H v, H being that of the mean over all processes' examples.
+
+        Args:
+            v: This process's rows of the vector.
+        """
+        self.products += 1
+        directions = [
+            part.view(shard.shape).to(shard.dtype)
+            for part, shard in zip(v.split(self._sizes), self._shards, strict=True)
+        ]
+        norm, size = self._lengths(directions), self._lengths(self._shards)
+        if norm == 0.0:
+            return torch.zeros_like(v)
+        step = self._step(norm, size)
+        before = [shard.clone() for shard in self._shards]
+        total = torch.zeros_like(v)
+        try:
+            for sign in (1.0, -1.0):
+                for shard, w, each in zip(self._shards, before, directions, strict=True):
+                    shard.copy_(w).add_(each, alpha=sign * step)
+                total.add_(self._mean_gradient(v.dtype), alpha=sign / (2 * step))
+        finally:
+            for shard, w in zip(self._shards, before, strict=True):
+                shard.copy_(w)
+        return total
+
+    def _lengths(self, parts: Sequence[Tensor]) -> float:
+        """The length of a vector of which this process has some rows."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
+        for part in parts:
+            squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        self._world.all_reduce([squares]).wait()
+        return math.sqrt(float(squares))
+
+    def _mean_gradient(self, dtype: torch.dtype) -> Tensor:
+        """This process's rows of the mean gradient over all processes' examples."""
+        self.examples = self.loss = 0.0
+        with torch.enable_grad(), self._outside_autocast():
+            for loss_fn in self._loss_fns:
+                self._rewind()
+                loss, examples = self._evaluate(loss_fn)
+                with _explained():
+                    (loss * examples).backward()
+        everyone = torch.tensor(self.examples, dtype=torch.float64, device=self.params[0].device)
+        self._world.all_reduce([everyone]).wait()
+        rows = [
+            torch.zeros_like(shard) if p.grad is None else local(p.grad)
+            for p, shard in zip(self.params, self._shards, strict=True)
+        ]
+        flat = torch.cat([part.reshape(-1) for part in rows]).to(dtype)
+        for p in self.params:
+            p.grad = None
+        return flat.mul_(self._world.size / float(everyone))  # FSDP2 has divided by the processes
 
 
 def check_closure(given: Any) -> None:

@@ -10,7 +10,7 @@ The density is stochastic Lanczos quadrature: tr f(H)/n ≈ mean over random pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
-from second_order.lanczos.hvp import Hessian, LossFn, ProductMode
+from second_order.lanczos.hvp import Hessian, LossFn, ProductMode, ShardedHessian
 from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
-from second_order.lanczos.vector_space import RowSpace
+from second_order.lanczos.vector_space import RowSpace, ShardSpace
 
 __all__ = [
     "Eigenpairs",
@@ -407,13 +407,16 @@ class Measured:
         self._hessian = Hessian(loss_fn, params, mode=hvp, model=model)
         self._dtype = dtype
 
+    def _space(self) -> RowSpace:
+        return RowSpace(self._hessian, self._world, self._dtype, self._sign)
+
     def __enter__(self) -> RowSpace:
         error: Exception | None = None
         try:
             self._hessian.__enter__()
         except Exception as caught:
             error = caught
-        space = RowSpace(self._hessian, self._world, self._dtype, self._sign)
+        space = self._space()
         space.error = error
         self._plain = torch.autocast(self._hessian.params[0].device.type, enabled=False)
         try:
@@ -428,6 +431,37 @@ class Measured:
     def __exit__(self, *_: object) -> None:
         self._plain.__exit__(None, None, None)
         self._hessian.__exit__()
+
+
+class MeasuredShards(Measured):
+    """A context as :class:`Measured`, at parameters that FSDP2 has sharded.
+
+    Args:
+        loss_fn: Evaluates the loss of this process's batch; every process calls it as often.
+        params: The sharded parameters.
+        world: The processes.
+        dtype: Dtype of the vectors.
+        model: The module whose train/eval mode is kept.
+        sign: 1, or −1 for the Hessian of the negative loss.
+        mine: Takes this process's rows out of a whole vector.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn | Sequence[LossFn],
+        params: Sequence[Tensor],
+        world: World,
+        dtype: torch.dtype,
+        model: nn.Module | None,
+        sign: float,
+        mine: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(loss_fn, params, world, dtype, "differences", model, sign)
+        self._mine = mine
+        self._hessian = self._sharded = ShardedHessian(loss_fn, params, world, model)
+
+    def _space(self) -> RowSpace:
+        return ShardSpace(self._sharded, self._world, self._dtype, self._sign, self._mine)
 
 
 def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:

@@ -7,6 +7,7 @@ on the union of the batches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
-from second_order.lanczos.hvp import Hessian
+from second_order.lanczos.hvp import Hessian, ShardedHessian
 from second_order.lanczos.lanczos import normal
 
-__all__ = ["RowSpace", "row_bounds"]
+__all__ = ["RowSpace", "ShardSpace", "row_bounds"]
 
 
 def row_bounds(size: int, processes: int) -> list[int]:
@@ -113,3 +114,38 @@ class RowSpace:
             raise CurvatureError(
                 f"the curvature closure failed on rank {ranks[0]}, whose error says why"
             )
+
+
+class ShardSpace(RowSpace):
+    """Vectors of which this process holds the rows that FSDP2 has left it of the parameters.
+
+    Args:
+        hessian: The Hessian of all processes' batches, entered as a context.
+        world: The processes.
+        dtype: Dtype of the vectors.
+        sign: 1, or −1 for the Hessian of the negative loss.
+        mine: Takes this process's rows out of a whole vector, in the parameters' order.
+    """
+
+    def __init__(
+        self,
+        hessian: ShardedHessian,
+        world: World,
+        dtype: torch.dtype,
+        sign: float,
+        mine: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(hessian, world, dtype, sign)
+        self._mine = mine
+
+    def random(self, seed: int, scale: float) -> Tensor:
+        """This process's rows of a seeded normal vector, the same however it is sharded."""
+        return self._mine(normal(self.size, seed, scale)).to(self._device, self._dtype)
+
+    def apply(self, d: Tensor) -> Tensor:
+        """This process's rows of the Hessian of all processes' batches times d."""
+        try:
+            return self._hessian.product(d).mul_(self._sign)
+        except Exception as error:
+            self.error = error
+            return torch.full_like(d, torch.nan)

@@ -15,18 +15,31 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from second_order.contract.averaging import start_average
 from second_order.contract.base_state import CURVATURE, BaseState
-from second_order.contract.base_step import initialises_state, set_aside, unhooked_step
-from second_order.contract.checkpoint import Checkpoint, check_is_state, header, read_checkpoint
+from second_order.contract.base_step import (
+    initialises_state,
+    refuse_in_evaluation,
+    refuse_within_backward,
+    runs_between_graphs,
+    set_aside,
+    unhooked_step,
+)
+from second_order.contract.checkpoint import (
+    Checkpoint,
+    check_is_state,
+    export_base_state,
+    header,
+    read_checkpoint,
+)
 from second_order.contract.collected import Collected
 from second_order.contract.curvature import Curvature
 from second_order.contract.given import check_scaler, refuse_unknown_scaler, what_is_given
@@ -45,8 +58,23 @@ from second_order.contract.imitation import imitated
 from second_order.contract.notices import warns_at_its_end
 from second_order.contract.outline import Outline, described, outline_of_load
 from second_order.contract.recipe import recipe_of
+from second_order.contract.sharding import (
+    Places,
+    check_mesh,
+    check_sharding,
+    moved_state,
+    replaced_in,
+)
 from second_order.contract.training import Training
-from second_order.contract.two_bases import TwoBases, base_of, kinds_of, made_again, name_of
+from second_order.contract.two_bases import (
+    TwoBases,
+    attributes_of,
+    base_of,
+    kinds_of,
+    made_again,
+    name_of,
+    switch_of,
+)
 from second_order.distributed.collectives import World
 from second_order.options import (
     PEAK_LR,
@@ -59,6 +87,7 @@ from second_order.options import (
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
+from second_order.sharded import is_dtensor
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -119,7 +148,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
+        check_mesh(dict(given.model.named_parameters()), world)
         wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
+        if given.params and all(map(is_dtensor, given.params)):
+            wanted = False  # FSDP2 averages
         self._training = training = Training(
             name,
             given.model,
@@ -136,7 +168,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"trains alone; call torch.distributed.init_process_group() before making the "
                 f"optimizer"
             )
-        self._constructed, self._outline = False, Outline()
+        self._constructed, self._outline, self._unwatched = False, Outline(), False
         self._collected = Collected()
 
         if given.strange and needs_model:
@@ -161,6 +193,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._bind_base()
         self._base.state.update(made)
         self._tell_of_patterns()
+        self._places = Places(training.model, members_of(self.param_groups))
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
@@ -175,10 +208,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         world.require_equal(lines, "models or options")
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
+            tensors = [*training.model.parameters(), *training.model.buffers()]
             with torch.no_grad():
-                world.broadcast_from_first(
-                    [*training.model.parameters(), *training.model.buffers()]
-                )
+                world.broadcast_from_first([t for t in tensors if not is_dtensor(t)])
         if world.size > 1:
             world.level()
             world.aside()  # made now, while every rank is here
@@ -200,6 +232,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------- stepping
 
+    @runs_between_graphs
     @warns_at_its_end
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -214,9 +247,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, if the ranks do different things.
             SecondOrderError: On every rank, if the curvature cannot be computed.
+            RuntimeError: While backward runs, inside :meth:`hooks_removed`, or if a schedule-free
+                base is not in train mode.
         """
         training, curvature = self._training, self._curvature
         loss = None
+        refuse_within_backward(training.name)
+        refuse_in_evaluation(training.name, self.param_groups)
+        if self._unwatched:
+            raise RuntimeError(
+                f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
+                f"statistics; train after the block"
+            )
         if closure is not None and not callable(closure):
             raise TypeError(f"closure={closure!r} is not a function; use step() without one")
         if training.steps == 0 and training.scaler is None and curvature.scaler_matters:
@@ -224,6 +266,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_shards()
         # Such a step must move no counter and start no collective: one rank alone may take it.
         fresh = not self.state and training.steps == 0 and curvature.nothing_captured()
         if fresh and initialises_state(self.param_groups):
@@ -235,12 +278,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return loss
         if self._collected.drop():
             self._share_state()
-        self._agree("take a step")
+        with training.meter.stage("compare"):
+            self._agree("take a step")
         follow_learning_rates(self.param_groups)
         curvature.prepare()
-        average = start_average(training, curvature.route)
+        with training.meter.stage("average_gradients"):
+            average = start_average(training, curvature.route)
         curvature.precondition(average)
-        with record_function("second_order.base"), set_aside(training):
+        with training.meter.stage("base"), set_aside(training):
             curvature.step_base(self._base_step)
         curvature.correct()
         training.trained = set(training.training_params())
@@ -248,7 +293,22 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if training.steps == 1:
             self._share_state()
         curvature.watch()
+        training.meter.lap()
         return loss
+
+    def _take_shards(self) -> None:
+        """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
+        others = self._places.replaced() if "_places" in self.__dict__ else {}
+        if not others:
+            return
+        model, world = self._training.model, self._training.world
+        check_sharding(model)
+        check_mesh(dict(model.named_parameters()), world)
+        self._curvature.replace_params(others)
+        replaced_in(self.param_groups, others)
+        moved_state(self.state, others)
+        self._training.trained = {others.get(p, p) for p in self._training.trained}
+        self._places = Places(model, members_of(self.param_groups))
 
     def _base_step(self) -> None:
         unhooked_step(self._base)
@@ -264,11 +324,36 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
+        self._take_shards()
         super().zero_grad(set_to_none)
         if hasattr(self, "_curvature"):
             self._curvature.drop_pending()
 
+    @property
+    def train(self) -> Callable[[], None]:
+        """The base's ``train()``, which schedule-free ones want to be called before training."""
+        return switch_of(self._base, "train", self._training.name, self.state)
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The base's ``eval()``: schedule-free ones set the parameters to their average."""
+        return switch_of(self._base, "eval", self._training.name, self.state)
+
     # ------------------------------------------------------------------- groups and checkpoints
+
+    @property
+    def state(self) -> Any:
+        """The state by parameter, shared with the base. Another dictionary may be assigned."""
+        if "state" not in self.__dict__:  # of a wrapper that imitates this class, as below
+            raise AttributeError("state")
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Replace the state: the base follows, and starts anew if it is empty."""
+        self.__dict__["state"] = state
+        if self.__dict__.get("_constructed"):
+            self._base.state = BaseState(state)  # type: ignore[assignment]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -310,6 +395,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = self._base.param_groups = groups
+        self._places = Places(self._training.model, members_of(groups))
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the default entries that it lacks, those of the base that trains it."""
@@ -348,6 +434,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             raise
         newcomers = members_of(self.param_groups[len(before) :])
         self._training.trained |= {p for p in newcomers if p.requires_grad}
+        self._places = Places(self._training.model, members_of(self.param_groups))
         self._curvature.replan()
 
     @warns_at_its_end
@@ -385,6 +472,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 :meth:`consolidate` since the last step, and it is not
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
+        self._take_shards()
         self._collected.require(self._training, self._curvature)
         if self.state:
             self._share_state()
@@ -398,6 +486,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.state.update(parked)
         self._collected.add_to(found["state"], members_of(self.param_groups))
         return found
+
+    def export_base_state(self, rest: bool = False) -> dict[str, Any]:
+        """The state that the base alone would have saved, for ``load_state_dict`` of its class.
+
+        Args:
+            rest: Whether to give the part of ``rest`` and not of ``base``, if there are two bases.
+
+        Raises:
+            SecondOrderError: If other processes keep some of the state; see :meth:`state_dict`.
+            ValueError: For ``rest=True`` without two bases.
+        """
+        return export_base_state(self.state_dict(), rest)
 
     @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -415,6 +515,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             wrapped.load_state_dict(state_dict)
             return
         check_is_state(state_dict)
+        self._take_shards()
         names = self._training.names()
         found = Checkpoint({}, [], {}, 0, [])
 
@@ -436,6 +537,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
         self._collected.drop()
         self._training.steps = found.steps
+        if found.base and not any(saved.values()):
+            self._training.warn(
+                f"the state loaded is of {self._training.base_name} alone: it is taken over, and "
+                f"the curvature starts anew"
+            )
         if found.absent:
             self._training.warn(
                 f"the checkpoint has nothing of {', '.join(found.absent[:20])}: their state begins "
@@ -461,15 +567,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         state = dict(self.__dict__)
         state.pop("step", None)  # a scheduler's patch, bound to this instance
         state["_base"] = kinds_of(self._base)
+        state["_base_attributes"] = attributes_of(self._base)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_base" not in state:  # called by load_state_dict with state and groups alone
             super().__setstate__(state)
             return
-        kinds = state.pop("_base")
+        kinds, attributes = state.pop("_base"), state.pop("_base_attributes", ())
         super().__setstate__(state)
-        self._base = made_again(kinds, self.param_groups)
+        self._base = made_again(kinds, self.param_groups, attributes)
         self._bind_base()
         if len(self._base.state):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
@@ -484,6 +591,17 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         return self._curvature.summary()
 
+    def statistics(self) -> dict[str, float]:
+        """Numbers to log: of the last step, of the curvature in use, seconds and bytes by stage.
+
+        The names are the same on every process, and on the page *Instruments*; a number that this
+        process does not know is NaN. Nothing is sent and nothing changes. Reading it waits for the
+        device.
+        """
+        meter, curvature = self._training.meter, self._curvature
+        steps = {"step": float(self._training.steps)}
+        return {**steps, **curvature.statistics(), **meter.read(curvature.accounts)}
+
     def recipe(self) -> Recipe:
         """A table of which base trains each parameter, how, and whether it is preconditioned.
 
@@ -491,6 +609,23 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         preconditioned = {id(p) for p in self._curvature.preconditioned()}
         return recipe_of(self._training, preconditioned)
+
+    @contextmanager
+    def hooks_removed(self) -> Iterator[None]:
+        """Take all hooks off the model for a block, and put them back after it.
+
+            with optimizer.hooks_removed():
+                scripted = torch.jit.script(model)
+
+        Passes inside the block leave no statistics, and :meth:`step` is refused there. Export,
+        tracing and compiling for inference do not need this: hooks step aside by themselves.
+        """
+        outer, self._unwatched = self._unwatched, True
+        try:
+            with self._curvature.unwatched():
+                yield
+        finally:
+            self._unwatched = outer
 
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""

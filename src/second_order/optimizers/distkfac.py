@@ -23,6 +23,7 @@ from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFACCurvature, System, with_stats_workers
 from second_order.kfac.distkfac_options import (
+    FORGETFUL,
     DoublyFactored,
     check_distkfac_options,
     checked_doubly_factored,
@@ -30,10 +31,10 @@ from second_order.kfac.distkfac_options import (
     half_the_cores,
 )
 from second_order.kfac.options import (
-    ADAPTIVE_STEP_DECAY,
     AUTO,
     AutoSchedule,
     KFACOptions,
+    PerStep,
     documented,
 )
 from second_order.kfac.plan import distkfac_plan
@@ -41,9 +42,9 @@ from second_order.kfac.solves import Background
 from second_order.kfac.stats_workers import StatsWorker
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
 from second_order.options import AutoInterval, own_keywords
 from second_order.report import Summary
 
@@ -51,7 +52,7 @@ __all__ = ["DistKFAC"]
 
 
 @documented
-class DistKFAC(SecondOrderOptimizer):
+class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
@@ -97,9 +98,9 @@ class DistKFAC(SecondOrderOptimizer):
             G (Ba et al. 2017, section 4). "auto": layers with more than ``max_factor_dim`` inputs,
             with the channels of the convolution before them. None: no layer.
         {max_factor_dim}
-        exact_blocks: Gains and biases of normalisations have exact blocks, and biases that train
-            alone; False leaves them to the base.
-        max_exact_dim: Entries up to which such a block is a full matrix; above, its diagonal.
+        {exact_blocks}
+        {max_exact_dim}
+        {other_matrices}
         {damping}
         {relative_damping}
         {factor_decay}
@@ -169,10 +170,11 @@ class DistKFAC(SecondOrderOptimizer):
         doubly_factored: DoublyFactored = "auto",
         max_factor_dim: int = KFACOptions.max_factor_dim,
         exact_blocks: bool = True,
-        max_exact_dim: int = 256,
+        max_exact_dim: int = KFACOptions.max_exact_dim,
+        other_matrices: str = KFACOptions.other_matrices,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule | None = AUTO,
+        factor_decay: AutoSchedule | PerStep | None = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: AutoInterval = 20,
@@ -194,14 +196,12 @@ class DistKFAC(SecondOrderOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        decay = ADAPTIVE_STEP_DECAY if factor_decay is None else factor_decay
+        decay = FORGETFUL if factor_decay is None else factor_decay
         options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
         check_distkfac_options(locals())
         staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
-        rules = BlockRules(
-            max_factor_dim=max_factor_dim,
-            doubly_factored=checked_doubly_factored(doubly_factored),
-            max_exact_dim=max_exact_dim if exact_blocks else None,
+        rules = replace(
+            options.block_rules, doubly_factored=checked_doubly_factored(doubly_factored)
         )
         background = Background(
             threads=half_the_cores() if inverse_threads is None else inverse_threads,

@@ -22,20 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFACCurvature, System
 from second_order.kfac.exchange import OwnerGradients
-from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, documented
+from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, PerStep, documented
 from second_order.kfac.plan import dpkfac_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
 from second_order.options import AutoInterval, check_choice, own_keywords
 
 __all__ = ["DPKFAC"]
 
 
 @documented
-class DPKFAC(SecondOrderOptimizer):
+class DPKFAC(KroneckerOptimizer):
     """K-FAC whose layers' owners build the factors from their own batches.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
@@ -77,6 +77,9 @@ class DPKFAC(SecondOrderOptimizer):
         {eigen_refresh}
         {symmetry_aware}
         {max_factor_dim}
+        {exact_blocks}
+        {max_exact_dim}
+        {other_matrices}
         {skip_layers}
         {accumulation_steps}
         {loss_reduction}
@@ -110,7 +113,7 @@ class DPKFAC(SecondOrderOptimizer):
         gradient_exchange: str = "owner",
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule = AUTO,
+        factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
@@ -123,6 +126,9 @@ class DPKFAC(SecondOrderOptimizer):
         eigen_refresh: str = KFACOptions.eigen_refresh,
         symmetry_aware: bool = KFACOptions.symmetry_aware,
         max_factor_dim: int = KFACOptions.max_factor_dim,
+        exact_blocks: bool = KFACOptions.exact_blocks,
+        max_exact_dim: int = KFACOptions.max_exact_dim,
+        other_matrices: str = KFACOptions.other_matrices,
         skip_layers: Sequence[str] = KFACOptions.skip_layers,
         accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,
         loss_reduction: str = KFACOptions.loss_reduction,
@@ -139,7 +145,7 @@ class DPKFAC(SecondOrderOptimizer):
         check_choice("gradient_exchange", gradient_exchange, ("owner", "all_reduce"))
         system = System(
             partial(dpkfac_plan, assignment=assignment),
-            BlockRules(max_factor_dim),
+            options.block_rules,
             f"{assignment} {gradient_exchange}",
             owners=gradient_exchange,
         )
@@ -175,7 +181,6 @@ class DPKFAC(SecondOrderOptimizer):
                 would differ between processes, or with ``gradient_exchange="all_reduce"``.
         """
         scaler, gradients = self._training.scaler, self._curvature.gradients
-        assert isinstance(gradients, OwnerGradients)
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"{type(ddp).__name__} is not a DistributedDataParallel model")
         if ddp.module is not self._training.model:
@@ -185,6 +190,7 @@ class DPKFAC(SecondOrderOptimizer):
                 "with the owner hook a GradScaler would find an overflow on one process and not on "
                 "another, and one would skip step() alone; train in bfloat16, or without the hook"
             )
+        assert isinstance(gradients, OwnerGradients)  # FSDP2 and DDP exclude each other
         if not gradients.only_to_owners:
             raise ValueError(
                 "gradient_exchange='all_reduce' averages gradients everywhere, as "

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from second_order.distributed.assignment import AssignmentCost
 from second_order.kfac.curvature import KFACCurvature, System
-from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, documented
+from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, PerStep, documented
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SolverName
-from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
 from second_order.options import (
     AutoInterval,
     check_choice,
@@ -38,7 +38,7 @@ __all__ = ["KAISA"]
 
 
 @documented
-class KAISA(SecondOrderOptimizer):
+class KAISA(KroneckerOptimizer):
     """K-FAC on one process or many, around any first-order optimizer.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
@@ -77,6 +77,9 @@ class KAISA(SecondOrderOptimizer):
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         {symmetry_aware}
         {max_factor_dim}
+        {exact_blocks}
+        {max_exact_dim}
+        {other_matrices}
         {skip_layers}
         {accumulation_steps}
         {loss_reduction}
@@ -106,7 +109,7 @@ class KAISA(SecondOrderOptimizer):
         rest_kwargs: Mapping[str, Any] | None = None,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
-        factor_decay: AutoSchedule = AUTO,
+        factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
         factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
@@ -123,6 +126,9 @@ class KAISA(SecondOrderOptimizer):
         colocate_factors: bool = True,
         symmetry_aware: bool = KFACOptions.symmetry_aware,
         max_factor_dim: int = KFACOptions.max_factor_dim,
+        exact_blocks: bool = KFACOptions.exact_blocks,
+        max_exact_dim: int = KFACOptions.max_exact_dim,
+        other_matrices: str = KFACOptions.other_matrices,
         skip_layers: Sequence[str] = KFACOptions.skip_layers,
         accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,
         loss_reduction: str = KFACOptions.loss_reduction,
@@ -153,7 +159,7 @@ class KAISA(SecondOrderOptimizer):
                 colocate=colocate_factors,
                 keeps_all=factor_exchange == "all_reduce",
             ),
-            BlockRules(max_factor_dim),
+            options.block_rules,
             f"{grad_worker_fraction} {assignment} {colocate_factors} {factor_exchange}",
         )
         super().__init__(

@@ -1,0 +1,120 @@
+"""Whether the best learning rate and damping move with the width of a model: 64 to 512.
+
+A transformer of one block is trained on the text of `language_model`, 150 steps of 8 windows, at
+each width: by AdamW over a grid of learning rates, by KAISA over AdamW with its defaults over the
+same grid, and by KAISA at the best of these rates over a grid of dampings. Judged by the loss on
+held-out text at the end, a mean over the seeds. The seeds are those that settings are chosen on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from second_order import SecondOrderWarning
+from second_order.kfac.options import ADAPTIVE_DAMPING
+from tasks import Job, Run, run_all
+
+WIDTHS = 64, 128, 256, 512
+RATES = 0.0015, 0.003, 0.006, 0.012, 0.024
+DAMPINGS = tuple(ADAPTIVE_DAMPING * share for share in (0.25, 0.5, 1.0, 2.0, 4.0))
+SEEDS = 100, 101
+OPTIMIZERS = "AdamW", "KAISA, AdamW"
+
+
+def task(width: int) -> str:
+    """The name of the task with a model of a width."""
+    return f"language, width {width}"
+
+
+def last(runs: Sequence[Run]) -> float:
+    """The mean of the losses at the end; infinite if a run broke off."""
+    found = statistics.mean(run.losses[-1] for run in runs)
+    return found if math.isfinite(found) else math.inf
+
+
+def losses(jobs: Sequence[Job], runs: Sequence[Run]) -> dict[tuple[str, str, float, str], float]:
+    """By task, optimizer, rate and options, the loss at the end."""
+    grouped: dict[tuple[str, str, float, str], list[Run]] = {}
+    for job, run in zip(jobs, runs, strict=True):
+        key = job.task, job.optimizer, job.lr, json.dumps(job.options)
+        grouped.setdefault(key, []).append(run)
+    return {key: last(of) for key, of in grouped.items()}
+
+
+def table(title: str, columns: Sequence[float], rows: dict[str, list[float]]) -> Table:
+    """Losses, with the least of each row and what is within 0.01 of it marked."""
+    result = Table(title=title)
+    result.add_column("")
+    for column in columns:
+        result.add_column(f"{column:g}", justify="right")
+    for name, found in rows.items():
+        marks = ("*" if x == min(found) else "~" if x < min(found) + 0.01 else "" for x in found)
+        result.add_row(name, *(f"{x:.3f} {m}" for x, m in zip(found, marks, strict=True)))
+    return result
+
+
+def main() -> None:
+    """Train, print, and store."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", nargs="+", type=int, choices=WIDTHS, default=WIDTHS)
+    parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--json", type=Path, help="write the runs there")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", SecondOrderWarning)
+    console = Console(width=100)
+    by_rate = [
+        Job(task(width), optimizer, lr, seed)
+        for width in reversed(arguments.widths)
+        for optimizer in OPTIMIZERS
+        for lr in RATES
+        for seed in SEEDS
+    ]
+    runs = run_all(by_rate, arguments.processes)
+    found = losses(by_rate, runs)
+    best: dict[int, float] = {}
+    for optimizer in OPTIMIZERS:
+        rows = {}
+        for width in arguments.widths:
+            of = {lr: found[task(width), optimizer, lr, "{}"] for lr in RATES}
+            rows[f"width {width}"] = list(of.values())
+            best[width] = min(of, key=lambda lr: of[lr])
+        console.print(table(f"{optimizer}: loss by learning rate", RATES, rows))
+    by_damping = [
+        Job(task(width), "KAISA, AdamW", best[width], seed, {"damping": damping})
+        for width in reversed(arguments.widths)
+        for damping in DAMPINGS
+        for seed in SEEDS
+    ]
+    more = run_all(by_damping, arguments.processes)
+    found = losses(by_damping, more)
+    rows = {
+        f"width {width}, lr {best[width]}": [
+            found[task(width), "KAISA, AdamW", best[width], json.dumps({"damping": damping})]
+            for damping in DAMPINGS
+        ]
+        for width in arguments.widths
+    }
+    console.print(table("KAISA, AdamW: loss by damping", DAMPINGS, rows))
+    if arguments.json:
+        record: dict[str, Any] = {
+            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread a run",
+            "runs": [asdict(run) for run in (*runs, *more)],
+        }
+        arguments.json.write_text(json.dumps(record) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

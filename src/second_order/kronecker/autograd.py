@@ -1,0 +1,121 @@
+"""What autograd keeps of a layer's call, and what the backward pass that is running will reach."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
+
+from second_order.sharded import FSDPParams
+
+__all__ = [
+    "Kept",
+    "as_used",
+    "device_type",
+    "differentiable_tensors",
+    "params_in_pass",
+    "reaches_parameters",
+    "repeating_checkpoints",
+    "save",
+]
+
+_REPEAT = CheckpointFunction.backward.__code__
+
+
+class _SavedInput(torch.autograd.Function):
+    """A node beside the graph whose only purpose is to hold one saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("this node is not part of any graph")
+
+
+@dataclass
+class Kept:
+    """An input that is kept for a moment, in the manner of a node that saves it."""
+
+    x: Tensor
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor]:
+        """The input."""
+        return (self.x,)
+
+
+def save(x: Tensor) -> Any:
+    """A node beside the graph that keeps an input as autograd keeps its own."""
+    anchor = torch.empty(0, requires_grad=True)
+    return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
+
+
+def repeating_checkpoints() -> list[Any]:
+    """The nodes of the reentrant checkpoints now repeating a forward, the outermost last."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[Any] = []
+    while frame is not None:
+        if frame.f_code is _REPEAT:
+            found.append(frame.f_locals["ctx"])
+        frame = frame.f_back
+    return found or [torch._C._current_autograd_node()]  # of another library's checkpoint
+
+
+def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
+    """Whether the backward pass that is running accumulates into a parameter of the module."""
+    return any(map(_is_reached, params_in_pass(module, fsdp)))
+
+
+def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> list[Tensor]:
+    """A module's own parameters that the graph of a pass ends in; with FSDP2 the whole ones."""
+    params = module._parameters.values() if fsdp is None else fsdp.in_pass(module)
+    return [p for p in params if p is not None]
+
+
+def _is_reached(p: Tensor) -> bool:
+    if not p.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
+    except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
+        return False
+
+
+def device_type(tensor: Tensor) -> str:
+    """The kind of device that a tensor is on."""
+    return tensor.device.type
+
+
+def differentiable_tensors(output: Any) -> list[Tensor]:
+    """The tensors of a model's output that a backward can start from."""
+    if isinstance(output, Tensor):
+        return [output] if output.requires_grad else []
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    elif isinstance(output, (list, tuple)):
+        parts = list(output)
+    else:
+        parts = list(getattr(output, "__dict__", {}).values())
+    return [tensor for part in parts for tensor in differentiable_tensors(part)]
+
+
+def as_used(x: Tensor) -> Tensor:
+    """The layer's input in the precision that the layer computes with.
+
+    Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
+    place, or be freed, before the backward.
+    """
+    device = device_type(x)
+    if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
+        return x.detach().to(torch.get_autocast_dtype(device))
+    return x

@@ -1,0 +1,137 @@
+"""Blocks of matrices that no rule knows, from their gradients alone.
+
+Of the mean gradient M of a step, ``(out, in)``, the factors are M Mᵀ and Mᵀ M, as in Shampoo (Gupta
+et al. 2018) and SOAP (Vyas et al. 2024). The block is their product over the trace of one,
+
+    F ≈ N E[M Mᵀ] ⊗ E[Mᵀ M / tr Mᵀ M],
+
+N the number of examples in a step: exact where F is a Kronecker product, and near the best one in
+the Frobenius norm otherwise (Morwani et al. 2024). It is inverted as K-FAC's blocks are, each
+factor with the exponent -1. The gradients of N examples have a mean whose second moment is F / N,
+so that N brings it to the scale of an example's, which is that of K-FAC's A ⊗ G: damping and clip
+mean the same. Where the mean gradient is not small beside its noise, F is taken for larger than it
+is, up to N times, and the step is the shorter.
+
+A side longer than the largest factor allowed has its diagonal alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
+from second_order.kronecker.layers import FactorShape
+
+__all__ = ["GradientBlock", "folded", "is_matrix"]
+
+
+def folded(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor folded into a matrix, cut where the factors are the smallest.
+
+    A convolution's ``(out, in, *kernel)`` is cut behind its first dimension as a rule, a stack of
+    matrices ``(experts, in, out)`` before its last one.
+    """
+    cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    return min(cuts, key=lambda cut: cut[0] ** 3 + cut[1] ** 3)
+
+
+class GradientBlock(KroneckerBlock):
+    """A matrix whose factors are made of its gradient, without hooks.
+
+    Args:
+        name: Name of the parameter.
+        module: The module that has the parameter.
+        parameter: The matrix, of two dimensions or more.
+        most: Largest size of a factor that is no diagonal; None for no bound.
+        factor_dtype: Dtype in which factors are kept.
+        triangular: Whether to keep upper triangles of factors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        parameter: nn.Parameter,
+        most: int | None,
+        factor_dtype: torch.dtype,
+        triangular: bool,
+    ) -> None:
+        self.owned, self.most = parameter, most
+        super().__init__([name], [module], None, factor_dtype, triangular)
+
+    def _key_parameter(self) -> nn.Parameter:
+        return self.owned
+
+    @property
+    def watched(self) -> Sequence[nn.Module]:
+        """No module: no pass is looked at."""
+        return ()
+
+    def _current_shape(self) -> FactorShape:
+        rows, columns = folded(self.owned.shape)
+        wide = self.most is not None and max(rows, columns) > self.most
+        if wide:  # the longer side is the columns', whose factor can be a diagonal
+            rows, columns = sorted((rows, columns))
+        return FactorShape(1, columns, rows, diagonal_a=wide, marginal=True)
+
+    def _folded(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as a view ``(out, in)`` where that is possible."""
+        matrix = tensor.reshape(folded(tensor.shape))
+        return matrix if matrix.shape == self.shape.gradient_size[1:] else matrix.mT
+
+    def gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient as a matrix ``(1, out, in)``; None if the parameter has none."""
+        if self.owned.grad is None:
+            return None
+        return self._folded(self.owned.grad).unsqueeze(0).to(dtype)
+
+    def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
+        """Overwrite the gradient by a preconditioned matrix times a coefficient."""
+        grad = self.owned.grad
+        assert grad is not None
+        flat = matrix.squeeze(0) * coefficient
+        rows, columns = folded(grad.shape)
+        flat = flat if flat.shape == (rows, columns) else flat.mT
+        grad.copy_(flat.reshape(grad.shape))
+
+    def sums(self, examples: Tensor, scale: Tensor) -> StatisticsSums | None:
+        """The statistics of the gradient that is here; None if there is none.
+
+        A gradient that is zero or not finite counts no example; the latter is counted as dropped.
+
+        Args:
+            examples: Number of examples that the step counts for in the averages; a scalar.
+            scale: Factor that brings M Mᵀ to the scale of an example's, a scalar: N where the loss
+                is a mean.
+        """
+        found = self.gradient(self.staged.dtype)
+        if found is None:
+            return None
+        size = found.square().sum()
+        finite = torch.isfinite(size * scale)
+        self.staged.dropped += ~finite
+        live = finite & (size > 0)
+        found = torch.where(live, found, 0.0)
+        size, examples = torch.where(live, size, 0.0), examples * live.to(size.dtype)
+        shape, factors = self.shape, {}
+        for letter in shape.letters:
+            if not self.held[letter == "G"]:  # of others only the trace is known
+                factors[letter] = found.new_empty(0, dtype=self.factor_dtype)
+                continue
+            half = found if letter == "A" else found.mT
+            whole = half.square().sum(-2) if shape.is_diagonal(letter) else half.mT @ half
+            whole = whole if letter == "A" else whole * (scale * examples)
+            factors[letter] = self.ensure_factors().store(whole)
+        traces = [size / shape.in_dim, size * scale * examples / shape.out_dim]
+        self.hear()
+        return StatisticsSums(factors, torch.stack([examples, *traces]).to(self.staged.dtype))
+
+
+def is_matrix(p: Tensor) -> bool:
+    """Whether a parameter can have a :class:`GradientBlock`: it is no vector in disguise."""
+    return p.dim() > 1 and p.numel() > 0 and min(folded(p.shape)) > 1

@@ -1,0 +1,109 @@
+"""Layers of users' own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+from torch import Tensor, nn
+
+from second_order.kronecker.exact import GAINS, Gain
+from second_order.kronecker.layers import (
+    KINDS,
+    Approximation,
+    FactorShape,
+    LayerKind,
+    PairStatistics,
+    linear_statistics,
+)
+
+__all__ = ["register_layer"]
+
+Rows: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+Factor: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
+
+
+def register_layer(
+    kind: type[nn.Module],
+    *,
+    rows: Rows | None = None,
+    gain: Factor | None = None,
+    transposed: bool = False,
+    weight: str = "weight",
+    bias: str | None = "bias",
+) -> None:
+    """Tell how a class of modules computes, so that KAISA, DPKFAC and DistKFAC precondition it.
+
+    Subclasses are taken for it if they keep its ``forward``. A later call replaces an earlier one.
+    Register on every process, before the optimizer is made.
+
+    A product: the output's rows are ``W x + b`` of rows x, so that the weight's gradient is the sum
+    of d xᵀ over rows. It gets Kronecker factors, as a Linear has.
+
+    A gain: the output is ``gain * factor(x) + b``, the gain along its last dimensions. It gets an
+    exact block, where the optimizer has ``exact_blocks=True``.
+
+    Args:
+        kind: The class.
+        rows: ``rows(module, input, output_gradient)`` gives x and d, ``(..., in)`` and
+            ``(..., out)``, of the same leading dimensions; None: the input and the gradient as they
+            are. The first leading dimension counts examples.
+        gain: ``gain(module, input)`` gives what the gain multiplies, of the output's shape; None
+            for a product.
+        transposed: Whether the weight is stored ``(in, out)``.
+        weight: Name of the weight, of two dimensions; or of the gain.
+        bias: Name of the bias; None if the class has none.
+
+    Raises:
+        TypeError: If ``kind`` is no class of modules, or a function is none.
+        ValueError: If the class is both a product and a gain.
+    """
+    given: Any = kind
+    if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
+        raise TypeError(
+            f"register_layer: {kind!r} is not a class of modules; pass the class itself"
+        )
+    for name, function in (("rows", rows), ("gain", gain)):
+        if function is not None and not callable(function):
+            raise TypeError(f"register_layer: {name}={function!r} is not a function")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if not isinstance(value, str) and not (name == "bias" and value is None):
+            raise TypeError(f"register_layer: {name}={value!r} is not the name of a parameter")
+    if gain is not None and (rows is not None or transposed):
+        raise ValueError(
+            "register_layer: gain= is for a layer that multiplies its input by a vector, rows= and "
+            "transposed= for one that multiplies it by a matrix; give one or the other"
+        )
+    if gain is not None:
+        KINDS.pop(kind, None)
+        GAINS[kind] = Gain(gain, weight, bias)
+        return
+    GAINS.pop(kind, None)
+    KINDS[kind] = LayerKind(
+        partial(_statistics, rows),
+        partial(_shape, weight, transposed),
+        weight,
+        "" if bias is None else bias,
+    )
+
+
+def _shape(weight: str, transposed: bool, module: nn.Module, bias: bool) -> FactorShape:
+    size = cast(Tensor, getattr(module, weight)).shape
+    out_dim, in_dim = (size[1], size[0]) if transposed else (size[0], size[1:].numel())
+    return FactorShape(1, in_dim + int(bias), out_dim, transposed=transposed)
+
+
+def _statistics(
+    rows: Rows | None,
+    module: nn.Module,
+    x: Tensor,
+    d: Tensor,
+    bias: bool,
+    approximation: Approximation,
+    triangular: bool,
+    known: PairStatistics | None = None,
+) -> PairStatistics:
+    if rows is not None:
+        x, d = rows(module, x, d)
+    return linear_statistics(module, x, d, bias, approximation, triangular)

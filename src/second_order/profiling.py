@@ -1,0 +1,418 @@
+"""The stage picture of a training script: ``python -m second_order profile train.py``.
+
+The script runs as it would alone. After each step of its first optimizer a mark is set; between two
+marks, the ranges of the package's stages and of ``backward`` share out the time. What is left is
+forward, batches and everything else. Figure 8 of DP-KFAC is such a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import runpy
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from second_order.stages import ELSEWHERE, PAPER_NAMES, RANGES, account
+
+__all__ = [
+    "Picture",
+    "Recorder",
+    "Span",
+    "add_command",
+    "draw",
+    "picture_of",
+    "read",
+    "table_of",
+]
+
+Mark: TypeAlias = tuple[float, int]
+
+MARK = f"{RANGES}step"
+BACKWARD = f"{RANGES}backward"
+ORDER = (ELSEWHERE, *PAPER_NAMES)
+
+
+# ------------------------------------------------------------------------------------- the picture
+
+
+@dataclass(frozen=True)
+class Span:
+    """One run of a named range on one thread, in milliseconds.
+
+    Attributes:
+        name: The range's name, without the package's.
+        thread: The thread that it ran on.
+        start: When it was entered.
+        end: When it was left.
+        device: Time that a device worked on what was launched within it.
+    """
+
+    name: str
+    thread: int
+    start: float
+    end: float
+    device: float = 0.0
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Milliseconds by stage of each step.
+
+    Attributes:
+        host: For each step, milliseconds of the thread that trains, by account; all accounts of a
+            step add up to its length.
+        device: For each step, milliseconds that a device worked on what a stage had launched; no
+            entries without a device.
+        sent: Bytes a step that this process handed to others, by account.
+        optimizer: Name of the optimizer's class.
+    """
+
+    host: Sequence[Mapping[str, float]]
+    device: Sequence[Mapping[str, float]]
+    sent: Mapping[str, float] = field(default_factory=dict)
+    optimizer: str = ""
+
+    @property
+    def accounts(self) -> list[str]:
+        """The accounts that took any time, in the order of a step."""
+        seen = {name for step in (*self.host, *self.device) for name, ms in step.items() if ms > 0}
+        return sorted(seen, key=lambda name: [*ORDER, name].index(name))
+
+    def mean(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Milliseconds a step by account."""
+        return {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in self.accounts if steps}
+
+    def as_json(self) -> dict[str, Any]:
+        """The picture as primitives."""
+        return {
+            "optimizer": self.optimizer,
+            "papers": {name: paper_name(name) for name in self.accounts},
+            "mean_milliseconds": self.mean(self.host),
+            "mean_device_milliseconds": self.mean(self.device),
+            "bytes_a_step": dict(self.sent),
+            "steps": [dict(step) for step in self.host],
+            "device_steps": [dict(step) for step in self.device],
+        }
+
+
+def paper_name(name: str) -> str:
+    """The account's name in the papers' figures; what is outside of all stages is "FF"."""
+    return "FF" if name == ELSEWHERE else PAPER_NAMES.get(name, "")
+
+
+def read(events: Iterable[Any]) -> tuple[list[Span], list[Mark], list[tuple[float, float]]]:
+    """The package's ranges among a profile's events, the marks, and work of a device.
+
+    Marks are (when, on which thread), work (when, how long); times of a profile are microseconds.
+    """
+    spans, marks, work = [], [], []
+    for event in events:
+        start, end = event.time_range.start / 1000, event.time_range.end / 1000
+        if event.device_type.name != "CPU":
+            # A range shows a second time on the device's own timeline.
+            if not getattr(event, "is_user_annotation", False) and RANGES not in event.name:
+                work.append((start, end - start))
+        elif not event.name.startswith(RANGES):
+            continue
+        elif event.name == MARK:
+            marks.append((start, event.thread))
+        else:
+            name = event.name.removeprefix(RANGES)
+            device = float(event.device_time_total) / 1000
+            spans.append(Span(name, event.thread, start, end, device))
+    return spans, sorted(marks), work
+
+
+def picture_of(
+    spans: Iterable[Span], marks: Sequence[Mark], work: Iterable[tuple[float, float]] = ()
+) -> Picture:
+    """Share out the time between marks over the stages; a span counts in the step it begins in.
+
+    Args:
+        spans: The ranges of all threads.
+        marks: When each step ended, and on which thread: one more than there are steps.
+        work: When a device began each piece of work, and how long it took.
+    """
+    count = max(len(marks) - 1, 0)
+    host: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
+    device: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
+    around: dict[int, list[tuple[Span, str]]] = defaultdict(list)
+
+    def step_of(moment: float) -> int | None:
+        step = sum(moment >= start for start, _ in marks) - 1
+        return step if 0 <= step < count else None
+
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        step = step_of(span.start)
+        if step is None:
+            continue
+        open_spans = around[span.thread]
+        while open_spans and open_spans[-1][0].end <= span.start:
+            open_spans.pop()
+        outer = open_spans[-1][1] if open_spans else ELSEWHERE
+        mine, length = account(span.name, outer), span.end - span.start
+        if not open_spans and span.thread != marks[0][1]:
+            # Hooks on autograd's own thread, while the one that trains stands in `backward`.
+            outer = "backward" if span.name == "capture" else ""
+        host[step][mine] += length
+        host[step][outer] -= length
+        if span.name != "backward":  # whose work other threads launch: it is what is left
+            device[step][mine] += span.device
+            device[step][outer if outer != "backward" else ELSEWHERE] -= span.device
+        open_spans.append((span, mine))
+    for step, ((start, _), (end, _)) in enumerate(pairwise(marks)):
+        host[step][ELSEWHERE] += end - start
+    busy = False
+    for start, length in work:
+        step = step_of(start)
+        if step is not None:
+            device[step][ELSEWHERE] += length
+            busy = True
+    cleaned = ([{n: ms for n, ms in s.items() if n} for s in each] for each in (host, device))
+    of_host, of_device = cleaned
+    return Picture(of_host, of_device if busy else [])
+
+
+def table_of(picture: Picture) -> str:
+    """The means over steps as a table."""
+    host, device = picture.mean(picture.host), picture.mean(picture.device)
+    total = sum(host.values()) or 1.0
+    header = ["stage", "papers", "ms a step", "share", *(["device ms"] if device else []), "bytes"]
+    rows = [header]
+    for name in picture.accounts:
+        sent = picture.sent.get(name, 0.0)
+        rows.append(
+            [
+                name,
+                paper_name(name),
+                f"{host.get(name, 0.0):,.3f}",
+                f"{host.get(name, 0.0) / total:.1%}",
+                *([f"{device.get(name, 0.0):,.3f}"] if device else []),
+                f"{sent:,.0f}" if sent else "",
+            ]
+        )
+    rows.append(["the whole step", "", f"{sum(host.values()):,.3f}", "", *[""] * (len(header) - 4)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    title = f"{picture.optimizer}: mean of {len(picture.host)} steps"
+    return "\n".join([title, lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def draw(picture: Picture, path: Path) -> bool:
+    """Draw time a step, stacked by stage; returns whether matplotlib is there to do it."""
+    try:
+        module: Any = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return False
+    steps = picture.device or picture.host
+    figure = module.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    colours = importlib.import_module("matplotlib").colormaps["tab20"]
+    bottoms = [0.0] * len(steps)
+    for name in picture.accounts:
+        heights = [max(step.get(name, 0.0), 0.0) for step in steps]
+        label = " · ".join(filter(None, [paper_name(name), name]))
+        colour = colours([*ORDER, name].index(name) % 20)  # the same in all pictures
+        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label, color=colour)
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    where = "of the device" if picture.device else "of the thread that trains"
+    axes.set(xlabel="step", ylabel=f"milliseconds {where}", title=picture.optimizer)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", reverse=True)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+# ------------------------------------------------------------------------------------ the recorder
+
+
+class Recorder:
+    """Profiles some steps of the first optimizer that takes one.
+
+    Args:
+        skip: Number of steps before those that are measured.
+        steps: Number of steps that are measured.
+
+    Attributes:
+        taken: Number of steps taken so far.
+        result: The profile; None before it begins.
+    """
+
+    def __init__(self, skip: int, steps: int) -> None:
+        self._skip, self._steps = skip, steps
+        self.taken = 0
+        self.result: profile | None = None
+        self._running = False
+        self._optimizer: weakref.ref[Any] | None = None
+        self._name = ""
+        self._before: dict[str, float] = {}
+        self._sent: dict[str, float] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count the steps that are taken meanwhile, and profile those that are asked for."""
+        hook = register_optimizer_step_post_hook(self._stepped)
+        backward = torch.autograd.backward
+
+        def ranged(*args: Any, **kwargs: Any) -> Any:
+            if not self._running:
+                return backward(*args, **kwargs)
+            with record_function(BACKWARD):
+                return backward(*args, **kwargs)
+
+        try:
+            with patch.object(torch.autograd, "backward", ranged):
+                yield
+        finally:
+            hook.remove()
+            self._stop()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer, self._name = weakref.ref(optimizer), type(optimizer).__name__
+        if self._optimizer() is not optimizer:
+            return
+        self.taken += 1
+        measured = self.taken - self._skip
+        if measured == 0:
+            self._start(optimizer)
+        if self._running:
+            with record_function(MARK):
+                pass
+        if measured == self._steps:
+            self._sent = _sent_by(optimizer)
+            self._stop()
+
+    def _start(self, optimizer: Any) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._before = _sent_by(optimizer)
+        self.result = profile(activities=activities)
+        self.result.start()
+        self._running = True
+
+    def _stop(self) -> None:
+        if self._running and self.result is not None:
+            self._running = False
+            self.result.stop()
+
+    def picture(self) -> Picture:
+        """The steps that were measured; none if there were too few."""
+        if self.result is None:
+            return Picture([], [])
+        found = picture_of(*read(self.result.events() or []))
+        steps = max(len(found.host), 1)
+        sent = {name: (n - self._before.get(name, 0.0)) / steps for name, n in self._sent.items()}
+        return Picture(found.host, found.device, {k: v for k, v in sent.items() if v}, self._name)
+
+
+def _sent_by(optimizer: Any) -> dict[str, float]:
+    """Bytes so far by account, of an optimizer that knows."""
+    ask: Callable[[], dict[str, float]] | None = getattr(optimizer, "statistics", None)
+    prefix = "total_bytes/"
+    found = ask() if callable(ask) else {}
+    return {n.removeprefix(prefix): value for n, value in found.items() if n.startswith(prefix)}
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def add_command(commands: Any) -> None:
+    """Add ``profile`` to the commands of ``python -m second_order``."""
+    parser = commands.add_parser(
+        "profile",
+        help="run a training script, and show where the time of its steps goes",
+        description="Run a training script under torch.profiler; write a table of milliseconds by "
+        "stage, the same for each step as JSON, and a figure if matplotlib is there. Under "
+        "torchrun, every rank writes its JSON, and rank 0 the table and the figure.",
+    )
+    parser.add_argument("--skip", type=_count, default=5, help="steps before the first measured")
+    parser.add_argument("--steps", type=_count, default=20, help="steps that are measured")
+    parser.add_argument("--output", type=Path, default=Path("profile"), help="path, no suffix")
+    parser.add_argument("--trace", action="store_true", help="write Chrome's trace as well")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
+    parser.add_argument("script", help="the training script, or the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.set_defaults(run=run)
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) == 0:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of steps, 1 or more")
+    return int(word)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run the script, and write what has been measured, also if the script ends by an error."""
+    recorder = Recorder(chosen.skip, chosen.steps)
+    status = 0
+    try:
+        with recorder.watching(), _as_main(chosen):
+            if chosen.module:
+                runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(chosen.script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    finally:
+        written = _write(recorder, chosen)
+    return status or int(not written)
+
+
+@contextmanager
+def _as_main(chosen: argparse.Namespace) -> Iterator[None]:
+    """Give the script the command line and the import path that it would have alone."""
+    first = os.getcwd() if chosen.module else str(Path(chosen.script).resolve().parent)  # noqa: PTH109
+    argv = [chosen.script, *chosen.arguments]
+    with patch.object(sys, "argv", argv), patch.object(sys, "path", [first, *sys.path]):
+        yield
+
+
+def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
+    """Write the picture; returns whether there is one."""
+    rank, size = (int(os.environ.get(name, default)) for name, default in _RANK)
+    picture = recorder.picture()
+    if not picture.host:
+        sys.stderr.write(
+            f"rank {rank}: no step was measured: an optimizer of the script took {recorder.taken} "
+            f"steps, and the first {chosen.skip} are not measured; lower --skip, or let it run on\n"
+        )
+        return False
+    name = f"{chosen.output.name}-rank{rank}" if size > 1 else chosen.output.name
+    path = chosen.output.with_name(f"{name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"rank": rank, "world_size": size, "skipped": chosen.skip, **picture.as_json()}
+    path.write_text(json.dumps(found, indent=1), "utf-8")
+    if chosen.trace and recorder.result is not None:
+        recorder.result.export_chrome_trace(str(path.with_name(f"{name}.trace.json")))
+    if rank == 0:
+        figure = chosen.output.with_name(f"{chosen.output.name}.png")
+        drawn = f", {figure}" if draw(picture, figure) else "; no figure: matplotlib is not there"
+        sys.stdout.write(f"{table_of(picture)}\nwritten: {path}{drawn}\n")
+    return True
+
+
+_RANK = (("RANK", "0"), ("WORLD_SIZE", "1"))

@@ -1,0 +1,163 @@
+"""Parameters that FSDP2's ``fully_shard`` has sharded, and what a pass sees in their place.
+
+Outside of passes a module has the sharded parameter, a ``DTensor`` of which this process has some
+rows. During its forward and backward the module has the whole one, a leaf of its own, whose
+gradient FSDP2 averages over the processes into the sharded one's. Nothing here imports
+``torch.distributed.tensor``, which takes seconds: where it is not loaded there is no ``DTensor``.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "FSDPParams",
+    "chunks",
+    "dtensors_exist",
+    "is_dtensor",
+    "like",
+    "local",
+    "plain_type",
+    "reshard",
+    "sharded_params",
+]
+
+
+def dtensors_exist() -> bool:
+    """Whether anything in this process can be a ``DTensor``."""
+    return "torch.distributed.tensor" in sys.modules
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a ``DTensor``."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(value, loaded.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is here: a DTensor's local one, which shares its memory."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return cast(Tensor, cast(Any, tensor).to_local())
+
+
+def chunks(rows: int, parts: int) -> list[tuple[int, int]]:
+    """The first row of each part and the one after its last, as ``torch.chunk`` cuts.
+
+    ⌈rows / parts⌉ go to each; the last parts may have fewer, or none.
+    """
+    each = -(-rows // parts)
+    return [(min(i * each, rows), min((i + 1) * each, rows)) for i in range(parts)]
+
+
+def like(p: Tensor, value: Tensor) -> Tensor:
+    """A tensor laid out as a parameter: cut to this process's rows where FSDP2 has sharded that.
+
+    A value that is a DTensor, or that has another shape, stays as it is.
+    """
+    if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
+        return value
+    spread = cast(Any, p)
+    (at,) = (i for i, place in enumerate(spread.placements) if place.is_shard())
+    mesh = spread.device_mesh
+    start, stop = chunks(p.shape[0], mesh.size(at))[mesh.get_coordinate()[at]]
+    rows = value.detach()[start:stop].to(local(p).device, copy=True)
+    kind, mine = sys.modules["torch.distributed.tensor"].DTensor, (mesh, spread.placements)
+    made = kind.from_local(rows, *mine, run_check=False, shape=p.shape, stride=p.stride())
+    return cast(Tensor, made)
+
+
+def _fsdp_module() -> Any:
+    """FSDP2's class of modules; None where it is not loaded."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before ``fully_shard`` gave it another: Linear, not FSDPLinear."""
+    fsdp, kind = _fsdp_module(), type(module)
+    if fsdp is None or fsdp not in kind.__mro__[1:]:
+        return kind
+    return cast(type[nn.Module], kind.__mro__[kind.__mro__.index(fsdp) + 1])
+
+
+def _managed(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters that it manages."""
+    fsdp = _fsdp_module()
+    for module in model.modules() if fsdp is not None else ():
+        if not isinstance(module, fsdp):
+            continue
+        state = cast(Any, module)._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # one or none before torch 2.11
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                yield from group.fsdp_params
+
+
+def sharded_params(model: nn.Module) -> list[Tensor]:
+    """The sharded parameters that FSDP2 manages in a model."""
+    return [managed.sharded_param for managed in _managed(model)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Give modules their sharded parameters back: a root keeps whole ones after a lone forward."""
+    fsdp = _fsdp_module()
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp):
+            cast(Any, module).reshard()
+
+
+class FSDPParams:
+    """What FSDP2 puts in the place of a model's sharded parameters while a pass runs.
+
+    Args:
+        model: The model, sharded or not; it may be sharded later.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._of: dict[tuple[int, str], Any] = {}
+
+    def in_pass(self, module: nn.Module) -> list[Tensor]:
+        """The parameters of a module that the graph of a pass ends in, those without any left out.
+
+        A module that is a group of its own may have them back only after hooks of ours.
+        """
+        params: list[Tensor | None] = []
+        for name, p in module._parameters.items():
+            record = self._record(module, name) if is_dtensor(p) else None
+            params.append(p if record is None else getattr(record, "_unsharded_param", None))
+        return [p for p in params if p is not None]
+
+    def unreduced(self, module: nn.Module) -> bool:
+        """Whether passes have left gradients that FSDP2 is to average after a later pass."""
+        if _fsdp_module() is None:
+            return False
+        records = [self._record(module, name) for name in module._parameters]
+        return any(
+            record is not None
+            and (
+                getattr(record, "unsharded_accumulated_grad", None) is not None
+                or getattr(getattr(record, "_unsharded_param", None), "grad", None) is not None
+            )
+            for record in records
+        )
+
+    def _record(self, module: nn.Module, name: str) -> Any:
+        """FSDP2's record of a module's parameter, or None."""
+        key, model = (id(module), name), self._model()
+        if key not in self._of and model is not None:
+            self._of = {}
+            for record in _managed(model):
+                info = record._module_info
+                self._of[id(info.module), info.param_name] = record
+                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                self._of |= {(id(m), n): record for m, n in shared}
+            self._of.setdefault(key, None)
+        return self._of.get(key)

@@ -1,0 +1,140 @@
+"""Sharded parameters that are refused, each in a line that names the layer and the remedy.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import replaced
+from reference import half_squared_error
+from shards import fsdp, mesh_of, narrow, shares
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+
+if TYPE_CHECKING:
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+SYSTEMS = (KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2)
+
+
+def refusal(System: Any, model: nn.Module, **options: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        System(model, lr=0.1, **options)
+    return str(caught.value)
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def parallel_over_tensors(rank: int, world_size: int) -> dict[str, list[str]]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    first, second = perceptron(), perceptron()
+    parallelize_module(first, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(second, mesh, {"2": RowwiseParallel()})
+    both = perceptron()
+    grid = mesh_of(1, world_size)
+    parallelize_module(both, grid["shard"], {"0": ColwiseParallel()})
+    fully_shard(both, mesh=grid["replicate"])
+    return {
+        "columns": [refusal(System, first) for System in SYSTEMS],
+        "rows": [refusal(System, second) for System in SYSTEMS],
+        "both": [refusal(System, both) for System in SYSTEMS],
+    }
+
+
+def test_tensor_parallel_layers_are_refused_by_name(world: World) -> None:
+    for found in world.run(parallel_over_tensors, 2):
+        for name, layer in (("columns", "0"), ("rows", "2"), ("both", "0")):
+            for message in found[name]:
+                assert message.startswith(f"layer {layer!r} is "), message
+                assert "parallelised over tensors" in message
+                assert "ColwiseParallel, RowwiseParallel" in message
+                assert "\n" not in message
+
+
+def other_shards(rank: int, world_size: int) -> dict[str, str]:
+    columns = perceptron()
+    fully_shard(columns, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    offloaded = fully_shard(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with replaced(DeviceMesh, {"device_type": "cuda"}):
+        elsewhere = refusal(KAISA, offloaded)
+    alone = perceptron()
+    fully_shard(alone, mesh=mesh_of(world_size, 1)["shard"])
+    return {
+        "columns": refusal(KAISA, columns),
+        "alone": refusal(DPKFAC, alone),
+        "elsewhere": elsewhere,
+        "helpers": refusal(DistKFAC, fully_shard(perceptron()), stats_workers=1),
+        "MRDHO2": refusal(MRDHO2, fully_shard(perceptron())),
+    }
+
+
+def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
+    for rank, found in enumerate(world.run(other_shards, 2)):
+        assert "parameter '0.weight' is sharded along dimension 1" in found["columns"]
+        assert f"'0.weight' is sharded over the ranks [{rank}]" in found["alone"]
+        assert "works with the ranks [0, 1]" in found["alone"]
+        assert "process_group=" in found["alone"]
+        assert "use stats_workers=0" in found["helpers"]
+        assert "'0.weight' is kept on the cpu (CPUOffloadPolicy)" in found["elsewhere"]
+        assert re.search("fully_shard.*use DistributedDataParallel", found["MRDHO2"])
+
+
+def sharded_too_late(rank: int, world_size: int) -> list[tuple[str, bool]]:
+    """The optimizer was made before; what is wrong is said at the step, which changes nothing."""
+    found = []
+    x, y = shares(rank, world_size, 1)[0]
+    alone = {"accelerators": 0, "epoch_steps": 2}
+    for System, options in ((MRDHO2, alone), (KAISA, {})):
+        model = narrow()
+        optimizer = System(model, lr=0.1, **options)
+        if System is KAISA:
+            mesh = init_device_mesh("cpu", (world_size,))
+            parallelize_module(model, mesh, {"middle.0": ColwiseParallel()})
+        else:
+            fsdp(model)
+        before = [p for group in optimizer.param_groups for p in group["params"]]
+        if System is MRDHO2:
+            half_squared_error(model(x), y).backward()
+        with pytest.raises(TypeError) as caught:
+            optimizer.step()
+        after = [p for group in optimizer.param_groups for p in group["params"]]
+        found.append((str(caught.value), all(a is b for a, b in zip(before, after, strict=True))))
+    return found
+
+
+def test_what_cannot_be_sharded_later_says_so_at_the_step(world: World) -> None:
+    for (sharded, same), (parallel, kept) in world.run(sharded_too_late, 2):
+        assert "use DistributedDataParallel" in sharded
+        assert "layer 'middle.0' is parallelised over tensors" in parallel
+        assert same
+        assert kept
+
+
+def fresh_state(rank: int, world_size: int) -> bool:
+    """Whether a parameter of a root that was evaluated before is a shard in the optimizer."""
+    model = fsdp(narrow(), "root")
+    with torch.no_grad():
+        model(shares(rank, world_size, 1)[0][0])
+    optimizer = KAISA(model, lr=0.1)
+    return all(type(p).__name__ == "DTensor" for p in optimizer.param_groups[0]["params"])
+
+
+def test_a_root_that_was_only_evaluated_gives_its_shards(world: World) -> None:
+    assert world.run(fresh_state, 2) == [True, True]

@@ -1,0 +1,30 @@
+"""The language model example, on one process and sharded over two."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from ranks import script
+
+if TYPE_CHECKING:
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+def losses(printed: str) -> list[float]:
+    """The held-out losses."""
+    return [float(found) for found in re.findall(r"held out ([\d.]+)", printed)]
+
+
+def test_the_language_model_trains_sharded_as_it_does_under_ddp(world: World) -> None:
+    """A uniform guess has a loss of 4.6."""
+    arguments = ("--steps", 5, "--lr", 0.005)
+    (sharded, nothing) = world.run(script, 2, "language_model", "--fsdp", *arguments)
+    (under_ddp, _) = world.run(script, 2, "language_model", *arguments)
+    assert nothing == ""
+    (loss,) = losses(sharded)
+    assert loss == pytest.approx(losses(under_ddp)[0], abs=2e-2)
+    assert loss < 4.5

@@ -1,0 +1,287 @@
+"""FSDP2: parameters in rows on several ranks, preconditioned by their layers' workers.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, replaced, shard
+from reference import half_squared_error
+from shards import (
+    ADAM,
+    AT_ONCE,
+    CHOICES,
+    MOMENTUM,
+    accumulated,
+    batches,
+    by_choice,
+    fsdp,
+    go_on,
+    mesh_of,
+    narrow,
+    shares,
+    train_sharded,
+    whole,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DPKFAC, KAISA, DistKFAC
+from second_order.kfac import sharded_gradients
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from pool import World
+    from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+TIGHT = 1e-10
+
+
+def assert_alike(found: Sequence[Any], expected: Sequence[Any], hint: Any = "") -> None:
+    for choice, mine, theirs in zip(CHOICES, found, expected, strict=False):
+        assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=(choice, hint))
+
+
+@pytest.mark.parametrize(("world_size", "ways"), [(2, ["blocks"]), (3, ["root", "layers"])])
+def test_sharded_trajectories_are_those_of_ddp(
+    world: World, world_size: int, ways: Sequence[str]
+) -> None:
+    """However it is sharded; on three ranks some have one row of a layer, or none."""
+    expected = by_choice(world.run(train_sharded, world_size, CHOICES, "ddp"))
+    for how in ways:
+        found = by_choice(world.run(train_sharded, world_size, CHOICES, how))
+        assert_alike(found, expected, how)
+
+
+def test_sharded_trajectories_are_those_of_one_process(world: World) -> None:
+    """And not those of the base alone."""
+    spread = [
+        (KAISA, {**MOMENTUM, "factor_exchange": "reduce", "solver": "inverse"}),
+        (KAISA, {**MOMENTUM, "grad_worker_fraction": 1 / 3, "solver": "inverse"}),
+        (KAISA, {**MOMENTUM, "colocate_factors": False, "solver": "inverse"}),
+    ]
+    found = by_choice(world.run(train_sharded, 3, spread, "blocks"))
+    found += by_choice(world.run(train_sharded, 1, spread[:1], "blocks"))
+    (expected,) = train_sharded(0, 1, spread[:1], "")
+    (base,) = train_sharded(0, 1, [(KAISA, {**MOMENTUM, "skip_layers": ["*"]})], "")
+    for trajectory in found:
+        assert_same_trajectory(trajectory, expected, rtol=TIGHT)
+    assert float((base[-1] - expected[-1]).abs().max()) > 1e-3
+
+
+def test_an_optimizer_made_before_goes_on_with_the_shards(world: World) -> None:
+    choices = CHOICES[:2]
+    made_after = by_choice(world.run(train_sharded, 2, choices, "layers"))
+    made_before = by_choice(world.run(train_sharded, 2, choices, "layers", before=True))
+    assert_alike(made_before, made_after)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 1)])
+def test_replicas_of_shards_train_as_one(world: World, replicas: int, shards: int) -> None:
+    size, choices = replicas * shards, [CHOICES[0], CHOICES[3]]
+    expected = by_choice(world.run(train_sharded, size, choices, "ddp"))
+    found = by_choice(world.run(train_sharded, size, choices, "blocks", replicas=replicas))
+    for choice, mine, theirs in zip(choices, found, expected, strict=True):
+        assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=choice)
+
+
+def test_a_middle_that_is_recomputed_gives_the_same_statistics(world: World) -> None:
+    plain = by_choice(world.run(train_sharded, 2, CHOICES[:1], "blocks"))
+    again = by_choice(world.run(train_sharded, 2, CHOICES[:1], "blocks", recomputes=True))
+    assert_alike(again, plain)
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_micro_batches_count_whether_averaged_each_or_at_the_end(
+    world: World, synchronised: bool
+) -> None:
+    expected = agreed(world.run(accumulated, 2, "ddp", synchronised))
+    for how in ("blocks", "layers"):
+        found = agreed(world.run(accumulated, 2, how, synchronised))
+        assert_same_trajectory(found, expected, rtol=TIGHT, hint=how)
+
+
+# What is sent and kept.
+
+
+def traffic(
+    rank: int, world_size: int, System: Any, bucket_bytes: int
+) -> tuple[Counter[str], int, list[Tensor]]:
+    """Collectives and elements of a step without statistics, and the trajectory."""
+    model = fsdp(narrow())
+    options = {**OPTIONS, **MOMENTUM, "factor_update_steps": 2, "inv_update_steps": 2}
+    options |= AT_ONCE if System is DistKFAC else {}
+    trajectory = []
+    with (
+        System(model, **options) as optimizer,
+        replaced(sharded_gradients, {"BUCKET_BYTES": bucket_bytes}),
+    ):
+        for x, y in shares(rank, world_size, 2):
+            optimizer.zero_grad()
+            half_squared_error(model(x), y).backward()
+            with counted() as counts, elements_sent(rank, world_size) as elements:
+                optimizer.step()
+            trajectory.append(whole(model))
+    return +counts, elements["all_to_all_single"], trajectory
+
+
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+def test_one_all_to_all_each_way_for_a_bucket(world: World, System: Any) -> None:
+    """And one of a word each, in which ranks compare what they are about to do."""
+    size, n = 3, sum(p.numel() for p in narrow().parameters())
+    results = world.run(traffic, size, System, 2**20)
+    for counts, _, _ in results:
+        assert counts == {"all_to_all_single": 3}
+    sent = sum(elements for _, elements, _ in results)
+    scalars = 2 * size * (size - 1)  # words compared, and parts of the clip's sum
+    assert sent - scalars <= 2 * n, "rows go to one rank, and back"
+    apart = world.run(traffic, size, System, 8)  # every layer by itself
+    for counts, _, _ in apart:
+        assert counts["all_to_all_single"] > 3
+        assert counts["all_to_all_single"] % 2 == 1
+    one, many = (agreed([trajectory for _, _, trajectory in each]) for each in (results, apart))
+    assert_same_trajectory(many, one, rtol=1e-12)
+
+
+def kept(rank: int, world_size: int, how: str) -> tuple[int, int, int, int]:
+    """Bytes of parameters, of the base's state, of factors and of inverses on this rank."""
+    model = narrow()
+    trained = DistributedDataParallel(model) if how == "ddp" else fsdp(model, how)
+    options = {**OPTIONS, **ADAM, "factor_exchange": "reduce"}
+    optimizer = KAISA(trained, **options)
+    go_on(trained, optimizer, shares(rank, world_size, 2))
+
+    def size(tensors: Any) -> int:
+        return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+
+    parts = [state["base"] for state in optimizer.state.values()]
+    rows = optimizer.summary().rows
+    return (
+        size(model.parameters()),
+        size(part[key] for part in parts for key in ("exp_avg", "exp_avg_sq")),
+        sum(row.factor_bytes for row in rows),
+        sum(row.inverse_bytes for row in rows),
+    )
+
+
+def test_ranks_keep_their_rows_and_the_factors_of_their_layers(world: World) -> None:
+    whole_model = world.run(kept, 2, "ddp")[0]
+    parts = world.run(kept, 2, "blocks")
+    assert max(rank[0] for rank in parts) < whole_model[0]
+    assert max(rank[3] for rank in parts) < whole_model[3]
+    params, states, factors, inverses = map(sum, zip(*parts, strict=True))
+    assert params == whole_model[0]
+    assert states == whole_model[1]
+    assert factors == sum(rank[2] for rank in world.run(kept, 2, "ddp"))
+    assert inverses == whole_model[3], "each on the one rank that uses it"
+
+
+# Precision, and other stacks.
+
+
+def in_bfloat16(rank: int, world_size: int) -> tuple[float, float, list[torch.dtype]]:
+    """How far A and G are from those in float32, at most, and dtypes of gradients and factors."""
+    found, dtypes = [], []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        model = fsdp(narrow(dtype=torch.float32), mp_policy=policy)
+        options = {**OPTIONS, "factor_dtype": torch.float32, "inv_dtype": torch.float32}
+        optimizer = KAISA(model, **options)
+        before = whole(model)
+        for batch in batches(1, dtype=torch.float32):
+            x, y = shard(batch, rank, world_size)
+            half_squared_error(model(x).float(), y).backward()
+            dtypes += [p.grad.dtype for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        blocks = optimizer._curvature.layers.blocks
+        found.append([b.factors.matrix(k, torch.float64) for b in blocks for k in "AG"])
+        dtypes += [b.factors.stored[k].dtype for b in blocks for k in "AG"]
+        moved = float((whole(model) - before).abs().max())
+    apart = [float((a - b).norm() / b.norm()) for b, a in zip(*found, strict=True)]
+    return max(apart), moved, dtypes
+
+
+def test_passes_in_bfloat16_leave_factors_and_gradients_in_float32(world: World) -> None:
+    for apart, moved, dtypes in world.run(in_bfloat16, 2):
+        assert 0.0 < apart < 0.05
+        assert moved > 1e-4
+        assert set(dtypes) == {torch.float32}
+
+
+def with_a_scaler(rank: int, world_size: int, scaled: bool) -> list[Tensor]:
+    """The second step is skipped: with a scaler, for an overflow in rows of one rank."""
+    model, trajectory = fsdp(narrow()), []
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
+    optimizer = KAISA(model, **{**OPTIONS, **MOMENTUM}, grad_scaler=scaler)
+    for step, (x, y) in enumerate(shares(rank, world_size)):
+        optimizer.zero_grad()
+        scaler.scale(half_squared_error(model(x), y)).backward()
+        if step == 1 and rank == 1:
+            model.conv.weight.grad.to_local().fill_(torch.inf)
+        if step != 1 or scaled:
+            scaler.step(optimizer)
+            scaler.update()
+        trajectory.append(whole(model))
+    return trajectory
+
+
+def test_a_scaled_loss_trains_as_the_plain_one(world: World) -> None:
+    plain, scaled = (agreed(world.run(with_a_scaler, 2, on)) for on in (False, True))
+    assert_same_trajectory(scaled, plain, rtol=TIGHT)
+
+
+def partly_sharded(rank: int, world_size: int, sharded: bool) -> list[Tensor]:
+    """FSDP2 ignores two layers, whose gradients the optimizer averages."""
+    model = narrow()
+    if sharded:
+        ignored = {*model.head.parameters(), *model.conv.parameters()}
+        fully_shard(model, ignored_params=ignored)
+    optimizer = KAISA(model, **{**OPTIONS, **MOMENTUM})
+    return go_on(model, optimizer, shares(rank, world_size))
+
+
+def test_layers_that_fsdp_ignores_are_averaged_and_preconditioned(world: World) -> None:
+    expected = agreed(world.run(partly_sharded, 2, False))
+    assert_same_trajectory(agreed(world.run(partly_sharded, 2, True)), expected, rtol=TIGHT)
+
+
+def frozen_in_between(rank: int, world_size: int, sharded: bool) -> list[Tensor]:
+    """A layer is frozen for a step, and an evaluation comes between."""
+    model = narrow()
+    if sharded:
+        fsdp(model)
+    optimizer = KAISA(model, **{**OPTIONS, **MOMENTUM})
+    trajectory = []
+    for step, batch in enumerate(shares(rank, world_size, 4)):
+        model.middle[0].requires_grad_(step != 2)
+        with torch.no_grad():
+            model(batch[0])
+        if step == 3:
+            optimizer.add_param_group({"params": []})
+        trajectory += go_on(model, optimizer, [batch])
+    return trajectory
+
+
+def test_layers_freeze_and_thaw_under_fsdp(world: World) -> None:
+    expected = agreed(world.run(frozen_in_between, 2, False))
+    assert_same_trajectory(agreed(world.run(frozen_in_between, 2, True)), expected, rtol=TIGHT)
+
+
+def summaries(rank: int, world_size: int) -> list[str]:
+    model = fsdp(narrow(), "layers", mesh=mesh_of(world_size, 1)["replicate"])
+    optimizer = KAISA(model, **OPTIONS)
+    go_on(model, optimizer, shares(rank, world_size, 1))
+    return [f"{row.kind} {row.computed_by}" for row in optimizer.summary().rows]
+
+
+def test_the_summary_names_the_worker_of_each_layer(world: World) -> None:
+    (lines, _) = world.run(summaries, 2)
+    assert lines[0].startswith("Conv2d solve and precondition ")
+    assert len({line.split()[-1] for line in lines[:4]}) == 2, "work is divided"

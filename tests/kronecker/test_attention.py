@@ -1,0 +1,344 @@
+"""`nn.MultiheadAttention`: its projections against four Linears that compute the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference as ref
+import torch
+from contract import each_kronecker, factors, make, same, take
+from models import CLASSES, Pool
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from second_order import KAISA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F64, WIDTH = torch.float64, 4
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+SHARED = ("all", "keys and values", "nothing")
+each_shared = pytest.mark.parametrize("shared", SHARED)
+
+
+class Packed(nn.Module):
+    """Attention between pieces of one sequence, with a class for each, or for all, positions."""
+
+    def __init__(self, shared: str, batch_first: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        self.shared, self.batch_first, self.bias = shared, batch_first, bias
+        self.first = nn.Linear(3, WIDTH)
+        self.attention = self.made()
+        self.pool: nn.Module = nn.Identity()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def made(self) -> nn.Module:
+        return nn.MultiheadAttention(WIDTH, 2, bias=self.bias, batch_first=self.batch_first)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = (k is q, v is k)
+        if not self.batch_first:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+            k = q if shared[0] else k
+            v = k if shared[1] else v
+        found: Tensor = self.attention(q, k, v, need_weights=False)[0]
+        return found if self.batch_first else found.transpose(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        q, k, v = {
+            "all": (x, x, x),
+            "keys and values": (x[:, :3], memory := x[:, 1:], memory),
+            "nothing": (x[:, 1:], x[:, :3].clone(), x[:, :3].sin()),
+        }[self.shared]
+        return self.head(self.pool(self.attend(q, k, v)))
+
+
+class Linears(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        make = partial(nn.Linear, WIDTH, WIDTH, bias=bias)
+        self.q, self.k, self.v, self.out_proj = make(), make(), make(), make()
+
+
+class Separate(Packed):
+    """The same of Linears that are called."""
+
+    def made(self) -> nn.Module:
+        return Linears(self.bias)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layers: Any = self.attention
+        q, k, v = layers.q(q), layers.k(k), layers.v(v)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        found: Tensor = layers.out_proj(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+def pair(
+    shared: str, batch_first: bool = True, bias: bool = True, pooled: bool = False
+) -> tuple[Packed, Separate]:
+    """Two models with equal parameters."""
+    torch.manual_seed(0)
+    packed, separate = Packed(shared, batch_first, bias), Separate(shared, bias=bias)
+    for model in (packed, separate):
+        model.double()
+        model.pool = Pool() if pooled else nn.Identity()
+    given: Any = packed.attention
+    if bias:
+        with torch.no_grad():
+            given.in_proj_bias.normal_()
+            given.out_proj.bias.normal_()
+    separate.first.load_state_dict(packed.first.state_dict())
+    separate.head.load_state_dict(packed.head.state_dict())
+    linears: Any = separate.attention
+    linears.out_proj.load_state_dict(given.out_proj.state_dict())
+    for i, layer in enumerate((linears.q, linears.k, linears.v)):
+        layer.weight.data.copy_(given.in_proj_weight.data.chunk(3)[i])
+        if bias:
+            layer.bias.data.copy_(given.in_proj_bias.data.chunk(3)[i])
+    return packed, separate
+
+
+def batch_of(model: Packed, n: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 5, 3, dtype=F64, generator=generator)
+    with torch.no_grad():  # nothing that an optimizer of the model would look at
+        positions = model(x).shape[1:-1]
+    return x, torch.randint(CLASSES, (n, *positions), generator=generator)
+
+
+def vector(model: Packed) -> Tensor:
+    """All parameters, in one order for both models."""
+    layers: Any = model.attention
+    if isinstance(model, Separate):
+        each = [layers.q, layers.k, layers.v]
+        found = [torch.cat([layer.weight for layer in each])]
+        found += [torch.cat([layer.bias for layer in each])] if model.bias else []
+    else:
+        found = [layers.in_proj_weight, *([layers.in_proj_bias] if model.bias else [])]
+    rest = [*model.first.parameters(), *layers.out_proj.parameters(), *model.head.parameters()]
+    return torch.cat([p.detach().flatten() for p in (*found, *rest)])
+
+
+@each_shared
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_factors_are_those_of_separate_linears(shared: str, approx: Any) -> None:
+    packed, separate = pair(shared, pooled=approx == "reduce")
+    x, y = batch_of(packed)
+    names = [f"attention.{name}" for name in ("q", "k", "v", "out_proj")]
+    expected = [
+        ref.empirical_factors(separate, x, y, cross_entropy, name, approx) for name in names
+    ]
+    optimizer = make(KAISA, packed, kfac_approx=approx)
+    take(packed, optimizer, (x, y))
+    found = factors(optimizer)
+    for letter in range(2):
+        thirds = torch.cat([each[letter] for each in expected[:3]])
+        torch.testing.assert_close(found["attention"][letter], thirds, rtol=1e-10, atol=1e-14)
+        out = found["attention.out_proj"][letter]
+        torch.testing.assert_close(out, expected[3][letter], rtol=1e-10, atol=1e-14)
+    assert found["attention"][0].shape == (3, WIDTH + 1, WIDTH + 1)
+
+
+@each_kronecker
+@each_shared
+@pytest.mark.parametrize(
+    ("batch_first", "bias", "fisher"),
+    [(True, True, "empirical"), (False, False, "sampled"), (False, True, "empirical")],
+)
+def test_training_is_that_of_separate_linears(
+    System: Any, shared: str, batch_first: bool, bias: bool, fisher: str
+) -> None:
+    packed, separate = pair(shared, batch_first, bias)
+    plain, _ = pair(shared, batch_first, bias)
+    models: list[tuple[Packed, Any]] = [
+        (packed, make(System, packed, fisher=fisher)),
+        (separate, make(System, separate, fisher=fisher)),
+        (plain, torch.optim.SGD(plain.parameters(), 0.05)),
+    ]
+    torch.testing.assert_close(vector(packed), vector(separate), rtol=0, atol=0)
+    for seed in range(3):
+        for model, optimizer in models:
+            take(model, optimizer, batch_of(packed, seed=seed))
+    torch.testing.assert_close(vector(packed), vector(separate), rtol=1e-9, atol=1e-12)
+    start = WIDTH * WIDTH * 3
+    moved = (vector(packed) - vector(plain))[:start]
+    assert moved.norm() > 1e-3 * vector(packed)[:start].norm()
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_the_step_is_the_dense_solve(solver: str) -> None:
+    packed, separate = pair("nothing")
+    x, y = batch_of(packed)
+    cross_entropy(separate(x), y).backward()
+    solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
+    expected = []
+    for name in ("q", "k", "v"):
+        A, G = ref.empirical_factors(separate, x, y, cross_entropy, f"attention.{name}")
+        layer = separate.attention.get_submodule(name)
+        assert layer.weight.grad is not None
+        expected.append(solve(A, G, ref.to_matrix(layer, layer.weight.grad, layer.bias.grad), 0.1))
+    take(packed, make(KAISA, packed, lr=1.0, solver=solver), (x, y))
+    attention: Any = packed.attention
+    found = [attention.in_proj_weight.grad, attention.in_proj_bias.grad[:, None]]
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected), rtol=1e-8, atol=1e-12)
+
+
+def test_padded_keys_and_an_unbatched_sequence() -> None:
+    """A mask leaves keys without a gradient: they are no examples."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True).double()
+    x = torch.randn(3, 5, WIDTH, dtype=F64)
+    lengths = torch.tensor([5, 3, 4])
+    padded = torch.arange(5) >= lengths[:, None]
+
+    def loss_of_batch() -> Tensor:
+        out = attention(x, x, x, key_padding_mask=padded, need_weights=False)[0]
+        return out[~padded].square().sum()
+
+    def loss_one_by_one() -> Tensor:
+        each = [x[i, :n] for i, n in enumerate(lengths.tolist())]
+        return sum(attention(t, t, t)[0].square().sum() for t in each)  # type: ignore[return-value]
+
+    found = []
+    for loss in (loss_of_batch, loss_one_by_one):
+        optimizer = make(KAISA, attention, lr=0.0, loss_reduction="sum")
+        loss().backward()
+        optimizer.step()
+        a, g = factors(optimizer)["(model)"]
+        uses = 1 if loss is loss_of_batch else 3  # of A their mean, of G their sum
+        found.append((a, g / uses))
+        optimizer.close()
+        attention.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@each_shared
+def test_a_checkpointed_attention_has_the_factors_of_a_plain_one(
+    shared: str, reentrant: bool
+) -> None:
+    found = []
+    for recomputed in (False, True):
+        model, _ = pair(shared)
+        if recomputed:
+            plain = model.attend
+            model.attend = partial(checkpoint, plain, use_reentrant=reentrant)  # type: ignore[method-assign]
+        optimizer = make(KAISA, model)
+        take(model, optimizer, batch_of(model))
+        found.append(factors(optimizer))
+    for name, pair_of in found[0].items():
+        if name == "attention.out_proj" and not reentrant:
+            assert "use use_reentrant=True" in model_says(optimizer, model, name)
+            continue
+        for one, other in zip(pair_of, found[1][name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+def model_says(optimizer: Any, model: nn.Module, name: str) -> str:
+    """Why a layer's pair is missing."""
+    return str(optimizer._curvature.layers.capture.missed[model.get_submodule(name)])
+
+
+@each_kronecker
+@pytest.mark.parametrize("frozen", ["in_proj_weight", "out_proj.weight", "in_proj_bias"])
+def test_frozen_parts_stay_and_the_rest_is_preconditioned(System: Any, frozen: str) -> None:
+    packed, _ = pair("all")
+    attention = packed.attention
+    part = attention.get_parameter(frozen)
+    part.requires_grad_(False)
+    before = part.detach().clone()
+    optimizer = make(System, list(packed.parameters()), model=packed)
+    for seed in range(2):
+        take(packed, optimizer, batch_of(packed, seed=seed))
+    assert torch.equal(part, before)
+    rows = {row.name: row.status for row in optimizer.summary().rows}
+    assert rows["attention"] == ("frozen" if frozen == "in_proj_weight" else "preconditioned")
+    assert rows["attention.out_proj"] == (
+        "frozen" if frozen == "out_proj.weight" else "preconditioned"
+    )
+    if frozen == "in_proj_bias":
+        assert factors(optimizer)["attention"][0].shape == (3, WIDTH, WIDTH)
+
+
+def test_forwards_without_a_backward_leave_nothing() -> None:
+    """Neither statistics nor, kept by a hook, the graph."""
+    packed, _ = pair("keys and values")
+    optimizer = make(KAISA, packed)
+    x = torch.randn(2, 5, 3, dtype=F64)
+    inside: list[weakref.ref[Tensor]] = []
+    packed.first.register_forward_hook(lambda *args: inside.append(weakref.ref(args[2])))
+    for run in (packed, packed.eval()):
+        run(x)
+    with torch.no_grad():
+        packed(x)
+    gc.collect()
+    assert [ref() for ref in inside] == [None] * 3
+    assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
+
+
+def test_gradients_beside_the_loss_are_no_examples() -> None:
+    found = []
+    for beside in (False, True):
+        packed, _ = pair("nothing")
+        optimizer = make(KAISA, packed)
+        x, y = batch_of(packed)
+        if beside:
+            probe = x.clone().requires_grad_()
+            torch.autograd.grad(packed(probe).square().sum(), probe)
+        take(packed, optimizer, (x, y))
+        found.append(factors(optimizer))
+    assert all(same(found[0][name], found[1][name]) for name in found[0])
+
+
+ENCODER: dict[str, Callable[[], nn.Module]] = {
+    "encoder": partial(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True),
+    "decoder": partial(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.head = kind, ENCODER[kind](), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(*([x] if self.kind == "encoder" else [x, x.flip(1)])))
+
+
+@each_kronecker
+@pytest.mark.parametrize("kind", ENCODER)
+def test_torchs_transformer_layers_have_blocks_everywhere(System: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Layer(kind).double()
+    optimizer = make(System, model, exact_blocks=True, lr=0.2, kl_clip=1e-2)
+    x, y = torch.randn(6, 3, 8, dtype=F64), torch.randint(CLASSES, (6, 3))
+    losses = [float(take(model, optimizer, (x, y))) for _ in range(15)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert optimizer.summary().preconditioned_share == 1.0
+    model.eval()
+    with torch.no_grad():
+        model(x)  # the fast path, or not: nothing is to be captured
+    assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
+
+
+def test_a_subclass_with_another_forward_and_unlike_widths_are_told() -> None:
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    unlike = nn.MultiheadAttention(4, 2, kdim=3, vdim=3)
+    rows = KAISA(nn.ModuleList([Doubled(4, 2), unlike]), lr=0.1).summary().rows
+    details = {row.name: row.detail for row in rows if row.status == "base"}
+    assert details["0"] == "Doubled overrides MultiheadAttention.forward"
+    assert details["1"] == "its queries, keys and values have weights of their own"

@@ -1,0 +1,297 @@
+"""Captures of compiled models: the pairs of eager ones, from whole graphs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import hook_count
+from models import ZOO
+from recorders import Recorder, backward, linears, summed
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from second_order.kronecker.capture import Capture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
+X = MLP.batch()[0]
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+each_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+class Keeper(Recorder):
+    """A recorder that keeps copies: a graph uses the memory of a pair again."""
+
+    def consume(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
+    ) -> None:
+        super().consume(module, x.clone(), d.clone(), pass_id, source, again)
+        self.again = [*getattr(self, "again", []), again]
+
+
+def watched(model: nn.Module, sampler: Any = None) -> tuple[Capture, Keeper]:
+    recorder = Keeper()
+    capture = Capture(recorder, sampler)
+    capture.attach(model, linears(model))
+    return capture, recorder
+
+
+@pytest.fixture(autouse=True)
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def whole(model: nn.Module, backend: str = "aot_eager") -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def assert_same_pairs(found: Recorder, expected: Recorder, rtol: float = 1e-12) -> None:
+    assert len(found.pairs) == len(expected.pairs) > 0
+    for mine, its in zip(found.pairs, expected.pairs, strict=True):
+        torch.testing.assert_close(mine.x, its.x, rtol=rtol, atol=1e-14)
+        torch.testing.assert_close(mine.d, its.d, rtol=rtol, atol=1e-14)
+
+
+@each_backend
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_a_whole_graph_gives_the_pairs_of_the_eager_model(
+    name: str, made: str, backend: str
+) -> None:
+    """Whether the hooks are there at the first run or come after it."""
+    case = ZOO[name]
+    model, twin, x = case.model(), case.model(), case.batch()[0]
+    compiled = whole(model, backend)
+    if made == "after":
+        backward(compiled, x)
+        model.zero_grad()
+    kinds = (nn.Linear, nn.Conv2d)
+    recorders = []
+    captures = []
+    for each in (model, twin):
+        recorders.append(Keeper())
+        captures.append(Capture(recorders[-1]))
+        captures[-1].attach(each, [m for m in each.modules() if isinstance(m, kinds)])
+    backward(compiled, x)
+    backward(twin, x)
+    assert_same_pairs(*recorders)
+    assert not any(recorders[0].grad_enabled)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice() -> None:
+    model = MLP.model()
+    seen: list[set[str]] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        seen.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    compiled = torch.compile(model, backend=note, fullgraph=True)
+    capture, recorder = watched(model)
+    for step in range(6):
+        capture.enabled = step % 3 == 0
+        backward(compiled)
+        assert len(recorder.pairs) == 3 * (step // 3 + 1)
+    assert len(seen) == 2
+    assert "second_order.watch" in seen[0]
+    assert "second_order.watch" not in seen[1]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+def test_blocks_of_one_kind_share_a_graph() -> None:
+    """As where each layer is compiled by itself: one hook's number is not part of the graph."""
+    model = nn.Sequential(*(Block() for _ in range(12)))
+    _capture, recorder = watched(model)
+    torch._dynamo.utils.counters.clear()
+    for block in model:
+        block.compile(backend="eager", fullgraph=True)
+    backward(model)
+    assert recorder.modules == linears(model)[::-1]
+    assert graphs() == 2  # the first one's input asks for no gradient
+
+
+def test_captures_that_come_and_go_after_the_first_run() -> None:
+    model = MLP.model()
+    compiled = whole(model)
+    capture, recorder = watched(model)
+    backward(compiled)
+    other, second = watched(model)
+    backward(compiled)
+    assert (len(recorder.pairs), len(second.pairs)) == (6, 3)
+    capture.enabled = False
+    backward(compiled)
+    assert (len(recorder.pairs), len(second.pairs)) == (6, 6)
+    other.attach(model, [model[2]])
+    backward(compiled)
+    assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
+    del other
+    gc.collect()
+    capture.detach()
+    assert hook_count(model) == 0
+    backward(compiled)
+    assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
+
+
+def test_a_copy_of_a_compiled_model_gives_nothing() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    compiled = whole(model)
+    backward(compiled)
+    recorder.clear()
+    backward(copy.deepcopy(compiled))
+    backward(whole(copy.deepcopy(model)))
+    assert not recorder.pairs
+
+
+def test_evaluation_attacks_and_frozen_layers_give_nothing() -> None:
+    model = MLP.model()
+    capture, recorder = watched(model)
+    compiled = whole(model)
+    with torch.no_grad():
+        compiled(X)
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(compiled(x).sum(), x)
+    assert not recorder.pairs
+    assert "autograd.grad" in capture.missed[model[0]]
+    model[2].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    backward(compiled)
+    assert recorder.modules == [model[4], model[0]]
+
+
+def test_passes_have_numbers_and_a_second_backward_is_known_as_one() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    loss = whole(model)(X).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert recorder.again == [False] * 3 + [True] * 3
+    assert len({pair.pass_id for pair in recorder.pairs}) == 2
+
+
+def test_inputs_come_in_the_precision_of_autocast() -> None:
+    model = MLP.model(torch.float32)
+    _capture, recorder = watched(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = whole(model)(X.float()).float().square().mean()
+    loss.backward()
+    assert {pair.x.dtype for pair in recorder.pairs} == {torch.bfloat16}
+    assert not any(recorder.autocast)
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, checkpoints around each use, an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(5, 5).double() for _ in range(2))
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.relu_(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + checkpoint(self.part, x, use_reentrant=False)
+        return x
+
+
+def test_checkpoints_layers_used_twice_and_changes_in_place() -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    twin = copy.deepcopy(model)
+    (_kept, found), (_other, expected) = watched(model), watched(twin)
+    backward(whole(model))
+    backward(twin)
+    assert_same_pairs(found, expected)
+
+
+def test_a_sampler_says_why_it_breaks_graphs() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model, summed)
+    with pytest.raises(Exception, match="fisher='sampled' draws labels"):
+        backward(whole(model))
+    torch._dynamo.reset()
+    backward(torch.compile(model, backend="eager"))
+    assert len(recorder.pairs) == 3
+
+
+def test_inductor_gives_the_same_pairs() -> None:
+    """Its memory planning uses the inputs' memory again as soon as it can."""
+    model, twin = MLP.model(), MLP.model()
+    (_kept, found), (_other, expected) = watched(model), watched(twin)
+    compiled = torch.compile(model, fullgraph=True)
+    try:
+        backward(compiled)
+    except Exception as error:
+        if "CppCompile" in repr(error) or "InvalidCxxCompiler" in repr(error):
+            pytest.skip("no C++ compiler")
+        raise
+    backward(twin)
+    assert_same_pairs(found, expected, rtol=1e-10)
+
+
+def test_exports_and_traces_have_nothing_of_the_hooks() -> None:
+    model = MLP.model()
+    _capture, recorder = watched(model)
+    for strict in (False, True):
+        targets = {
+            str(node.target) for node in torch.export.export(model, (X,), strict=strict).graph.nodes
+        }
+        assert not any("second_order" in target for target in targets)
+        assert any("linear" in target for target in targets)
+    traced = torch.jit.trace(model, X)
+    backward(traced)
+    assert not recorder.pairs
+    backward(model)
+    assert len(recorder.pairs) == 3
+
+
+def test_scripting_names_the_remedy_and_works_with_it() -> None:
+    model = MLP.model()
+    capture, recorder = watched(model)
+    other, second = watched(model)
+    with pytest.raises(AttributeError, match=r"with optimizer.hooks_removed\(\)"):
+        torch.jit.script(model)
+    with capture.unhooked():
+        assert hook_count(model) == 0
+        scripted = torch.jit.script(model)
+        backward(model)
+        other.attach(model, [model[4]])
+    torch.testing.assert_close(scripted(X), model(X))
+    assert not recorder.pairs
+    backward(model)
+    assert (len(recorder.pairs), len(second.pairs)) == (3, 1)
+    assert hook_count(model) == 3
+
+
+def test_graphs_from_within_the_block_do_not_outlive_it() -> None:
+    model = MLP.model()
+    compiled = whole(model, "eager")
+    capture, recorder = watched(model)
+    with capture.unhooked():
+        backward(compiled)
+    assert not recorder.pairs
+    backward(compiled)
+    assert len(recorder.pairs) == 3

@@ -1,0 +1,320 @@
+"""`other_matrices="gradient"`: factors from the mean gradient, of what no rule knows."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference as ref
+import torch
+from contract import each_kronecker, factors, make, same, take
+from models import CLASSES
+from ranks import agreed, assert_same_trajectory, go, shard, vector
+from reference import cross_entropy
+from torch import Tensor, nn
+
+from second_order import DPKFAC, KAISA, DistKFAC
+from second_order.kronecker.gradient import folded
+
+if TYPE_CHECKING:
+    from pool import World
+    from reference import Batch
+
+F64 = torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+GRADIENT = {"other_matrices": "gradient"}
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+        super().__init__()
+        self.cell, self.head = kind(3, 4, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Lone(nn.Module):
+    """A matrix, a stack of matrices, a row and a vector of no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(5, 4))
+        self.stack = nn.Parameter(torch.randn(2, 4, 3))
+        self.row, self.vector = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.matrix + self.row)
+        return torch.einsum("ni,eij->nj", x, self.stack) + self.vector
+
+
+def batches(shape: tuple[int, ...], count: int = 4, n: int = 6) -> list[Batch]:
+    torch.manual_seed(1)
+    x = torch.randn(count, n, *shape, dtype=F64)
+    return [(each, torch.randint(CLASSES, (n,))) for each in x]
+
+
+def made(kind: type[nn.Module], *args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(*args).double()
+
+
+def gradient_of(model: nn.Module, batch: Batch, name: str) -> Tensor:
+    p = model.get_parameter(name)
+    (found,) = torch.autograd.grad(cross_entropy(model(batch[0]), batch[1]), p)
+    return found.reshape(folded(p.shape))
+
+
+# What it is.
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_factors_are_the_averages_of_those_of_gradients(kind: type[nn.RNNBase]) -> None:
+    """A of columns, of trace 1, and G of rows, times the number of examples."""
+    model = made(Recurrent, kind)
+    optimizer = make(KAISA, model, **GRADIENT)
+    gradients: list[Tensor] = []
+    for batch in batches((2, 3), 3):
+        gradients.append(gradient_of(model, batch, "cell.weight_hh_l0"))
+        take(model, optimizer, batch)
+    A, G = factors(optimizer)["cell.weight_hh_l0"]
+    columns = [g.T @ g / g.square().sum() for g in gradients]
+    rows = [6 * g @ g.T for g in gradients]
+    torch.testing.assert_close(A[0], ref.debiased_average(columns, 0.95), rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(G[0], ref.debiased_average(rows, 0.95), rtol=1e-9, atol=1e-14)
+
+
+@each_kronecker
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("name", ["matrix", "stack"])
+def test_the_step_is_the_dense_solve(System: Any, name: str, solver: str) -> None:
+    model = made(Lone)
+    (batch,) = batches((5,), 1)
+    gradient = gradient_of(model, batch, name)
+    # No layer counts examples here: 64 is what the clip assumes, too.
+    A, G = gradient.T @ gradient / gradient.square().sum(), 64 * gradient @ gradient.T
+    solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
+    expected = solve(A[None], G[None], gradient, 0.1)
+    take(model, make(System, model, solver=solver, **GRADIENT), batch)
+    found = model.get_parameter(name).grad
+    assert found is not None
+    torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=1e-8, atol=1e-12)
+    assert (expected - gradient).norm() > 0.1 * gradient.norm()
+
+
+def test_it_has_the_scale_of_a_linears_block() -> None:
+    """One loss term a row and no mean gradient: trace and block are near the Linear's own."""
+    torch.manual_seed(0)
+    linear, n, steps = nn.Linear(4, 3, bias=False).double(), 16, 300
+    total, kfac = torch.zeros(12, 12, dtype=F64), torch.zeros(12, 12, dtype=F64)
+    A, G = torch.zeros(4, 4, dtype=F64), torch.zeros(3, 3, dtype=F64)
+    mix_x, mix_d = torch.randn(4, 4, dtype=F64), torch.randn(3, 3, dtype=F64)
+    for _ in range(steps):
+        x, d = torch.randn(n, 4, dtype=F64) @ mix_x, torch.randn(n, 3, dtype=F64) @ mix_d
+        M = d.T @ x / n
+        kfac += torch.kron(d.T @ d / n, x.T @ x / n) / steps
+        total += n * torch.outer(M.flatten(), M.flatten()) / steps
+        A, G = A + M.T @ M / M.square().sum() / steps, G + n * M @ M.T / steps
+    assert linear.weight.shape == (3, 4)
+    block = torch.kron(G, A)
+    assert abs(float(block.trace() / kfac.trace()) - 1) < 0.15
+    assert (block - kfac).norm() < 0.3 * kfac.norm()
+    # Exponents of 1/2, whose product bounds it, are farther from the second moment at their best.
+    half = torch.kron(root(G), root(A))
+    half *= (half * total).sum() / half.square().sum()
+    assert (block - total).norm() < (half - total).norm()
+
+
+def root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp_min(0).sqrt() @ vectors.T
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((5, 4), (5, 4)),
+        ((64, 32, 3, 3), (64, 288)),
+        ((8, 64, 48), (512, 48)),
+        ((2, 1, 1, 9), (2, 9)),
+    ],
+)
+def test_a_tensor_is_folded_where_its_factors_are_the_smallest(
+    shape: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    assert folded(shape) == expected
+
+
+@each_kronecker
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_a_long_side_has_its_diagonal(System: Any, solver: str) -> None:
+    for name, transposed in (("matrix", True), ("stack", True)):
+        model = made(Lone)
+        (batch,) = batches((5,), 1)
+        gradient = gradient_of(model, batch, name)
+        optimizer = make(System, model, solver=solver, max_factor_dim=4, **GRADIENT)
+        take(model, optimizer, batch)
+        rows = gradient.T if transposed else gradient  # (4, 5), (3, 8)
+        A = torch.diag(rows.square().sum(0)) / gradient.square().sum()
+        solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
+        expected = solve(A[None], 64 * (rows @ rows.T)[None], rows, 0.1)
+        found = model.get_parameter(name).grad
+        assert found is not None
+        found = found.reshape(gradient.shape).T
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+
+
+# What it is for.
+
+
+def test_the_summary_names_each_matrix_and_what_is_left() -> None:
+    model = made(Lone)
+    optimizer = make(KAISA, model, **GRADIENT)
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert {name: row.status for name, row in rows.items()} == {
+        "matrix": "preconditioned",
+        "stack": "preconditioned",
+        "(model)": "base",
+    }
+    assert rows["matrix"].detail == "of gradients: A 4², G 5²"
+    assert rows["stack"].detail == "of gradients: A 3², G 8²"
+    assert rows["(model)"].parameters == 7  # the row and the vector
+    assert sum(row.parameters for row in rows.values()) == 20 + 24 + 7
+
+
+def test_off_unless_asked_for() -> None:
+    model = made(Recurrent)
+    assert {row.name for row in make(KAISA, model).summary().rows} == {"cell", "head"}
+    found = make(KAISA, model, **GRADIENT).summary().rows
+    assert {"cell.weight_ih_l0", "cell.weight_hh_l0"} < {row.name for row in found}
+    with pytest.raises(ValueError, match="other_matrices='all' is not"):
+        make(KAISA, model, other_matrices="all")
+
+
+@each_kronecker
+def test_what_is_skipped_too_large_or_sparse(System: Any) -> None:
+    """Skipped and sparse ones are the base's; a layer that is too large has its gradient's."""
+    model = nn.ModuleDict(
+        {
+            "skipped": nn.Linear(3, 3),
+            "sparse": nn.Embedding(4, 3, sparse=True),
+            "large": nn.Linear(3, 30),
+            "frozen": nn.Bilinear(2, 2, 3).requires_grad_(False),
+        }
+    )
+    optimizer = make(
+        System, list(model.parameters()), model=model, skip_layers=["skipped"], max_factor_dim=10,
+        **GRADIENT,
+    )  # fmt: skip
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert rows["skipped"].status == rows["sparse"].status == "base"
+    assert rows["large.weight"].detail == "of gradients: A 30, G 3²"
+    assert rows["large"].parameters == 30  # the bias
+    assert rows["frozen.weight"].status == "frozen"
+
+
+@each_kronecker
+def test_gradients_that_are_missing_zero_or_not_finite_change_nothing(System: Any) -> None:
+    model = made(Recurrent)
+    optimizer = make(System, model, **GRADIENT)
+    x, y = batches((2, 3), 1)[0]
+    take(model, optimizer, (x, y))
+    known = factors(optimizer)["cell.weight_hh_l0"]
+    weight = model.get_parameter("cell.weight_hh_l0")
+    for value in (None, 0.0, torch.nan):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        assert weight.grad is not None
+        if value is None:
+            weight.grad = None
+        else:
+            weight.grad.fill_(value)
+        optimizer.step()
+        assert same(factors(optimizer)["cell.weight_hh_l0"], known)
+    assert optimizer.summary().dropped == 1
+
+
+@each_kronecker
+def test_a_checkpoint_continues_the_same_trajectory(System: Any) -> None:
+    found = []
+    for saved in (False, True):
+        model = made(Recurrent)
+        optimizer = make(System, model, inv_update_steps=1, **GRADIENT)
+        for i, batch in enumerate(batches((2, 3))):
+            if saved and i == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                model = copy.deepcopy(model)
+                optimizer = make(System, model, inv_update_steps=1, **GRADIENT)
+                optimizer.load_state_dict(state)
+            take(model, optimizer, batch)
+        found.append(vector(model))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-14)
+
+
+def on_ranks(rank: int, size: int, name: str, options: dict[str, Any]) -> list[Tensor]:
+    """The parameters after each step on a rank's share of the batches."""
+    System = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}[name]
+    model = made(Recurrent)
+    optimizer = make(System, model, **{"relative_damping": True, "damping": 0.5, **options})
+    case: Any = type("Case", (), {"loss": staticmethod(cross_entropy)})
+    return go(model, optimizer, case, [shard(b, rank, size) for b in batches((2, 3))])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("KAISA", {"grad_worker_fraction": 0.5, "factor_exchange": "reduce"}),
+        ("DPKFAC", {}),
+        ("DistKFAC", {}),
+    ],
+)
+def test_processes_agree_and_do_what_one_does(
+    world: World, name: str, options: dict[str, Any]
+) -> None:
+    """With the head left out, whose factors DPKFAC takes from its owner's batches alone."""
+    chosen = {**options, **GRADIENT, **({"skip_layers": ["head"]} if name == "DPKFAC" else {})}
+    found = agreed(world.run(on_ranks, 2, name, chosen))
+    assert_same_trajectory(found, on_ranks(0, 1, name, chosen))
+    without = on_ranks(0, 1, name, {**chosen, "other_matrices": "base"})
+    assert (found[-1] - without[-1]).norm() > 1e-4 * without[-1].norm()
+
+
+class Everything(nn.Module):
+    """A tied embedding, attention, a norm, a transposed convolution and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.up, self.cell = nn.ConvTranspose1d(4, 4, 1), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embedding(x))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.cell(torch.tanh(self.up(x.mT).mT))[0])
+
+
+def everything_on_ranks(rank: int, size: int, name: str) -> list[Tensor]:
+    """The parameters after each step on a rank's share of sequences of words."""
+    System = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}[name]
+    options = {"grad_worker_fraction": 0.5, "factor_exchange": "reduce"} if name == "KAISA" else {}
+    model = made(Everything)
+    chosen: dict[str, Any] = {**options, **GRADIENT, "exact_blocks": True}
+    optimizer = make(System, model, relative_damping=True, damping=0.5, kl_clip=1e-2, **chosen)
+    assert optimizer.summary().preconditioned_share > 0.9  # but the biases of the GRU
+    generator = torch.Generator().manual_seed(2)
+    words = [torch.randint(5, (2, 4, 3), generator=generator) for _ in range(3)]
+    case: Any = type("Case", (), {"loss": staticmethod(cross_entropy)})
+    return go(model, optimizer, case, [shard((x, y), rank, size) for x, y in words])
+
+
+@pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DistKFAC"])
+def test_every_kind_on_two_processes(world: World, name: str) -> None:
+    found = agreed(world.run(everything_on_ranks, 2, name))
+    alone = everything_on_ranks(0, 1, name)
+    if name == "DPKFAC":  # its owners take factors from their own batches
+        assert 0 < (found[-1] - alone[-1]).norm() < 0.5 * alone[-1].norm()
+    else:
+        assert_same_trajectory(found, alone)

@@ -1,0 +1,629 @@
+"""Further kinds of layers: transposed weights and convolutions, tied embeddings, users' own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import reference as ref
+import torch
+from contract import each_kronecker, factors, make, same, take
+from models import CLASSES, ZOO, LoRALinear
+from reference import cross_entropy
+from torch import Tensor, nn
+
+import second_order
+from second_order import KAISA
+from second_order.kronecker.kinds import found_kind
+from second_order.kronecker.layers import gradient_to_matrix
+from second_order.kronecker.probing import computes_like, has_gain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reference import Batch
+
+F64 = torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
+
+
+def close(actual: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
+    atol = rtol * float(expected.abs().max()) + 1e-14
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+# What computes like a Linear.
+
+
+class Conv1D(nn.Module):
+    """A Linear with its weight transposed, as GPT-2 has it."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_in, d_out) / d_in)
+        self.bias = nn.Parameter(torch.zeros(d_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], -1)
+
+
+class Rounding(torch.autograd.Function):
+    """To multiples of 1/64, with the gradient passed straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return (weight * 64).round() / 64
+
+    @staticmethod
+    def backward(ctx: Any, *d: Any) -> Any:
+        return d[0]
+
+
+class FakeQuantised(nn.Linear):
+    """As quantisation-aware training has it, with an observer that counts."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        rounded: Any = Rounding.apply(self.weight)  # type: ignore[no-untyped-call]
+        return nn.functional.linear(x, rounded, self.bias)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5))
+
+
+class Clipped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def network(first: nn.Module, second: nn.Module) -> nn.Module:
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(4, CLASSES)).double()
+
+
+def trained(System: Any, model: nn.Module, **options: Any) -> list[Tensor]:
+    """Parameters after four steps, matrices of `Conv1D` as those of Linears."""
+    optimizer = make(System, model, **options)
+    for seed in range(4):
+        x = torch.randn(6, 2, 5, dtype=F64, generator=torch.Generator().manual_seed(seed))
+        y = torch.randint(CLASSES, (6, 2), generator=torch.Generator().manual_seed(seed))
+        take(model, optimizer, (x, y))
+    weights = [m for m in model.modules() if hasattr(m, "weight")]
+    return [
+        (m.weight.T if isinstance(m, Conv1D) else m.weight).detach().clone() for m in weights
+    ] + [m.bias.detach().clone() for m in weights]
+
+
+@each_kronecker
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"solver": "inverse"}, {"kfac_approx": "reduce"}, {"fisher": "sampled"}],
+    ids=str,
+)
+def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    linear = network(nn.Linear(5, 4), nn.Linear(4, 4))
+    transposed = network(Conv1D(5, 4), Conv1D(4, 4))
+    for i in (0, 2, 4):
+        weight = linear[i].weight.detach()
+        transposed[i].weight.data.copy_(weight if i == 4 else weight.T)
+        transposed[i].bias.data.copy_(linear[i].bias)
+    start = [p.detach().clone() for p in linear.parameters()]
+    found, expected = trained(System, transposed, **options), trained(System, linear, **options)
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+    assert (linear[0].weight - start[0]).norm() > 1e-3
+
+
+@each_kronecker
+def test_a_fake_quantised_linear_has_a_linears_factors(System: Any) -> None:
+    torch.manual_seed(0)
+    model = network(FakeQuantised(5, 4), nn.Linear(4, 4))
+    plain = network(nn.Linear(5, 4), nn.Linear(4, 4))
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k != "0.seen"})
+    with torch.no_grad():
+        for net in (model, plain):
+            net[0].weight.copy_((net[0].weight * 64).round() / 64)
+    optimizer = make(System, model)
+    assert float(model[0].seen) == 0, "the layer itself has been probed"
+    x, y = torch.randn(6, 5, dtype=F64), torch.randint(CLASSES, (6,))
+    expected = ref.empirical_factors(plain, x, y, cross_entropy, "0")
+    take(model, optimizer, (x, y))
+    for one, other in zip(factors(optimizer)["0"], expected, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Conv1D(5, 4), "transposed linear"),
+        (Conv1D(4, 4), "transposed linear"),
+        (FakeQuantised(5, 4), "linear"),
+        (Conv1D(5, 4).bfloat16(), "transposed linear"),
+        (Conv1D(5, 4).requires_grad_(False), "transposed linear"),
+        (Noisy(5, 4), None),
+        (Clipped(5, 4), None),
+        (nn.Bilinear(3, 3, 4), None),
+        (nn.LSTMCell(3, 4), None),
+        (nn.LayerNorm(4), None),
+        (Conv1D(5, 4).to("meta"), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_what_computes_like_a_linear(module: nn.Module, expected: str | None) -> None:
+    state = torch.get_rng_state()
+    before = copy.deepcopy(module.state_dict())
+    assert computes_like(module) == expected
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in module.parameters())
+    if not any(p.is_meta for p in module.parameters()):
+        assert same(module.state_dict().values(), before.values())
+
+
+def test_adapters_as_peft_builds_them() -> None:
+    """A and B are Linears in dictionaries beside a frozen base layer."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base.requires_grad_(False)
+            rank = 2
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+            self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+
+        @property
+        def weight(self) -> Tensor:
+            return self.base_layer.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            low = self.lora_A["default"](self.lora_dropout["default"](x))
+            return self.base_layer(x) + 0.5 * self.lora_B["default"](low)
+
+    model = network(Adapted(nn.Linear(5, 4)), LoRALinear(4, 4))
+    model[4].requires_grad_(False)
+    optimizer = make(KAISA, model)
+    names = {"0.lora_A.default", "0.lora_B.default", "2.down", "2.up"}
+    x, y = torch.randn(6, 5, dtype=F64), torch.randint(CLASSES, (6,))
+    take(model, optimizer, (x, y))
+    assert factors(optimizer).keys() == names
+    assert optimizer.summary().preconditioned_share == 1.0
+
+
+# Norms of other classes.
+
+
+class LlamaNorm(nn.Module):
+    def __init__(self, size: int, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.rand(size) + 0.5), offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return (self.weight + self.offset) * normal
+
+
+class OwnLayerNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(size)), nn.Parameter(torch.rand(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) * self.weight + self.bias
+
+
+class LayerScale(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(size) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * self.gamma
+
+
+class Untold(LayerScale):
+    """Nothing is known of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cos() * self.gamma
+
+
+second_order.register_layer(LayerScale, gain=lambda module, x: x.sin(), weight="gamma", bias=None)
+
+
+@each_kronecker
+@pytest.mark.parametrize("most", [256, 2], ids=["matrix", "diagonal"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: LlamaNorm(4),
+        lambda: LlamaNorm(4, 1.0),
+        lambda: OwnLayerNorm(4),
+        lambda: LayerScale(4),
+        lambda: nn.LayerNorm(4),
+        lambda: nn.RMSNorm(4),
+    ],
+    ids=["Llama", "Gemma", "LayerNorm of one's own", "registered", "LayerNorm", "RMSNorm"],
+)
+def test_norms_have_exact_blocks(System: Any, build: Callable[[], nn.Module], most: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(build(), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    x, y = torch.randn(6, 4, dtype=F64), torch.randint(CLASSES, (6,))
+    params = dict(model[0].named_parameters())
+    rows = []
+    for n in range(6):
+        loss = cross_entropy(model(x[n : n + 1]), y[n : n + 1])
+        found = torch.autograd.grad(loss, list(params.values()))
+        rows.append(torch.cat([g.flatten() for g in found]))
+    each = torch.stack(rows)
+    F = each.T @ each / 6
+    F = torch.diag(F.diagonal()) if most == 2 else F
+    expected = ref.dense_solve(F, each.mean(0), 0.1)
+    optimizer = make(System, model, lr=1.0, exact_blocks=True, max_exact_dim=most)
+    take(model, optimizer, (x, y))
+    step = torch.cat([p.grad.flatten() for p in params.values() if p.grad is not None])
+    close(step, expected)
+    assert (step - each.mean(0)).norm() > 0.1 * step.norm()
+    assert optimizer.summary().preconditioned_share == 1.0
+
+
+def test_norms_are_the_bases_unless_exact_blocks_are_asked_for() -> None:
+    model = nn.Sequential(LlamaNorm(4), nn.LayerNorm(4), nn.Linear(4, CLASSES))
+    rows = {row.name: row.status for row in make(KAISA, model).summary().rows}
+    assert rows == {"0": "base", "1": "base", "2": "preconditioned"}
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (LlamaNorm(4), True),
+        (LlamaNorm(4).bfloat16(), True),
+        (OwnLayerNorm(4), True),
+        (nn.PReLU(4), False),
+        (nn.Linear(4, 4), False),
+        (nn.InstanceNorm1d(4, affine=True), False),
+        (LlamaNorm(1), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_what_multiplies_by_a_gain(module: nn.Module, expected: bool) -> None:
+    assert has_gain(module) == expected
+
+
+# Transposed convolutions.
+
+TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1, output_padding=1), (3, 4)),
+    "1d, dilated": (lambda: nn.ConvTranspose1d(2, 3, 2, dilation=3, output_padding=2), (2, 4)),
+    "2d": (lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0)), (2, 3, 2)),
+    "2d, grouped": (lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2), (4, 2, 3)),
+    "3d": (lambda: nn.ConvTranspose3d(2, 2, 2, bias=False), (2, 2, 1, 2)),
+}
+
+
+def transposed(name: str, n: int = 4) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    build, shape = TRANSPOSED[name]
+    layer = build()
+    size = layer(torch.zeros(1, *shape)).numel()
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(size, CLASSES)).double()
+    return model, (torch.randn(n, *shape, dtype=F64), torch.randint(CLASSES, (n,)))
+
+
+def transposed_factors(model: nn.Module, batch: Batch, approx: str) -> tuple[Tensor, Tensor]:
+    """By loops: each input location's patch of the output's gradient."""
+    x, y = batch
+    conv: Any = model[0]
+    ((_, d),) = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "0")["0"]
+    n, locations = len(x), x[0, 0].numel()
+    whole = ref.patches(d, conv)
+    outputs = [
+        (d.shape[2 + i] + 2 * conv.padding[i] - conv.dilation[i] * (conv.kernel_size[i] - 1) - 1)
+        // conv.stride[i]
+        + 1
+        for i in range(x.dim() - 2)
+    ]
+    kept = [
+        j
+        for j, place in enumerate(itertools.product(*map(range, outputs)))
+        if all(p < s for p, s in zip(place, x.shape[2:], strict=True))
+    ]
+    g = whole[:, kept] * n  # (N, T, groups, out)
+    a = x.flatten(2).unflatten(1, (conv.groups, -1)).permute(0, 3, 1, 2)
+    if approx == "reduce":
+        a, g = a.mean(1), g.sum(1)
+        return torch.einsum("ngi,ngj->gij", a, a) / n, torch.einsum("ngi,ngj->gij", g, g) / n
+    A = torch.einsum("ntgi,ntgj->gij", a, a) / n
+    return A, torch.einsum("ntgi,ntgj->gij", g, g) / (n * locations)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_a_transposed_convolution_has_the_factors_of_its_patches(name: str, approx: Any) -> None:
+    model, batch = transposed(name)
+    optimizer = make(KAISA, model, kfac_approx=approx)
+    expected = transposed_factors(model, batch, approx)
+    take(model, optimizer, batch)
+    for one, other in zip(factors(optimizer)["0"], expected, strict=True):
+        close(one, other)
+
+
+@each_kronecker
+@each_solver
+@pytest.mark.parametrize("name", ["1d", "2d, grouped"])
+def test_its_step_is_the_dense_solve(System: Any, name: str, solver: str) -> None:
+    model, batch = transposed(name)
+    layer: Any = model[0]
+    A, G = transposed_factors(model, batch, "expand")
+    optimizer = make(System, model, solver=solver, exact_blocks=True)
+    take(model, optimizer, batch)
+    plain, _ = transposed(name)
+    cross_entropy(plain(batch[0]), batch[1]).backward()
+    (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "0")
+    weight: Any = plain[0].weight
+    gradient = gradient_to_matrix(weight.grad, None, block.shape, F64)
+    found = gradient_to_matrix(layer.weight.grad, None, block.shape, F64)
+    solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
+    for g in range(len(A)):
+        close(found[g], solve(A[g : g + 1], G[g : g + 1], gradient[g], 0.1), 1e-8)
+    assert (found - gradient).norm() > 0.1 * gradient.norm()
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert rows["0"].status == rows["0.bias"].status == "preconditioned"
+
+
+def test_a_single_location_is_exact() -> None:
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose2d(3, 2, 2, bias=False)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(8, CLASSES)).double()
+    x, y = torch.randn(1, 3, 1, 1, dtype=F64), torch.randint(CLASSES, (1,))
+    optimizer = make(KAISA, model, lr=0.0)
+    take(model, optimizer, (x, y))
+    assert layer.weight.grad is not None
+    A, G = factors(optimizer)["0"]
+    cross_entropy(copy.deepcopy(model)(x), y)
+    (gradient,) = torch.autograd.grad(cross_entropy(model(x), y), layer.weight)
+    vector = gradient.reshape(3, -1).T.flatten()
+    close(torch.kron(G[0], A[0]), torch.outer(vector, vector))
+
+
+def test_without_exact_blocks_its_bias_is_the_bases() -> None:
+    model, _ = transposed("2d")
+    rows = {row.name: row for row in make(KAISA, model).summary().rows}
+    assert rows["0.bias"].status == "base"
+    assert "multiplied at other positions" in rows["0.bias"].detail
+    assert sum(r.parameters for r in rows.values()) == sum(p.numel() for p in model.parameters())
+
+
+# Embeddings that are scaled, or tied to the output layer.
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As BART and Gemma have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class Positions(nn.Embedding):
+    """With something of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(super().forward(x))
+
+
+@each_kronecker
+def test_a_scaled_embedding_has_the_factors_of_its_gradient(System: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ScaledEmbedding(6, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    x, y = torch.randint(6, (8,)), torch.randint(CLASSES, (8,))
+    rows = []
+    for n in range(8):
+        loss = cross_entropy(model(x[n : n + 1]), y[n : n + 1])
+        rows += torch.autograd.grad(loss, [model[0].weight])
+    optimizer = make(System, model)
+    take(model, optimizer, (x, y))
+    A, G = factors(optimizer)["0"]
+    close(A[0], torch.bincount(x, minlength=6).double() / 8)
+    close(G[0], sum((g.T @ g for g in rows), torch.zeros(4, 4, dtype=F64)) / 8)
+    assert found_kind(Positions(6, 4)) == (None, "Positions overrides Embedding.forward")
+
+
+class Tied(nn.Module):
+    def __init__(self, bias: bool, padding: int | None, scale: float) -> None:
+        super().__init__()
+        self.embedding: nn.Embedding = ScaledEmbedding(6, 4, padding_idx=padding)
+        if scale == 1:
+            self.embedding = nn.Embedding(6, 4, padding_idx=padding)
+        self.hidden, self.head = nn.Linear(4, 4), nn.Linear(4, 6, bias=bias)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(x))))
+
+
+def tied(bias: bool = True, padding: int | None = None, scale: float = 1.0) -> tuple[Tied, Batch]:
+    torch.manual_seed(0)
+    model = Tied(bias, padding, scale).double()
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randint(6, (5, 3), generator=generator) for _ in range(2))
+    return model, (x, y)
+
+
+def partial_traces(model: Tied, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of the sum of both uses' blocks, by one gradient a token and use."""
+    untied = copy.deepcopy(model)
+    untied.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+    weights = [untied.embedding.weight, untied.head.weight]
+    entries, width = torch.zeros(6, dtype=F64), torch.zeros(4, 4, dtype=F64)
+    tokens = list(zip(batch[0].flatten(), batch[1].flatten(), strict=True))
+    for x, y in tokens:
+        loss = cross_entropy(untied(x.view(1, 1)), y.view(1, 1))
+        for g in torch.autograd.grad(loss, weights):
+            entries += g.square().sum(1) / len(tokens)
+            width += g.T @ g / len(tokens)
+    return entries, width
+
+
+@each_kronecker
+@pytest.mark.parametrize(
+    ("bias", "padding", "scale"), [(True, None, 1.0), (False, 2, 1.0), (False, None, 3.0)]
+)
+def test_a_tied_embedding_has_the_partial_traces_of_both_uses(
+    System: Any, bias: bool, padding: int | None, scale: float
+) -> None:
+    model, batch = tied(bias, padding, scale)
+    entries, width = partial_traces(model, batch)
+    optimizer = make(System, model)
+    take(model, optimizer, batch)
+    A, G = factors(optimizer)["embedding = head"]
+    close(A[0], entries / entries.sum())
+    close(G[0], width)
+    close(entries.sum(), width.trace())
+
+
+@each_kronecker
+@each_solver
+def test_its_step_is_the_dense_solve_of_both_together(System: Any, solver: str) -> None:
+    model, (x, y) = tied()
+    plain, _ = tied()
+    entries, width = partial_traces(model, (x, y))
+    cross_entropy(plain(x), y).backward()
+    gradient = plain.embedding.weight.grad
+    assert gradient is not None
+    solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
+    expected = solve(torch.diag(entries / entries.sum())[None], width[None], gradient.T, 0.1).T
+    optimizer = make(System, model, solver=solver, exact_blocks=True)
+    take(model, optimizer, (x, y))
+    assert model.embedding.weight.grad is not None
+    close(model.embedding.weight.grad, expected, 1e-8)
+    assert (expected - gradient).norm() > 0.1 * gradient.norm()
+    assert optimizer.summary().preconditioned_share == 1.0
+    assert {row.name for row in optimizer.summary().rows} == {
+        "embedding = head", "hidden", "head.bias",
+    }  # fmt: skip
+
+
+def test_micro_batches_of_a_tied_embedding_are_one_batch() -> None:
+    found = []
+    for parts in (1, 5):
+        model, (x, y) = tied()
+        optimizer = make(KAISA, model, kl_clip=None)
+        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (cross_entropy(model(a), b) / parts).backward()
+        optimizer.step()
+        found.append(factors(optimizer)["embedding = head"])
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+def test_an_output_layer_too_wide_for_a_matrix_may_be_tied() -> None:
+    model, batch = tied()
+    optimizer = make(KAISA, model, max_factor_dim=5)
+    take(model, optimizer, batch)
+    assert {"embedding = head", "hidden"} == factors(optimizer).keys()
+
+
+# Users' own.
+
+
+class Scaled(nn.Module):
+    """Multiplies by three times its kernel, which has another name."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.kernel, self.offset = (
+            nn.Parameter(torch.randn(d_in, d_out)),
+            nn.Parameter(torch.zeros(d_out)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * (x @ self.kernel + self.offset)
+
+
+class ScaledToo(Scaled):
+    """With the same forward."""
+
+
+def times_three(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    return x, 3 * d
+
+
+second_order.register_layer(
+    Scaled, rows=times_three, transposed=True, weight="kernel", bias="offset"
+)
+
+
+@each_kronecker
+@pytest.mark.parametrize("kind", [Scaled, ScaledToo])
+def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
+    System: Any, kind: type[Scaled]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(5, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    x, y = torch.randn(6, 5, dtype=F64), torch.randint(CLASSES, (6,))
+    rows = []
+    for n in range(6):
+        loss = cross_entropy(model(x[n : n + 1]), y[n : n + 1])
+        kernel, offset = torch.autograd.grad(loss, list(model[0].parameters()))
+        rows.append(torch.cat([kernel.T, offset[:, None]], 1))
+    d = torch.stack([row[:, -1] for row in rows])  # the offset's gradient is 3 d
+    one = torch.cat([x, torch.ones(6, 1, dtype=F64)], 1)
+    A, G = one.T @ one / 6, d.T @ d / 6
+    optimizer = make(System, model)
+    take(model, optimizer, (x, y))
+    for found, expected in zip(factors(optimizer)["0"], (A, G), strict=True):
+        close(found[0], expected)
+    mean = torch.stack(rows).mean(0)
+    expected = ref.damped_dense_solve(A[None], G[None], mean, 0.1)
+    close(torch.cat([model[0].kernel.grad.T, model[0].offset.grad[:, None]], 1), expected, 1e-8)
+
+
+def test_the_worked_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
+    own = page[page.index("## Your own layer") :]
+    first, second = re.findall(r"```python\n(.*?)```", own, re.DOTALL)
+    names: dict[str, Any] = {}
+    with redirect_stdout(io.StringIO()) as said:
+        exec(first, names)
+    assert re.search(r"Scaled +144 +preconditioned +A 9², G 16²", said.getvalue())
+    assert names["optimizer"].summary().preconditioned_share == 1.0
+    names["optimizer"].close()
+    exec(second, names)
+    model = nn.Sequential(names["LayerScale"](8), nn.Linear(8, 3))
+    rows = KAISA(model, lr=0.1, exact_blocks=True).summary().rows
+    assert {row.detail for row in rows} == {"exact 8²", "A 9², G 3²"}
+
+
+def test_what_cannot_be_registered_is_refused() -> None:
+    register: Any = second_order.register_layer
+    for kind in (nn.Module, int, nn.Linear(2, 2), "Linear"):
+        with pytest.raises(TypeError, match="is not a class of modules"):
+            register(kind)
+    with pytest.raises(TypeError, match="rows=3 is not a function"):
+        register(Untold, rows=3)
+    with pytest.raises(TypeError, match="weight=None is not the name"):
+        register(Untold, weight=None)
+    with pytest.raises(ValueError, match="give one or the other"):
+        register(Untold, gain=lambda module, x: x, transposed=True)
+    assert found_kind(Untold(3)) == (None, "Untold has no Kronecker factors here")
+
+
+def test_a_case_of_the_zoo_still_goes_where_it_went() -> None:
+    """Nothing of what was known before is looked at anew."""
+    for name in ("mlp", "conv_grouped", "embedding", "lora"):
+        for module in ZOO[name].model().modules():
+            if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
+                assert found_kind(module)[1] is None

@@ -1,0 +1,369 @@
+"""`curvature()`: the factors as a matrix, against dense ones in float64."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from contract import each_kronecker, make, same, take
+from models import ZOO
+from ranks import shard
+from torch import Tensor, nn
+
+from second_order import DPKFAC, KAISA, DistKFAC, KroneckerCurvature, SecondOrderError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+
+KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "linear": (KAISA, "mlp", {}),
+    "linear, inverse": (DPKFAC, "mlp", {"solver": "inverse"}),
+    "convolution": (KAISA, "conv_grouped", {}),
+    "embedding": (KAISA, "language_model", {}),
+    "exact": (DistKFAC, "norms", {"exact_blocks": True}),
+    "exact, diagonal": (DistKFAC, "norms", {"exact_blocks": True, "max_exact_dim": 1}),
+    "doubly factored": (DistKFAC, "flattened", {"doubly_factored": {"3": (4, 2)}}),
+}
+
+
+class Flattened(nn.Sequential):
+    """Its Linear is doubly factored where that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Unflatten(1, (1, 5)),
+            nn.Conv1d(1, 2, 2),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        )
+
+
+def trained(kind: str) -> tuple[nn.Module, Any]:
+    System, name, options = KINDS[kind]
+    if name == "flattened":
+        torch.manual_seed(0)
+        model: nn.Module = Flattened().double()
+        case, x = MLP, torch.randn(12, 5, dtype=torch.float64)
+        batches = [(x, torch.randint(3, (12,)))] * 2
+    else:
+        case = ZOO[name]
+        model, batches = case.model(), case.batches(2)
+    optimizer = make(System, model, relative_damping=True, **options)
+    for batch in batches:
+        take(model, optimizer, batch, case.loss)
+    return model, optimizer
+
+
+def dense(layer: Any) -> Tensor:
+    """F of a layer, in the order of its parameters flattened, of A, G and L alone."""
+    a, g = layer.A, layer.G
+    a = torch.diag_embed(a) if a.dim() == 2 else a
+    if "L" in layer.factors:
+        a = torch.kron(a[0], layer.factors["L"][0])[None]
+    blocks = [torch.kron(gi, ai) for gi, ai in zip(g, a, strict=True)]
+    whole = torch.block_diag(*blocks)  # of the rows of a matrix (groups, out, in)
+    groups, out, width = layer.shape.gradient_size
+    index = torch.arange(groups * out * width).view(groups, out, width)
+    sizes = list(layer.shapes.values())
+    if layer.shape.exact:
+        order = index.reshape(-1)
+    elif layer.shape.diagonal_a:
+        order = index[0].mT.reshape(-1)  # an embedding's weight is (in, out)
+    elif len(sizes) == 2:
+        order = torch.cat([index[..., :-1].reshape(-1), index[..., -1].reshape(-1)])
+    else:
+        order = index.reshape(-1)
+    return whole[order][:, order]
+
+
+def flat(layer: Any, vector: Any) -> Tensor:
+    return torch.cat([vector[name].reshape(-1) for name in layer.shapes])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -> None:
+    model, optimizer = trained(kind)
+    curvature = optimizer.curvature()
+    torch.manual_seed(1)
+    covered = {name for layer in curvature.values() for name in layer.shapes}
+    vector = {n: torch.randn_like(p) for n, p in model.named_parameters() if n in covered}
+    product, solution = curvature.apply(vector), curvature.solve(vector, damping=0.07)
+    traces, determinants = 0.0, 0.0
+    for layer in curvature.values():
+        F = dense(layer)
+        damped = F + 0.07 * torch.eye(len(F), dtype=F.dtype)
+        v = flat(layer, vector)
+        torch.testing.assert_close(flat(layer, product), F @ v, rtol=1e-10, atol=1e-13)
+        expected = torch.linalg.solve(damped, v)
+        torch.testing.assert_close(flat(layer, solution), expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(layer.to_dense(), F, rtol=1e-10, atol=1e-13)
+        traces += float(F.trace())
+        determinants += float(torch.logdet(damped))
+    assert curvature.trace() == pytest.approx(traces)
+    assert traces > 0
+    assert curvature.logdet(damping=0.07) == pytest.approx(determinants)
+    assert set(product) == set(vector) == covered
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "embedding"])
+def test_samples_have_the_inverse_as_covariance(kind: str) -> None:
+    """A sample is S z with z normal: S Sᵀ, from unit vectors in the place of z."""
+    _, optimizer = trained(kind)
+    curvature = optimizer.curvature()
+    assert (kind == "doubly factored") == any("L" in each.factors for each in curvature.values())
+    for layer in curvature.values():
+        shape = layer.shape.gradient_size
+        columns = []
+        for unit in torch.eye(math.prod(shape), dtype=torch.float64):
+            z = unit.view(shape)
+            with patch.object(torch, "randn", return_value=z):
+                columns.append(flat(layer, layer.to_vector(layer.sample(0.3))))
+        S, F = torch.stack(columns, 1), dense(layer)
+        inverse = torch.linalg.inv(F + 0.3 * torch.eye(len(F), dtype=F.dtype))
+        torch.testing.assert_close(S @ S.mT, inverse, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_it_is_the_mean_over_examples_of_their_gradients_products(reduction: str) -> None:
+    """Of one example several times, where A ⊗ G is no approximation."""
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    x = torch.randn(1, 4, dtype=torch.float64)
+    batch = x.expand(5, 4), torch.tensor([1]).expand(5)
+    optimizer = make(KAISA, model, loss_reduction=reduction, lr=0.0)
+    nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction).backward()
+    optimizer.step()
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), torch.tensor([1])).backward()
+    g = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    torch.manual_seed(0)
+    v = [torch.randn_like(p) for p in model.parameters()]
+    curvature = optimizer.curvature()
+    inner = sum((a * b).sum() for a, b in zip(g, v, strict=True))
+    for found, each in zip(curvature.apply(v), g, strict=True):
+        torch.testing.assert_close(found, inner * each, rtol=1e-10, atol=1e-14)
+    assert curvature.names == ["0.weight", "0.bias"]
+    (layer,) = curvature.values()
+    assert (layer.examples, layer.updates) == (5.0, 1.0)
+
+
+@each_kronecker
+def test_solving_with_the_trainings_damping_is_what_the_training_does(System: Any) -> None:
+    """With "eigen" and without a clip, p.grad after a step is that of before it, solved."""
+    model = MLP.model()
+    optimizer = make(System, model, relative_damping=True, damping=0.4)
+    take(model, optimizer, MLP.batches(1)[0], MLP.loss)
+    x, y = MLP.batches(2)[1]
+    optimizer.zero_grad()
+    MLP.loss(model(x), y).backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    solved = optimizer.curvature().solve(before)
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, solved[name], rtol=1e-8, atol=1e-12)
+        assert not torch.allclose(p.grad, before[name], rtol=0.01)
+
+
+def test_lists_are_like_the_parameters_and_parts_of_a_dictionary_are_enough() -> None:
+    model, optimizer = trained("linear")
+    curvature = optimizer.curvature()
+    v = [torch.randn_like(p) for p in model.parameters()]
+    named = dict(zip(curvature.names, v, strict=True))
+    for found, name in zip(curvature.solve(v), curvature.names, strict=True):
+        assert torch.equal(found, curvature.solve(named)[name])
+    weight = {"2.weight": named["2.weight"]}
+    zeros = {**weight, "2.bias": torch.zeros_like(named["2.bias"])}
+    part = curvature.apply(weight)
+    assert set(part) == {"2.weight", "2.bias"}
+    assert same(part.values(), curvature.apply(zeros).values())
+
+
+def test_it_stays_what_it_was_and_can_be_copied() -> None:
+    model, optimizer = trained("linear")
+    curvature = optimizer.curvature()
+    before = {name: layer.A.clone() for name, layer in curvature.items()}
+    for batch in MLP.batches(3):
+        take(model, optimizer, batch, MLP.loss)
+    twin = copy.deepcopy(curvature)
+    for name, layer in twin.items():
+        assert torch.equal(layer.A, before[name])
+        assert not torch.equal(layer.A, optimizer.curvature()[name].A)
+    assert "3 layers" in repr(curvature)
+    optimizer.close()
+    assert twin.trace() == curvature.trace()
+
+
+def test_what_has_no_curvature_is_said() -> None:
+    model = ZOO["norms"].model()
+    optimizer = make(KAISA, model, skip_layers=["0"])
+    with pytest.raises(SecondOrderError, match=r"KAISA has no factors yet: .* after the first"):
+        optimizer.curvature()
+    take(model, optimizer, ZOO["norms"].batches(1)[0], ZOO["norms"].loss)
+    curvature = optimizer.curvature()
+    assert curvature.uncovered
+    assert set(curvature.uncovered) & set(curvature.names) == set(curvature.uncovered)
+    grads = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"'0.weight' has no curvature: SGD alone trains it \("):
+        curvature.apply({"0.weight": grads["0.weight"]})
+    with pytest.raises(ValueError, match="it is no parameter of the optimizer"):
+        curvature.apply({"no.weight": torch.ones(1)})
+    as_list = [None if n in curvature.uncovered else grads[n].detach() for n in curvature.names]
+    found = curvature.apply(as_list)
+    assert [x is None for x in found] == [x is None for x in as_list]
+    optimizer.close()
+    with pytest.raises(SecondOrderError, match="before close"):
+        optimizer.curvature()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.apply([torch.ones(1)]), "a list of 1 tensors is no vector of 6 parameters"),
+        (lambda c: c.apply({"0.weight": torch.ones(2)}), r"\(2,\) for '0.weight', a parameter of"),
+        (lambda c: c.logdet(damping=0.0), "damping=0.0 of layer '0' must be positive"),
+        (lambda c: c.sample(damping=-1), "damping=-1 of layer '0' must be positive"),
+        (lambda c: c.solve({}, damping={"0": 0.1, "2": math.inf}), "of layer '2' must be"),
+    ],
+)
+def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
+    _, optimizer = trained("linear")
+    with pytest.raises(ValueError, match=message):
+        call(optimizer.curvature())
+
+
+# -------------------------------------------------------------------------------------- processes
+
+
+def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
+    """What all have together, and what one has alone."""
+    model = MLP.model()
+    optimizer = make(System, model, relative_damping=True, **options)
+    for batch in MLP.batches(3, n=12):
+        take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
+    alone = optimizer.curvature(gather=False) if rank == 0 else None
+    before = [p.detach().clone() for p in model.parameters()]
+    curvature = optimizer.curvature()
+    factors = {name: (each.A, each.G, each.damping) for name, each in curvature.items()}
+    take(model, optimizer, shard(MLP.batches(4, n=12)[3], rank, world_size), MLP.loss)
+    assert not same(before, model.parameters())
+    uncovered = {} if alone is None else alone.uncovered
+    return factors, curvature.uncovered, uncovered, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("System", "options", "elsewhere"),
+    [
+        (KAISA, {"grad_worker_fraction": 0.5}, False),
+        (KAISA, {"factor_exchange": "reduce", "colocate_factors": False}, True),
+        (DPKFAC, {}, True),
+        (DistKFAC, {}, False),
+    ],
+    ids=["KAISA", "KAISA-reduce", "DPKFAC", "DistKFAC"],
+)
+def test_every_process_gets_all_of_them(
+    world: World, System: Any, options: dict[str, Any], elsewhere: bool
+) -> None:
+    results = world.run(gathered, 2, System, options)
+    first = results[0][0]
+    assert len(first) == 3
+    for factors, uncovered, _, parameters in results:
+        assert uncovered == {}
+        assert same(parameters, results[0][3])
+        for name, (a, g, damping) in factors.items():
+            assert torch.equal(a, first[name][0])
+            assert torch.equal(g, first[name][1])
+            assert damping == pytest.approx(first[name][2])
+    reasons = set(results[0][2].values())
+    assert bool(reasons) == elsewhere
+    assert all("curvature(gather=True) on every process" in reason for reason in reasons)
+    if System is KAISA:  # as one process has them, of the whole batches
+        model = MLP.model()
+        optimizer = make(KAISA, model, relative_damping=True)
+        for batch in MLP.batches(3, n=12):
+            take(model, optimizer, batch, MLP.loss)
+        for name, layer in optimizer.curvature().items():
+            torch.testing.assert_close(first[name][0], layer.A, rtol=1e-8, atol=1e-12)
+            torch.testing.assert_close(first[name][1], layer.G, rtol=1e-8, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """By the format's description, not by the writer's code."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    dtypes = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32}
+    found = {}
+    for name, entry in header.items():
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        data = bytearray(content[start:end])
+        found[name] = torch.frombuffer(data, dtype=dtypes[entry["dtype"]]).view(entry["shape"])
+    assert end == len(content)
+    return found
+
+
+def test_kronfluence_divides_and_has_the_factors(tmp_path: Path) -> None:
+    model = ZOO["norms"].model()
+    optimizer = make(DistKFAC, model, exact_blocks=True)
+    take(model, optimizer, ZOO["norms"].batches(1)[0], ZOO["norms"].loss)
+    curvature = optimizer.curvature()
+    left = curvature.write_kronfluence(tmp_path / "factors", examples=1000)
+    exact = [name for name, layer in curvature.items() if layer.shape.exact]
+    assert left == exact
+    assert left
+    names = ("activation_covariance", "gradient_covariance")
+    for name, letter in zip(names, "AG", strict=True):
+        factors = read_safetensors(tmp_path / "factors" / f"{name}.safetensors")
+        counts = read_safetensors(tmp_path / "factors" / f"num_{name}_processed.safetensors")
+        assert set(factors) == set(counts) == set(curvature) - set(left)
+        for module, factor in factors.items():
+            assert counts[module].tolist() == [1000]
+            expected = curvature[module].factors[letter][0]
+            torch.testing.assert_close(factor / 1000, expected)
+    if importlib.util.find_spec("safetensors") is not None:
+        load_file = importlib.import_module("safetensors.torch").load_file
+        read = load_file(tmp_path / "factors" / "gradient_covariance.safetensors")
+        assert same((read[name] for name in factors), factors.values())
+
+
+def test_laplace_gets_the_blocks_of_weights_and_of_biases(tmp_path: Path) -> None:
+    model, optimizer = trained("linear")
+    curvature, N = optimizer.curvature(), 77
+    curvature.write_laplace(tmp_path / "la.pt", model, examples=N, outputs=3, prior_precision=2.0)
+    state = torch.load(tmp_path / "la.pt")
+    assert (state["cls_name"], state["n_data"], state["n_outputs"]) == ("KronLaplace", N, 3)
+    assert torch.equal(state["mean"], torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert len(state["H"]) == len(list(model.parameters()))
+    for (name, p), factors in zip(model.named_parameters(), state["H"], strict=True):
+        layer = curvature[name.split(".")[0]]
+        F, count = dense(layer), p.numel()
+        mine = F[:count, :count] if name.endswith("weight") else F[-count:, -count:]
+        whole = factors[0] if len(factors) == 1 else torch.kron(*factors)
+        torch.testing.assert_close(whole, N * mine, rtol=1e-10, atol=1e-12)
+    model, optimizer = trained("convolution")
+    with pytest.raises(ValueError, match=r"have no Kronecker factors for KronLaplace, '2.weight'"):
+        optimizer.curvature().write_laplace(tmp_path / "x", model, examples=1, outputs=3)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_curvature_of_some_layers_is_one() -> None:
+    _, optimizer = trained("linear")
+    whole = optimizer.curvature()
+    part = KroneckerCurvature({"0": whole["0"]}, ["0.weight", "0.bias"], {})
+    assert part.logdet(0.1) + sum(whole[n].logdet(0.1) for n in ("2", "4")) == pytest.approx(
+        whole.logdet(0.1)
+    )

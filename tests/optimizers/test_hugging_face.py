@@ -1,0 +1,142 @@
+"""GPT-2, BERT and Llama of `transformers`, small and with weights made on the spot."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import each_kronecker
+from torch import Tensor, nn
+
+from second_order import KAISA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+WORDS, WIDTH = 256, 64
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=4 * WIDTH, max_position_embeddings=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def llama(tied: bool = False) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+        tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+CONFIGURATIONS: dict[str, Callable[[], Any]] = {
+    "GPT-2": gpt2,
+    "BERT": bert,
+    "Llama": llama,
+    "Llama, tied": lambda: llama(tied=True),
+}
+each_configuration = pytest.mark.parametrize("name", CONFIGURATIONS)
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    return CONFIGURATIONS[name]()
+
+
+def words() -> Tensor:
+    return torch.randint(WORDS, (8, 12), generator=torch.Generator().manual_seed(0))
+
+
+def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=words(), labels=words()).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+@each_kronecker
+@each_configuration
+def test_nearly_all_parameters_are_in_a_block(System: Any, name: str) -> None:
+    model = made(name)
+    plain = copy.deepcopy(model)
+    optimizer = System(model, lr=0.1, inv_update_steps=1)
+    losses = trained(model, optimizer)
+    assert losses[-1] < losses[0]
+    summary = optimizer.summary()
+    assert summary.preconditioned_share >= 0.99, str(summary)
+    total = sum(p.numel() for p in model.parameters())
+    assert sum(row.parameters for row in summary.rows) == total
+    # Every matrix has got another gradient than its own.
+    trained(plain, torch.optim.SGD(plain.parameters(), 0.0), 1)
+    own = {key: p.grad for key, p in plain.named_parameters()}
+    fresh = made(name)
+    trained(fresh, System(fresh, lr=0.1, kl_clip=None), 1)
+    for key, p in fresh.named_parameters():
+        if p.dim() > 1 and bool(own[key].any()):
+            assert not torch.allclose(p.grad, own[key], rtol=0.05), key
+
+
+@each_configuration
+def test_with_exact_blocks_all_are(name: str) -> None:
+    model = made(name)
+    optimizer = KAISA(model, lr=0.1, exact_blocks=True)
+    trained(model, optimizer, 1)
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert {row.status for row in rows.values()} == {"preconditioned"}, str(optimizer.summary())
+    assert optimizer.summary().preconditioned_share == 1.0
+    kinds = {row.kind for row in rows.values()}
+    norm = "LlamaRMSNorm" if "Llama" in name else "LayerNorm"
+    assert norm in kinds
+    assert ("Conv1D" in kinds) == (name == "GPT-2")
+    tied = [row for row in rows.values() if " = " in row.name]
+    assert len(tied) == (name != "Llama")
+    assert all(row.detail == f"of gradients: A {WORDS}, G {WIDTH}²" for row in tied)
+
+
+def test_an_output_layer_over_many_words_has_the_factors_of_its_gradient() -> None:
+    """Its G would have as many rows as there are words."""
+    options: dict[str, Any] = {"lr": 0.1, "max_factor_dim": WORDS - 1, "exact_blocks": True}
+    shares = []
+    for others in ("base", "gradient"):
+        model = made("Llama")
+        optimizer = KAISA(model, other_matrices=others, **options)
+        trained(model, optimizer, 1)
+        shares.append(optimizer.summary().preconditioned_share)
+        rows = {row.name: row for row in optimizer.summary().rows}
+        assert ("lm_head" in rows) == (others == "base")
+    assert shares[0] < 0.9
+    assert shares[1] == 1.0
+    assert rows["lm_head.weight"].detail == f"of gradients: A {WORDS}, G {WIDTH}²"
+
+
+def test_the_search_leaves_a_model_as_it_is() -> None:
+    """Layers are probed on copies: no gradient, no buffer, no random number changes."""
+    model = made("GPT-2")
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    KAISA(model, lr=0.1, exact_blocks=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())

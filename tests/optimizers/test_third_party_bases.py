@@ -1,0 +1,134 @@
+"""Bases that are not torch's: Lion, and schedule-free ones with `train()` and `eval()`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    DHO2,
+    KAISA,
+    base_only,
+    each_kronecker,
+    factors,
+    make,
+    same,
+    take,
+)
+from models import ZOO
+from reference import cross_entropy
+from states import saved_and_loaded
+from stepped import assert_near
+from third_party import Lion, ScheduleFree
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(6)
+THIRD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
+    "ScheduleFree": (ScheduleFree, {"lr": 0.05}),
+}
+each_third = pytest.mark.parametrize("base", THIRD)
+
+
+def ready(optimizer: Any) -> Any:
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
+
+
+@each_kronecker
+@each_third
+def test_without_layers_it_is_the_base_alone(System: Any, base: str) -> None:
+    Base, options = THIRD[base]
+    model = MLP.model()
+    twin = copy.deepcopy(model)
+    plain = ready(Base(twin.parameters(), **options))
+    optimizer = ready(make(System, model, base=Base, **options, **base_only(System)))
+    for batch in BATCHES[:4]:
+        take(model, optimizer, batch)
+        take(twin, plain, batch)
+        assert same(model, twin)
+
+
+@each_kronecker
+@each_third
+@pytest.mark.parametrize("by", ["checkpoint", "deepcopy", "pickle"])
+def test_a_copy_goes_on_bit_for_bit(System: Any, base: str, by: str) -> None:
+    Base, options = THIRD[base]
+    model = MLP.model()
+    optimizer = ready(make(System, model, base=Base, **options))
+    for batch in BATCHES[:2]:
+        take(model, optimizer, batch)
+    if by == "checkpoint":
+        twin = copy.deepcopy(model)
+        resumed = make(System, twin, base=Base, **options)
+        resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    elif by == "deepcopy":
+        twin, resumed = copy.deepcopy((model, optimizer))
+    else:
+        twin, resumed = pickle.loads(pickle.dumps((model, optimizer)))
+    for batch in BATCHES[2:5]:
+        take(model, optimizer, batch)
+        take(twin, resumed, batch)
+        assert same(model, twin)
+    if Base is Lion:
+        assert resumed._base.signs == (3 if by == "checkpoint" else 5)
+
+
+@each_kronecker
+def test_train_and_eval_reach_a_schedule_free_base(System: Any) -> None:
+    """And the gradient that it gets is preconditioned: it does not train as it would alone."""
+    model = MLP.model()
+    optimizer = make(System, model, base=ScheduleFree, lr=0.05)
+    with pytest.raises(RuntimeError, match=r"call optimizer.train\(\) before training"):
+        take(model, optimizer, BATCHES[0])
+    assert same(model, MLP.model())
+    optimizer.train()
+    assert not optimizer.state  # looking for state has made none
+    twin = copy.deepcopy(model)
+    plain = ready(ScheduleFree(twin.parameters(), lr=0.05))
+    for batch in BATCHES:
+        take(model, optimizer, batch)
+        take(twin, plain, batch)
+    assert not torch.allclose(model[0].weight, twin[0].weight)
+    y = copy.deepcopy(model)
+    known = factors(optimizer)
+    optimizer.eval()
+    for p, q in zip(y.parameters(), model.parameters(), strict=True):
+        z = optimizer.state[q]["base"]["z"]
+        torch.testing.assert_close(q, (p - 0.1 * z) / 0.9)
+    cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])
+    optimizer.train()
+    assert_near(model, y, rtol=1e-12, atol=1e-14)
+    assert factors(optimizer).keys() == known.keys()
+
+
+def test_two_bases_switch_those_that_can() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, base=ScheduleFree, rest=torch.optim.AdamW, rest_layers=["4"])
+    optimizer.train()
+    modes = {g["rest"]: g.get("train_mode") for g in optimizer.param_groups}
+    assert modes == {False: True, True: None}
+    take(model, optimizer, BATCHES[0])
+    optimizer.eval()
+    assert not next(g for g in optimizer.param_groups if not g["rest"])["train_mode"]
+
+
+def test_a_base_without_them_is_named() -> None:
+    optimizer = make(KAISA, MLP.model())
+    for name in ("train", "eval"):
+        assert not hasattr(optimizer, name)
+        with pytest.raises(AttributeError, match=rf"KAISA has no {name}\(\): its base, SGD"):
+            getattr(optimizer, name)
+
+
+def test_what_corrects_parameters_refuses_a_schedule_free_base() -> None:
+    with pytest.raises(TypeError, match="ScheduleFree, which has train"):
+        make(DHO2, MLP.model(), base=ScheduleFree)
+    model = MLP.model()
+    optimizer = make(DHO2, model, base=Lion, lr=0.01)
+    take(model, optimizer, BATCHES[0])

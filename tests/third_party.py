@@ -1,0 +1,92 @@
+"""First-order optimizers that are not torch's, written from their papers, as bases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (Chen et al. 2023), with an attribute of its own."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.signs = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.signs += 1
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                average = state["exp_avg"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * torch.sign(average.lerp(p.grad, 1 - first)))
+                average.lerp_(p.grad, 1 - second)
+        return None
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD at y, between an iterate z and its average x (Defazio et al. 2024); eval() sets x.
+
+    z <- z - lr g(y)    x <- (1 - c) x + c z, c = 1 / step    y = (1 - beta) z + beta x
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, momentum: float = 0.9) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "train_mode": False, "k": 0, "warmed": False}
+        )
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._set(False)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._set(True)
+
+    def _set(self, train: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] == train:
+                continue
+            beta = group["momentum"]
+            for p in group["params"]:
+                state = self.state[p]
+                if "z" in state:
+                    p.lerp_(state["z"], 1 - beta if train else 1 - 1 / beta)
+            group["train_mode"] = train
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call train() first")
+            group["k"] += 1
+            beta, c = group["momentum"], 1 / group["k"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = p.clone()
+                z = state["z"]
+                x = p.lerp(z, 1 - 1 / beta)
+                z.sub_(group["lr"] * p.grad)
+                x.lerp_(z, c)
+                p.copy_(x.lerp(z, 1 - beta))
+        return None
