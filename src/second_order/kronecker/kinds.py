@@ -127,11 +127,11 @@ def _attention_statistics(
         linear_statistics(module, part, of, bias, approximation, triangular)
         for part, of in zip(x, d, strict=True)
     ]
-    # The queries' examples are counted; the others' factors are brought to as many.
+    # The examples are the queries, which have loss terms; A is a mean over each third's own rows.
     counts = [at_least_one(pair.examples) for pair in each]
     more = [counts[0] / count for count in counts]
     a = torch.cat([pair.factors["A"] * by for pair, by in zip(each, more, strict=True)])
-    g = torch.cat([pair.factors["G"] / by for pair, by in zip(each, more, strict=True)])
+    g = torch.cat([pair.factors["G"] for pair in each])
     return PairStatistics({"A": a, "G": g}, each[0].examples, each[0].rows)
 
 
