@@ -81,7 +81,8 @@ class DHO2(EigenpairOptimizer):
         hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature
             batch for a refresh; "recomputed" evaluates the closure again for each product, one
             graph at a time in memory; "differences" takes finite differences of gradients, for what
-            cannot be differentiated twice. "auto": retained, or recomputed for several closures.
+            cannot be differentiated twice. "auto": retained, or recomputed for several closures,
+            or differences where FSDP2 has sharded the model.
             The last two need a closure that takes the same batch each time within a refresh.
         layout: "row" keeps n/P rows of the eigenvectors and of the base's state on each process,
             and suits bases that work element by element: SGD, Adam, AdamW, RMSprop. "column" keeps

@@ -69,6 +69,7 @@ class KAISA(KroneckerOptimizer):
         {eigen_refresh}
         grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
             communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
+            Where FSDP2 has sharded the model it is always one: a gradient's rows meet there.
         factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
             sends statistics to the process that decomposes the factor, and nobody else keeps it:
             half the traffic, and memory that falls with the number of processes; a checkpoint then
