@@ -31,6 +31,7 @@ STACKS = {
     "FSDP1": "`FullyShardedDataParallel`",
     "FSDP2": "`fully_shard`",
     "HSDP": "`fully_shard` on a mesh of two dimensions",
+    "tensor parallelism": "`ColwiseParallel`, `RowwiseParallel`",
     "Lightning": "automatic and manual optimization",
     "Lightning DDP": '`strategy="ddp"`, two processes',
     "Lightning FSDP2": "`ModelParallelStrategy`",

@@ -58,6 +58,11 @@ def parallel_over_tensors(rank: int, world_size: int) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.refused(
+    "tensor parallelism",
+    *("KAISA", "DPKFAC", "DistKFAC", "DHO2", "MRDHO2"),
+    message="parallelised over tensors",
+)
 def test_tensor_parallel_layers_are_refused_by_name(world: World) -> None:
     for found in world.run(parallel_over_tensors, 2):
         for name, layer in (("columns", "0"), ("rows", "2"), ("both", "0")):

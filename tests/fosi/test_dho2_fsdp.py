@@ -69,6 +69,7 @@ def train(rank: int, world_size: int, how: str, **options: Any) -> tuple[list[Te
     return trajectory, optimizer.curvature.eigenvalues
 
 
+@pytest.mark.works("FSDP2", "DHO2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_sharded_trajectory_is_that_of_ddp(world: World, world_size: int) -> None:
     expected = world.run(train, world_size, "ddp")
@@ -136,13 +137,18 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "column": refusal(DHO2, sharded, layout="column"),
         "retained": refusal(DHO2, sharded, hvp="retained"),
         "accelerators": refusal(MRDHO2, sharded, accelerators=1),
+        "replicated": refusal(MRDHO2, replicas, accelerators=1),
     }
 
 
+@pytest.mark.refused("FSDP2", "MRDHO2", message="use DistributedDataParallel")
+@pytest.mark.refused("HSDP", "MRDHO2", message="use DistributedDataParallel")
+@pytest.mark.refused("HSDP", "DHO2", message="replicas")
 def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World) -> None:
     for found in world.run(refusals, 2):
         assert "sharded 8 of 10 parameters" in found["partly"]
         assert "use layout='row'" in found["column"]
         assert "use hvp='differences'" in found["retained"]
         assert re.search("replicas.*one dimension", found["replicas"])
-        assert re.search("fully_shard.*use DistributedDataParallel", found["accelerators"])
+        for name in ("accelerators", "replicated"):
+            assert re.search("fully_shard.*use DistributedDataParallel", found[name])
