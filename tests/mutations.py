@@ -2172,7 +2172,7 @@ MUTANTS = [
     _mutant(
         "a second backward through a graph as a new micro-batch",
         "kronecker/capture.py",
-        "node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id",
+        "metadata.setdefault(_FIRST_PASS, pass_id) != pass_id",
         "False",
         "compiled::passes_have_numbers_and_a_second_backward_is_known_as_one",
     ),

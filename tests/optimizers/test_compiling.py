@@ -133,6 +133,47 @@ def test_a_training_step_compiled_as_a_whole() -> None:
     assert_same_factors(factors(optimizer), factors(plain))
 
 
+def test_batches_of_all_sizes_layers_that_freeze_and_thaw_and_accumulation() -> None:
+    model, twin = MLP.model(), MLP.model()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    optimizer, plain = make(KAISA, model), make(KAISA, twin)
+    x, y = BATCHES[0]
+    for examples in (8, 5, 7):
+        take(compiled, optimizer, (x[:examples], y[:examples]))
+        take(twin, plain, (x[:examples], y[:examples]))
+    for trains in (False, True):
+        for each in (model, twin):
+            each[0].requires_grad_(trains)
+        for batch in BATCHES[1:3]:
+            take(compiled, optimizer, batch)
+            take(twin, plain, batch)
+    for called, each in ((compiled, optimizer), (twin, plain)):
+        each.zero_grad()
+        for x, y in BATCHES[3:]:
+            (cross_entropy(called(x), y) / 2).backward()
+        each.step()
+    assert_near(model, twin)
+    assert_same_factors(factors(optimizer), factors(plain))
+
+
+def test_a_backward_that_is_compiled_too() -> None:
+    model, twin = MLP.model(), MLP.model()
+    optimizer, plain = make(KAISA, model), make(KAISA, twin)
+
+    @torch.compile(backend="eager")
+    def backward(x: Tensor, y: Tensor) -> None:
+        cross_entropy(model(x), y).backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for batch in BATCHES[:2]:
+            optimizer.zero_grad()
+            backward(*batch)
+            optimizer.step()
+            take(twin, plain, batch)
+    assert_near(model, twin)
+    assert_same_factors(factors(optimizer), factors(plain))
+
+
 # Modules that hold the model, as Lightning's do.
 
 

@@ -497,9 +497,10 @@ class Capture:
                 self.missed[module] = NOT_ACCUMULATED
                 return
             # The node is the whole graph's; a forward makes a new one, a second backward does not.
+            # A backward that is compiled as a whole has no nodes, and runs once.
             pass_id = torch._C._current_graph_task_id()
-            node: Any = torch._C._current_autograd_node()
-            again = bool(node.metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+            metadata = getattr(torch._C._current_autograd_node(), "metadata", {})
+            again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
             self._emit(module, x, gradient, pass_id, ALONE, again)
 
     def _emit(
