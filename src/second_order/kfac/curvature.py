@@ -137,15 +137,20 @@ class KFACCurvature(Curvature):
         counted: Literal["all", "one"] = "all" if owners is None else "one"
         clip = Clip(training, self._options, counted if self.helpers is None else "helpers")
         if self.layers.sharded:
-            self._require_no_helpers()
+            self._check_sharded()
             return ShardedGradients(training, clip, batch_of_all=owners is None)
         if owners is None:
             return ResultGradients(training, clip)
         return OwnerGradients(training, clip, only_to_owners=owners == "owner")
 
-    def _require_no_helpers(self) -> None:
+    def _check_sharded(self) -> None:
         if self.helpers is not None:
             raise ValueError(_no_copies(self.training))
+        if self._options.other_matrices == "gradient":
+            raise ValueError(
+                f"{self.training.name}: other_matrices='gradient' makes factors of whole gradients, "
+                f"and FSDP2 leaves each rank some rows of them; use other_matrices='base'"
+            )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
