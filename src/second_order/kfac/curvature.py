@@ -148,8 +148,8 @@ class KFACCurvature(Curvature):
             raise ValueError(_no_copies(self.training))
         if self._options.other_matrices == "gradient":
             raise ValueError(
-                f"{self.training.name}: other_matrices='gradient' makes factors of whole gradients, "
-                f"and FSDP2 leaves each rank some rows of them; use other_matrices='base'"
+                f"{self.training.name}: other_matrices='gradient' makes factors of whole "
+                f"gradients, and FSDP2 leaves each rank some rows of them; use other_matrices='base'"
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
