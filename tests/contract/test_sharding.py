@@ -100,7 +100,7 @@ def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
         assert "use stats_workers=0" in found["helpers"]
         assert "'0.weight' is kept on the cpu (CPUOffloadPolicy)" in found["elsewhere"]
         assert re.search("fully_shard.*use DistributedDataParallel", found["MRDHO2"])
-        assert "use other_matrices='base'" in found["matrices"]
+        assert "use 'base'" in found["matrices"]
 
 
 def sharded_too_late(rank: int, world_size: int) -> list[tuple[str, bool]]:

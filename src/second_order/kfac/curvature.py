@@ -149,7 +149,7 @@ class KFACCurvature(Curvature):
         if self._options.other_matrices == "gradient":
             raise ValueError(
                 f"{self.training.name}: other_matrices='gradient' makes factors of whole "
-                f"gradients, and FSDP2 leaves each rank some rows of them; use other_matrices='base'"
+                f"gradients, and FSDP2 leaves each rank some of their rows; use 'base'"
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
