@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from contract import each_kronecker, each_of_five, factors, make
 from stacks import BATCHES, CASE, loss_of, usual_loop
 

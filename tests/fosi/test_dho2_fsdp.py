@@ -69,6 +69,7 @@ def train(rank: int, world_size: int, how: str, **options: Any) -> tuple[list[Te
     return trajectory, optimizer.curvature.eigenvalues
 
 
+@pytest.mark.works("FSDP2", "DHO2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_sharded_trajectory_is_that_of_ddp(world: World, world_size: int) -> None:
     expected = world.run(train, world_size, "ddp")
@@ -139,6 +140,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.refused("HSDP", "DHO2", message="shard over a mesh of one dimension")
+@pytest.mark.refused("FSDP2", "MRDHO2", message="take whole copies of the model")
 def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World) -> None:
     for found in world.run(refusals, 2):
         assert "sharded 8 of 10 parameters" in found["partly"]
@@ -146,3 +149,4 @@ def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World)
         assert "use hvp='differences'" in found["retained"]
         assert re.search("replicas.*one dimension", found["replicas"])
         assert re.search("fully_shard.*use DistributedDataParallel", found["accelerators"])
+        assert "take whole copies of the model" in found["accelerators"]

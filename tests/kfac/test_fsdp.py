@@ -50,6 +50,7 @@ def assert_alike(found: Sequence[Any], expected: Sequence[Any], hint: Any = "") 
         assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=(choice, hint))
 
 
+@pytest.mark.works("FSDP2", "KAISA", "DPKFAC", "DistKFAC")
 @pytest.mark.parametrize(("world_size", "ways"), [(2, ["blocks"]), (3, ["root", "layers"])])
 def test_sharded_trajectories_are_those_of_ddp(
     world: World, world_size: int, ways: Sequence[str]
@@ -84,6 +85,7 @@ def test_an_optimizer_made_before_goes_on_with_the_shards(world: World) -> None:
     assert_alike(made_before, made_after)
 
 
+@pytest.mark.works("HSDP", "KAISA", "DPKFAC")
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 1)])
 def test_replicas_of_shards_train_as_one(world: World, replicas: int, shards: int) -> None:
     size, choices = replicas * shards, [CHOICES[0], CHOICES[3]]
