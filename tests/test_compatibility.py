@@ -12,7 +12,16 @@ from compatibility import OPTIMIZERS, PAGE, STACKS, TESTS, Cell, cells_of, page
 
 from second_order import KAISA
 
-NEEDED = ("DDP", "Lightning", "Trainer", "Accelerate", "compile", "accumulation", "checkpoint")
+NEEDED = (
+    "DDP",
+    "FSDP2",
+    "Lightning",
+    "Trainer",
+    "Accelerate",
+    "compile",
+    "accumulation",
+    "checkpoint",
+)
 
 
 def test_the_page_is_what_the_marks_say() -> None:

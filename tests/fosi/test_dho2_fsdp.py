@@ -141,9 +141,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.refused("FSDP2", "MRDHO2", message="use DistributedDataParallel")
-@pytest.mark.refused("HSDP", "MRDHO2", message="use DistributedDataParallel")
-@pytest.mark.refused("HSDP", "DHO2", message="replicas")
+@pytest.mark.refused("FSDP2", "MRDHO2", message="take whole copies of the model")
+@pytest.mark.refused("HSDP", "MRDHO2", message="take whole copies of the model")
+@pytest.mark.refused("HSDP", "DHO2", message="shard over a mesh of one dimension")
 def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World) -> None:
     for found in world.run(refusals, 2):
         assert "sharded 8 of 10 parameters" in found["partly"]
@@ -152,3 +152,4 @@ def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World)
         assert re.search("replicas.*one dimension", found["replicas"])
         for name in ("accelerators", "replicated"):
             assert re.search("fully_shard.*use DistributedDataParallel", found[name])
+            assert "take whole copies of the model" in found[name]

@@ -10,6 +10,7 @@ import torch
 from contract import base_only, make
 from ranks import shard, vector
 from stacks import BATCHES, CASE, launched, optimizer_of, usual_loop
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC
@@ -65,3 +66,34 @@ def test_ddp_and_its_checkpoints(world: World, System: Any, tmp_path: Path) -> N
     alone = CASE.model()
     usual_loop(alone, make(System, alone, momentum=0.9, **base_only(System)), BATCHES)
     assert float((usual - vector(alone)).abs().max()) > 1e-3
+
+
+def under_fsdp(rank: int, world_size: int, System: Any) -> list[torch.Tensor]:
+    """Trained by Lightning on shards, and by the usual loop under DDP."""
+    import in_lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Sharded(in_lightning.Lit):
+        def configure_model(self) -> None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    module = Sharded(System, momentum=0.9)
+    strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    with launched(rank, world_size):
+        fit(rank, world_size, module, BATCHES, strategy=strategy)
+    parts = [shard(batch, rank, world_size) for batch in BATCHES]
+    found = [torch.cat([p.full_tensor().detach().flatten() for p in module.net.parameters()])]
+    for only in ({}, base_only(System)):
+        wrapped = DistributedDataParallel(CASE.model())
+        usual_loop(wrapped, optimizer_of(System, wrapped, momentum=0.9, **only), parts)
+        found.append(vector(wrapped.module))
+    return found
+
+
+@pytest.mark.works("Lightning FSDP2")
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+def test_fsdp2(world: World, System: Any) -> None:
+    pytest.importorskip("lightning.pytorch")
+    for found, usual, alone in world.run(under_fsdp, 2, System, timeout=240):
+        torch.testing.assert_close(found, usual, rtol=1e-9, atol=1e-11)
+        assert float((usual - alone).abs().max()) > 1e-3
