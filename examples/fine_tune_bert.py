@@ -1,4 +1,4 @@
-"""Train a small BERT on Python's own library, then fine-tune it to tell packages apart.
+"""Train a small BERT on Python's own library, then fine-tune it to tell code from comments.
 
 python examples/fine_tune_bert.py
 torchrun --standalone --nproc-per-node=2 examples/fine_tune_bert.py --optimizer adamw
@@ -9,48 +9,60 @@ what such recipes have: rates that fall from block to block, a faster head, no d
 """
 
 import argparse
+import io
 import sysconfig
+import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification
 
 from processes import processes, spread
 from second_order import KAISA, parameter_groups
 
-PACKAGES = ("asyncio", "ctypes", "email", "http", "importlib", "logging", "unittest", "xml")
+KINDS = ("code", "comment", "string")
 MASK, VOCABULARY = 256, 257  # bytes, and one that hides them
 HIDDEN_SHARE = 0.15
+FILES = 100
 
 
-def sources() -> list[Tensor]:
-    """Each package's files as one row of bytes, int64."""
+def kinds_of(source: str) -> Tensor:
+    """The kind of each character of a source, int64: its place in KINDS."""
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    kinds = torch.zeros(len(source), dtype=torch.int64)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = {tokenize.COMMENT: 1, tokenize.STRING: 2}.get(token.type, 0)
+        (first, left), (last, right) = token.start, token.end
+        if kind:
+            kinds[starts[first - 1] + left : starts[last - 1] + right] = kind
+    return kinds
+
+
+def sources(held_out: bool) -> Tensor:
+    """Bytes of the library's files, and their kinds, (2, count); every fifth file is held out."""
     folder = Path(sysconfig.get_path("stdlib"))
-    texts = (
-        b"\n".join(p.read_bytes() for p in sorted((folder / n).rglob("*.py"))) for n in PACKAGES
-    )
-    return [
-        torch.frombuffer(bytearray(t), dtype=torch.uint8).long() for t in texts if len(t) > 5000
-    ]
+    texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))[:FILES]]
+    texts = [text for text in texts if text.isascii() and b"\r" not in text and b"\f" not in text]
+    chosen = [text for i, text in enumerate(texts) if (i % 5 == 0) is held_out]
+    found = torch.cat([kinds_of(text.decode()) for text in chosen])
+    return torch.stack([torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8), found])
 
 
-def windows(texts: list[Tensor], count: int, length: int, generator: torch.Generator) -> Tensor:
-    """(count, length) bytes and, in the last column, the number of the package."""
-    labels = torch.randint(len(texts), (count,), generator=generator).tolist()
-    rows = []
-    for label in labels:
-        text = texts[label]
-        start = int(torch.randint(len(text) - length, (), generator=generator))
-        rows.append(torch.cat([text[start : start + length], torch.tensor([label])]))
-    return torch.stack(rows)
+def windows(source: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """(2, count, length) bytes and their kinds, from places drawn at random."""
+    starts = torch.randint(source.shape[1] - length, (count, 1), generator=generator)
+    return source[:, starts + torch.arange(length)]
 
 
 def fill_in(model: nn.Module, rows: Tensor, generator: torch.Generator) -> Tensor:
     """The loss of guessing the bytes that are hidden."""
-    inputs = rows[:, :-1].clone()
+    inputs = rows[0]
     hidden = torch.rand(inputs.shape, generator=generator) < HIDDEN_SHARE
     labels = inputs.masked_fill(~hidden, -100)
     loss: Tensor = model(input_ids=inputs.masked_fill(hidden, MASK), labels=labels).loss
@@ -58,8 +70,8 @@ def fill_in(model: nn.Module, rows: Tensor, generator: torch.Generator) -> Tenso
 
 
 def tell_apart(model: nn.Module, rows: Tensor, _: torch.Generator) -> Tensor:
-    """The loss of guessing the package."""
-    loss: Tensor = model(input_ids=rows[:, :-1], labels=rows[:, -1]).loss
+    """The loss of guessing each byte's kind."""
+    loss: Tensor = model(input_ids=rows[0], labels=rows[1]).loss
     return loss
 
 
@@ -99,9 +111,7 @@ def main() -> None:
 
     with processes() as (rank, world_size):
         torch.manual_seed(0)
-        texts = sources()
-        held_out = [text[: len(text) // 10] for text in texts]
-        learned = [text[len(text) // 10 :] for text in texts]
+        learned = sources(held_out=False)
         config = BertConfig(
             vocab_size=VOCABULARY,
             hidden_size=args.width,
@@ -109,7 +119,7 @@ def main() -> None:
             num_attention_heads=4,
             intermediate_size=4 * args.width,
             max_position_embeddings=args.length,
-            num_labels=len(texts),
+            num_labels=len(KINDS),
         )
 
         def draw(generator: torch.Generator) -> Tensor:
@@ -130,9 +140,9 @@ def main() -> None:
         train(model, optimizer_of(groups, model), fill_in, draw, args.pretrain_steps, rank)
 
         if rank == 0:
-            print(f"fine-tuning: {len(texts)} packages")
-        net = BertForSequenceClassification(config)
-        net.bert.load_state_dict(first.bert.state_dict(), strict=False)  # it has a pooler besides
+            print(f"fine-tuning: {', '.join(KINDS)}")
+        net = BertForTokenClassification(config)
+        net.bert.load_state_dict(first.bert.state_dict())
         model = spread(net, world_size)
         groups = parameter_groups(
             net, lr=args.lr, weight_decay=0.1, layer_decay=0.8, head={"lr": 2 * args.lr}
@@ -142,11 +152,15 @@ def main() -> None:
 
         if rank == 0:
             net.eval()
-            rows = windows(held_out, 256, args.length, torch.Generator().manual_seed(0))
+            rows = windows(
+                sources(held_out=True), 256, args.length, torch.Generator().manual_seed(0)
+            )
             with torch.no_grad():
-                guesses = net(input_ids=rows[:, :-1]).logits.argmax(dim=1)
-            right = (guesses == rows[:, -1]).float().mean()
-            print(f"held-out windows told apart: {right:.1%}, by chance {1 / len(texts):.1%}")
+                right = net(input_ids=rows[0]).logits.argmax(dim=-1) == rows[1]
+            shares = (
+                f"{kind} {right[rows[1] == k].float().mean():.0%}" for k, kind in enumerate(KINDS)
+            )
+            print(f"held-out bytes told apart: {right.float().mean():.1%} ({', '.join(shares)})")
 
 
 if __name__ == "__main__":

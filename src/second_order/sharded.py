@@ -131,7 +131,7 @@ class FSDPParams:
         """
         params: list[Tensor | None] = []
         for name, p in module._parameters.items():
-            record = self._record(module, name) if is_dtensor(p) else None
+            record = self._record(module, name, True) if is_dtensor(p) else None
             params.append(p if record is None else getattr(record, "_unsharded_param", None))
         return [p for p in params if p is not None]
 
@@ -139,7 +139,8 @@ class FSDPParams:
         """Whether passes have left gradients that FSDP2 is to average after a later pass."""
         if _fsdp_module() is None:
             return False
-        records = [self._record(module, name) for name in module._parameters]
+        own = module._parameters
+        records = [self._record(module, name) for name, p in own.items() if p is not None]
         return any(
             record is not None
             and (
@@ -149,11 +150,19 @@ class FSDPParams:
             for record in records
         )
 
-    def _record(self, module: nn.Module, name: str) -> Any:
-        """FSDP2's record of a module's parameter, or None."""
+    def _record(self, module: nn.Module, name: str, sharded: bool = False) -> Any:
+        """FSDP2's record of a module's parameter, or None.
+
+        Args:
+            module: The module.
+            name: The name of the parameter.
+            sharded: Whether it is known to be sharded: that it was not once counts for nothing.
+        """
         key, model = (id(module), name), self._model()
-        if key not in self._of and model is not None:
-            self._of = {}
+        unknown = key not in self._of or (sharded and self._of[key] is None)
+        if unknown and model is not None:
+            # What has no record is remembered: to look through the model takes long.
+            self._of = dict.fromkeys(k for k, record in self._of.items() if record is None)
             for record in _managed(model):
                 info = record._module_info
                 self._of[id(info.module), info.param_name] = record

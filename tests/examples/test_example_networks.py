@@ -43,7 +43,7 @@ def test_bert_on_two_processes(world: World) -> None:
     first, second = world.run(under_torchrun, 2, "fine_tune_bert", *BERT, timeout=240)
     assert second == ""
     assert "pre-training" in first
-    assert "held-out windows told apart:" in first
+    assert "held-out bytes told apart:" in first
 
 
 def test_the_resnet_reads_cifars_files(tmp_path: Path) -> None:

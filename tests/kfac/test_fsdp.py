@@ -27,6 +27,7 @@ from shards import (
     train_sharded,
     whole,
 )
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -287,3 +288,66 @@ def test_the_summary_names_the_worker_of_each_layer(world: World) -> None:
     (lines, _) = world.run(summaries, 2)
     assert lines[0].startswith("Conv2d solve and precondition ")
     assert len({line.split()[-1] for line in lines[:4]}) == 2, "work is divided"
+
+
+class Gain(nn.Module):
+    """A norm of a class of one's own, whose constructor wants an argument."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Transposed(nn.Module):
+    """A Linear that keeps its weight as GPT-2 does."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_in, d_out) / d_in**0.5)
+        self.bias = nn.Parameter(torch.zeros(d_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def known_by_what_they_compute(
+    rank: int, world_size: int, before: bool, layers: bool | None
+) -> tuple[int, Tensor]:
+    """The number of preconditioned parameters, and the trajectory; None: nothing is sharded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Gain(6), Transposed(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model.double()
+
+    def shard() -> None:
+        if layers is None:
+            return
+        for layer in model if layers else []:
+            fully_shard(layer)
+        fully_shard(model)
+
+    if not before:
+        shard()
+    optimizer = KAISA(model, **OPTIONS, exact_blocks=True)
+    if before:
+        shard()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)[rank::world_size]
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    known = optimizer._curvature.preconditioned()
+    return sum(p.numel() for p in known), whole(model)
+
+
+def test_layers_known_by_what_they_compute_keep_their_blocks(world: World) -> None:
+    """Whether the optimizer is made before or after, and layers are groups of their own or not."""
+    count, expected = world.run(known_by_what_they_compute, 2, False, None)[0]
+    assert count == 42 + 6 + 35 + 18
+    for before, layers in ((False, False), (False, True), (True, False), (True, True)):
+        for found, trajectory in world.run(known_by_what_they_compute, 2, before, layers):
+            assert found == count, (before, layers)
+            torch.testing.assert_close(trajectory, expected, rtol=TIGHT, atol=1e-12)

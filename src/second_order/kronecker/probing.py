@@ -19,6 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.sharded import is_dtensor, local, plain_type
+
 __all__ = ["computes_like", "gain_factor", "has_gain", "scale_of_lookup"]
 
 NEAR = 0.05  # relative error of products in low precision, or of quantised inputs
@@ -65,7 +67,7 @@ def has_gain(module: nn.Module) -> bool:
 
 def gain_factor(module: nn.Module, x: Tensor) -> Tensor:
     """The factor of a module's gain: its output with a gain of one, less that with zero."""
-    weight = cast(Tensor, module.weight)
+    weight = _plain(cast(Tensor, module.weight))
     with torch.no_grad():
         found = [_output(module, x, torch.full_like(weight, gain), 0.0) for gain in (1.0, 0.0)]
     return (found[0] - found[1]).to(x.dtype)
@@ -114,10 +116,18 @@ def _random(seed: int, like: Tensor, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
 
 
+def _plain(p: Tensor) -> Tensor:
+    """A parameter's values; random ones in the place of a sharded one's, which are not all here."""
+    if not is_dtensor(p):
+        return p.detach()
+    return _random(4, local(p).detach(), *p.shape)
+
+
 def _copied(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """A copy with buffers and inner modules of its own, and other tensors as parameters."""
-    probe, own = copy.copy(module), module.__dict__
-    others = {k: None if p is None else p.detach() for k, p in own["_parameters"].items()}
+    # Not by copy.copy(), which FSDP2's classes do not stand.
+    probe, own = plain_type(module).__new__(plain_type(module)), module.__dict__
+    others = {k: None if p is None else _plain(p) for k, p in own["_parameters"].items()}
     inside: dict[str, Any] = {
         "_parameters": {**others, "weight": weight},
         "_buffers": {
@@ -127,7 +137,7 @@ def _copied(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module
     }
     if "bias" in others:
         inside["_parameters"]["bias"] = bias
-    probe.__dict__.update(inside)
+    probe.__dict__.update({**own, **inside})
     return probe
 
 
@@ -164,7 +174,7 @@ def _is_transposed(module: nn.Module) -> bool:
 def _is_product(module: nn.Module, transposed: bool) -> bool:
     """Whether the gradient of the weight is the sum of d xᵀ, or of x dᵀ; of the bias, of d."""
     params = [module._parameters.get(name) for name in ("weight", "bias")]
-    leaves = [None if p is None else p.detach().clone().requires_grad_() for p in params]
+    leaves = [None if p is None else _plain(p).clone().requires_grad_() for p in params]
     weight, bias = leaves
     assert weight is not None
     out_dim, in_dim = reversed(weight.shape) if transposed else weight.shape
@@ -181,7 +191,7 @@ def _is_product(module: nn.Module, transposed: bool) -> bool:
 def _has_scale(module: nn.Module) -> bool:
     """Whether the gradient of an embedding's weight is a multiple of d at the entries looked up."""
     embedding = cast(nn.Embedding, module)
-    weight = embedding.weight.detach().clone().requires_grad_()
+    weight = _plain(embedding.weight).clone().requires_grad_()
     entries = [i for i in range(len(weight)) if i != embedding.padding_idx]
     words = torch.tensor([entries[i % len(entries)] for i in range(6)], device=weight.device)
     d = _random(0, weight, *LEADING, weight.shape[1])
@@ -198,7 +208,7 @@ def _has_scale(module: nn.Module) -> bool:
 
 def _is_gain(module: nn.Module) -> bool:
     """Whether the output is a factor times the weight, along the last dimension, plus the bias."""
-    gain = cast(Tensor, module.weight).detach()
+    gain = _plain(cast(Tensor, module.weight))
     bias = module._parameters.get("bias")
     if bias is not None and bias.shape != gain.shape:
         return False
