@@ -303,7 +303,7 @@ class Layers:
         """
         return Summary(
             self._training.titled(self._options.solver),
-            layer_rows(self.blocks, self.left, said),
+            layer_rows(self.blocks, self.left, said, self._why_silent),
             dropped=sum(int(block.staged.dropped) for block in self.blocks),
             failed=sum(block.state.failures > 0 for block in self.blocks),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import FactorShape
@@ -12,11 +12,15 @@ from second_order.sharded import plain_type
 
 __all__ = ["layer_rows"]
 
-SILENT = "no statistics have arrived: its forward is not called, or does not reach the loss"
+NONE_CAME = "no statistics have arrived: "
+SILENT = f"{NONE_CAME}its forward is not called, or does not reach the loss"
 
 
 def layer_rows(
-    blocks: Iterable[KroneckerBlock], left: Iterable[LeftToBase], computed_by: Mapping[str, str]
+    blocks: Iterable[KroneckerBlock],
+    left: Iterable[LeftToBase],
+    computed_by: Mapping[str, str],
+    why_silent: Callable[[KroneckerBlock], str],
 ) -> list[LayerRow]:
     """A line for each block and for each module left to the base.
 
@@ -24,6 +28,7 @@ def layer_rows(
         blocks: Preconditioned and frozen layers.
         left: The parameters that the base trains alone.
         computed_by: The ranks that work on a block, in words, by its name; not of frozen blocks.
+        why_silent: Says why no statistics of a block have come, if that is known.
     """
     rows = [
         LayerRow(
@@ -31,7 +36,7 @@ def layer_rows(
             kind=plain_type(block.modules[0]).__name__,
             parameters=block.size,
             status=_status(block),
-            detail=SILENT if block.state.silent else _factors(block.shape),
+            detail=_silence(why_silent(block)) if block.state.silent else _factors(block.shape),
             computed_by=computed_by.get(block.name, ""),
             factor_bytes=block.factor_bytes,
             inverse_bytes=block.inverse_bytes,
@@ -51,6 +56,10 @@ def _factors(shape: FactorShape) -> str:
     squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
     groups = "of gradients: " if shape.marginal else groups
     return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
+
+
+def _silence(reason: str) -> str:
+    return f"{NONE_CAME}{reason}" if reason else SILENT
 
 
 def _status(block: KroneckerBlock) -> str:
