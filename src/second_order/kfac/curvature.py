@@ -267,9 +267,11 @@ class KFACCurvature(Curvature):
         if not blocks or not self._due("factor_update_steps"):
             return
         average()
+        # Stats workers' batches are not the training's.
+        counting = self.layers.blocks if self.helpers is None else []
         sums = gradient_statistics(
             self.training,
-            self.layers.blocks,
+            counting,
             [block for block in blocks if self._takes(block)],
             counts_own=self._system.owners is not None,
             mean_loss=self._options.loss_reduction == "mean",

@@ -36,7 +36,7 @@ def gradient_statistics(
 
     Args:
         training: The training that the gradients are of.
-        blocks: All blocks of the model.
+        blocks: The blocks whose counts are those of the training's batches.
         mine: The blocks to take statistics of.
         counts_own: Whether a rank's layers count its own examples alone, not those of all ranks.
         mean_loss: Whether the loss is a mean over examples, not a sum.
