@@ -100,9 +100,9 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pre-train and fine-tune a small BERT.")
     parser.add_argument("--optimizer", choices=["kaisa", "adamw"], default="kaisa")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--pretrain-steps", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=150, help="of fine-tuning")
+    parser.add_argument("--steps", type=int, default=400, help="of fine-tuning")
     parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")
     parser.add_argument("--length", type=int, default=64, help="bytes of a window")
     parser.add_argument("--width", type=int, default=64)
