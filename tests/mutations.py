@@ -554,8 +554,8 @@ MUTANTS = [
     _mutant(
         "a convolution's G without the number of locations",
         "kronecker/layers.py",
-        "g = gram(rows_d, False, triangular).div_(locations)",
-        "g = gram(rows_d, False, triangular)",
+        "g = gram(rows_d, False, form.triangular).div_(locations)",
+        "g = gram(rows_d, False, form.triangular)",
         "invariants_factors::6_every_convolution_has_the_factors_of_its_patches",
     ),
     _mutant(
@@ -703,8 +703,8 @@ MUTANTS = [
     _mutant(
         "padded rows in A",
         "kronecker/layers.py",
-        "a = gram(live.pick(x).unsqueeze(0), bias, triangular, live.count)",
-        "a = gram(x.unsqueeze(0), bias, triangular)",
+        "a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)",
+        "a = gram(x.unsqueeze(0), form.bias, form.triangular)",
         "examples::a_padded_batch_has_the_factors_of_the_unpadded_one",
     ),
     _mutant(

@@ -20,6 +20,7 @@ width. The block is the product of the two over the trace that both have.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -28,8 +29,8 @@ from torch import Tensor, nn
 from second_order.kronecker.examples import live_rows
 from second_order.kronecker.layers import (
     KINDS,
-    Approximation,
     FactorShape,
+    Form,
     Key,
     LayerKind,
     PairStatistics,
@@ -38,6 +39,7 @@ from second_order.kronecker.layers import (
     gram,
     key_of,
     linear_statistics,
+    live_images,
     reduced,
     rows_of_embedding,
     unsupported_reason,
@@ -65,35 +67,22 @@ def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
 
 
 def _transposed_conv_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
+    module: nn.Module, x: Tensor, d: Tensor, form: Form
 ) -> PairStatistics:
     conv = cast(nn.Conv2d, module)
     dims = len(conv.kernel_size)
-    if x.dim() == dims + 1:  # a single example without a batch dimension
-        x, d = x.unsqueeze(0), d.unsqueeze(0)
-    live, rows = live_rows(d), len(d)
-    if live.mask is not None:
-        x = live.pick(x)
-        d = live.pick(d) if len(x) < rows else d  # d is zero where x is not left out
-    if len(d) == 0:
-        x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
+    x, d, live, rows = live_images(x, d, dims)
     patches = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
     for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
         patches = patches.narrow(3 + dims + i, 0, size)
     d = patches.flatten(3 + dims).flatten(2, 2 + dims)  # (N, groups, out, T)
     x = x.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, in, T)
     locations = x.shape[-1]
-    if approximation == "reduce":
+    if form.approximation == "reduce":
         parts = [t.transpose(0, 1) for t in (x.mean(-1), d.sum(-1))]
-        a, g = (gram(part, False, triangular) for part in parts)
+        a, g = (gram(part, False, form.triangular) for part in parts)
         return PairStatistics({"A": a, "G": g}, live.count, rows)
-    a, g = (gram(t.permute(1, 0, 3, 2).flatten(1, 2), False, triangular) for t in (x, d))
+    a, g = (gram(t.permute(1, 0, 3, 2).flatten(1, 2), False, form.triangular) for t in (x, d))
     return PairStatistics({"A": a, "G": g.div_(locations)}, live.count, rows)
 
 
@@ -105,26 +94,18 @@ def _thirds_of_weight(module: nn.Module, bias: bool) -> FactorShape:
     return FactorShape(3, width + int(bias), width)
 
 
-def _attention_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
-) -> PairStatistics:
+def _attention_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     if d.shape[-1] > x.shape[-1]:  # one input: (batch, positions, E) and (batch, positions, 3 E)
-        if approximation == "reduce":
+        if form.approximation == "reduce":
             x, d = reduced(x, d)
         x, d = x.flatten(0, -2), d.flatten(0, -2)
         live = live_rows(d)
-        a = gram(live.pick(x).unsqueeze(0), bias, triangular, live.count)
-        g = gram(live.pick(d).unflatten(1, (3, -1)).transpose(0, 1), False, triangular)
+        a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
+        g = gram(live.pick(d).unflatten(1, (3, -1)).transpose(0, 1), False, form.triangular)
         a = a.expand(3, *a.shape[1:]).clone()
         return PairStatistics({"A": a, "G": g}, live.count, len(d))
     each = [
-        linear_statistics(module, part, of, bias, approximation, triangular)
+        linear_statistics(module, part, of, replace(form, known=None))
         for part, of in zip(x, d, strict=True)
     ]
     # The examples are the queries, which have loss terms; A is a mean over each third's own rows.
@@ -139,16 +120,10 @@ def _attention_statistics(
 
 
 def _scaled_embedding_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
+    module: nn.Module, x: Tensor, d: Tensor, form: Form
 ) -> PairStatistics:
     d = d * scale_of_lookup(module)
-    return embedding_statistics(module, x, d, bias, approximation, triangular)
+    return embedding_statistics(module, x, d, form)
 
 
 def _entries_by_width(module: nn.Module, bias: bool) -> FactorShape:
@@ -157,13 +132,7 @@ def _entries_by_width(module: nn.Module, bias: bool) -> FactorShape:
 
 
 def _tied_embedding_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
+    module: nn.Module, x: Tensor, d: Tensor, form: Form
 ) -> PairStatistics:
     embedding, d = cast(nn.Embedding, module), d * scale_of_lookup(module)
     tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
@@ -172,29 +141,21 @@ def _tied_embedding_statistics(
         rows = rows * (tokens != embedding.padding_idx).unsqueeze(1)
     entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
     entries.scatter_add_(0, tokens.long(), rows.square().sum(1))
-    factors = {"A": entries.unsqueeze(0), "G": gram(rows.unsqueeze(0), False, triangular)}
-    if approximation == "expand" or x.dim() < 2:
+    factors = {"A": entries.unsqueeze(0), "G": gram(rows.unsqueeze(0), False, form.triangular)}
+    if form.approximation == "expand" or x.dim() < 2:
         return PairStatistics(factors, live.count, len(rows))
     return PairStatistics(factors, live_rows(d.flatten(1)).count, len(d))
 
 
-def _tied_output_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
-) -> PairStatistics:
-    if approximation == "reduce" and x.dim() > 2:
+def _tied_output_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    if form.approximation == "reduce" and x.dim() > 2:
         x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
     x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
     live = live_rows(d)
     x, squares = live.pick(x), live.pick(d).square()
     entries = x.square().sum(1) @ squares
     weighted = x * squares.sum(1, keepdim=True).sqrt()
-    factors = {"A": entries.unsqueeze(0), "G": gram(weighted.unsqueeze(0), False, triangular)}
+    factors = {"A": entries.unsqueeze(0), "G": gram(weighted.unsqueeze(0), False, form.triangular)}
     return PairStatistics(factors, live.count, len(d))
 
 

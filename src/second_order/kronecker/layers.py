@@ -45,6 +45,7 @@ __all__ = [
     "KINDS",
     "Approximation",
     "FactorShape",
+    "Form",
     "Key",
     "LayerKind",
     "PairStatistics",
@@ -58,6 +59,7 @@ __all__ = [
     "is_convolution",
     "key_of",
     "linear_statistics",
+    "live_images",
     "pair_statistics",
     "reduced",
     "rows_of_embedding",
@@ -219,24 +221,34 @@ def _small_triangle(
     return pack_from_upper(upper)
 
 
-def linear_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
-) -> PairStatistics:
+@dataclass(frozen=True)
+class Form:
+    """How the statistics of a pair are formed: see :func:`pair_statistics`.
+
+    Attributes:
+        bias: Whether the homogeneous coordinate belongs to A.
+        approximation: How dimensions that share the weight are treated.
+        triangular: Whether symmetric sums are upper triangles.
+        known: Statistics of another Linear with the same input, or None.
+    """
+
+    bias: bool
+    approximation: Approximation
+    triangular: bool
+    known: PairStatistics | None = None
+
+
+def linear_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``; see `pair_statistics`."""
-    if approximation == "reduce" and x.dim() > 2:
+    if form.approximation == "reduce" and x.dim() > 2:
         x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
     x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
     live = live_rows(d)
-    g = gram(live.pick(d).unsqueeze(0), False, triangular)
+    g = gram(live.pick(d).unsqueeze(0), False, form.triangular)
+    known = form.known
     if known is not None and known.live is not None and known.live.same(live):
         return PairStatistics({"A": known.factors["A"], "G": g}, live.count, len(d), known.live)
-    a = gram(live.pick(x).unsqueeze(0), bias, triangular, live.count)
+    a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
     return PairStatistics({"A": a, "G": g}, live.count, len(d), live)
 
 
@@ -250,15 +262,7 @@ def reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return (x * mask).sum(1) / counts, d.sum(1)
 
 
-def embedding_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
-) -> PairStatistics:
+def embedding_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``; see `pair_statistics`."""
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
@@ -272,8 +276,8 @@ def embedding_statistics(
         ones.masked_fill_(tokens == embedding.padding_idx, 0.0)
     counts = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
     counts.scatter_add_(0, tokens.long(), ones)
-    g = gram(live.pick(rows).unsqueeze(0), False, triangular)
-    if approximation == "expand" or x.dim() < 2:
+    g = gram(live.pick(rows).unsqueeze(0), False, form.triangular)
+    if form.approximation == "expand" or x.dim() < 2:
         return PairStatistics({"A": counts.unsqueeze(0), "G": g}, live.count, len(rows))
     examples = live_rows(d.flatten(1)).count
     g.mul_(examples / at_least_one(live.count))
@@ -329,17 +333,17 @@ def _autocorrelation_gram(
     return _symmetric(bands, x, dim, column, examples * (height * width), triangular)
 
 
-def _conv_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
-) -> PairStatistics:
-    conv = cast(Convolution, module)
-    dims = len(conv.kernel_size)
+def live_images(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor, LiveRows, int]:
+    """Inputs and output gradients of images, those without a gradient left out as far as that pays.
+
+    Args:
+        x: Inputs ``(N, C, ...)``, or of one image without the first dimension.
+        d: Output gradients, with as many dimensions.
+        dims: Number of spatial dimensions.
+
+    Returns:
+        Inputs and gradients, of one image of zeros at least; who has a gradient; N.
+    """
     if x.dim() == dims + 1:  # a single example without a batch dimension
         x, d = x.unsqueeze(0), d.unsqueeze(0)
     live, rows = live_rows(d), len(d)
@@ -348,30 +352,36 @@ def _conv_statistics(
         d = live.pick(d) if len(x) < rows else d  # d is zero where x is not left out
     if len(d) == 0:
         x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
+    return x, d, live, rows
+
+
+def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    conv = cast(Convolution, module)
+    dims = len(conv.kernel_size)
+    x, d, live, rows = live_images(x, d, dims)
     count, examples = len(d), live.count
     d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
     locations = d.shape[-1]
-    if approximation == "expand":
+    if form.approximation == "expand":
         # Copied along the locations, which lie next to each other in most inputs.
         rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, count * locations).mT
-        g = gram(rows_d, False, triangular).div_(locations)
+        g = gram(rows_d, False, form.triangular).div_(locations)
         if _spares_patches(conv, x):
-            a = _autocorrelation_gram(pad_input(x, conv), conv, bias, triangular, examples)
+            padded = pad_input(x, conv)
+            a = _autocorrelation_gram(padded, conv, form.bias, form.triangular, examples)
         else:
             patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
             order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
             columns = patches.permute(order).reshape(conv.groups, -1, count * locations)
-            a = gram(columns.mT, bias, triangular, examples * locations)
+            a = gram(columns.mT, form.bias, form.triangular, examples * locations)
         return PairStatistics({"A": a, "G": g}, examples, rows)
     rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
     rows_d = d.sum(-1).transpose(0, 1)
-    a, g = gram(rows_x, bias, triangular, examples), gram(rows_d, False, triangular)
+    a, g = gram(rows_x, form.bias, form.triangular, examples), gram(rows_d, False, form.triangular)
     return PairStatistics({"A": a, "G": g}, examples, rows)
 
 
-Statistics: TypeAlias = Callable[
-    [nn.Module, Tensor, Tensor, bool, Approximation, bool, PairStatistics | None], PairStatistics
-]
+Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
 Key: TypeAlias = type[nn.Module] | str
 """The name of a kind of layer: a class, or a word for what is known by what it computes."""
 
@@ -482,7 +492,7 @@ def pair_statistics(
     if x.is_floating_point():
         x = x.to(dtype)
     statistics = _kind(module, key).statistics
-    return statistics(module, x, d.to(dtype), bias, approximation, triangular, known)
+    return statistics(module, x, d.to(dtype), Form(bias, approximation, triangular, known))
 
 
 def _kind(module: nn.Module, key: Key | None) -> LayerKind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from second_order.kronecker.exact import GAINS, Gain
 from second_order.kronecker.layers import (
     KINDS,
-    Approximation,
     FactorShape,
+    Form,
     LayerKind,
     PairStatistics,
     linear_statistics,
@@ -95,15 +96,8 @@ def _shape(weight: str, transposed: bool, module: nn.Module, bias: bool) -> Fact
 
 
 def _statistics(
-    rows: Rows | None,
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    bias: bool,
-    approximation: Approximation,
-    triangular: bool,
-    known: PairStatistics | None = None,
+    rows: Rows | None, module: nn.Module, x: Tensor, d: Tensor, form: Form
 ) -> PairStatistics:
     if rows is not None:
         x, d = rows(module, x, d)
-    return linear_statistics(module, x, d, bias, approximation, triangular)
+    return linear_statistics(module, x, d, replace(form, known=None))
