@@ -320,14 +320,14 @@ MUTANTS = [
     _mutant(
         "a step of warm-up too many",
         "kfac/curvature.py",
-        "if steps < self._dense_until or",
-        "if steps <= self._dense_until or",
+        "if step < self._dense_until or",
+        "if step <= self._dense_until or",
         "kaisa::the_warm_up_is_so_many_steps_and_no_more",
     ),
     _mutant(
         "newcomers wait for the interval",
         "kfac/curvature.py",
-        " or steps == self.layers.newcomers_at:",
+        " or step == self.layers.newcomers_at:",
         ":",
         "robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics",
     ),
@@ -1058,7 +1058,7 @@ MUTANTS = [
     _mutant(
         "factors forget by the step, not by the update",
         "kfac/curvature.py",
-        'every = min(self._every("factor_update_steps"), steps - dense + 1)',
+        'every = min(self._every("factor_update_steps", steps), steps - dense + 1)',
         "pass",
         "distkfac::without_a_decay_factors_forget_evenly_in_time",
     ),

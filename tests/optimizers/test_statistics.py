@@ -63,6 +63,19 @@ def test_asking_changes_nothing_and_the_names_are_always_the_same(System: Any) -
 
 
 @each_kronecker
+def test_intervals_are_those_of_the_last_step(System: Any) -> None:
+    """A schedule is not asked for the coming one."""
+    model = MLP.model()
+    rare = {"factor_update_steps": lambda step: 1 if step < 2 else 5}
+    optimizer = make(System, model, **rare)
+    found = []
+    for batch in BATCHES[:3]:
+        take(model, optimizer, batch, MLP.loss)
+        found.append(optimizer.statistics()["factor_update_steps"])
+    assert found == [1, 1, 5]
+
+
+@each_kronecker
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_what_is_said_of_layers_is_what_dense_matrices_say(System: Any, solver: str) -> None:
     model = MLP.model()

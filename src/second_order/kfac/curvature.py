@@ -37,7 +37,7 @@ from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers
 from second_order.kfac.matrices import gradient_blocks, gradient_statistics
-from second_order.kfac.options import KFACOptions, PerStep, check_decay
+from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -126,7 +126,6 @@ class KFACCurvature(Curvature):
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
         self._exchange: Exchange | None = None
         self._updated_at = 0  # the step of the last update of the averages
-        self._intervals: dict[str, int] = {}  # at the last step, by their options
         self._closed = False
         self.layers.find()
         self.gradients = self._gradients()
@@ -310,24 +309,25 @@ class KFACCurvature(Curvature):
     def _due(self, option: str) -> bool:
         """Whether this step is one of an interval's, by the name of its option."""
         steps = self.training.steps
-        if steps < self._dense_until or steps == self.layers.newcomers_at:
-            self._intervals[option] = 1
-            return True
-        self._intervals[option] = every = self._every(option)
-        return steps % every == 0
+        return steps % self._interval(option, steps) == 0
+
+    def _interval(self, option: str, step: int) -> int:
+        """The interval that a step is in, by the name of its option."""
+        if step < self._dense_until or step == self.layers.newcomers_at:
+            return 1
+        return self._every(option, step)
 
     @property
     def _dense_until(self) -> int:
         """The step before which statistics and refreshes both come at every step."""
         return max(self._options.refresh_warmup_steps, self.budget.until)
 
-    def _every(self, option: str) -> int:
-        """An interval at this step, by the name of its option."""
+    def _every(self, option: str, step: int) -> int:
+        """What an option says of a step, or the budget has chosen for it."""
         if option in self.budget.chosen:
             return self.budget.chosen[option]
-        steps = self.training.steps
-        every = value_at(getattr(self._options, option), steps)
-        check_interval(f"{option} at step {steps}: {option}", every)
+        every = value_at(getattr(self._options, option), step)
+        check_interval(f"{option} at step {step}: {option}", every)
         return int(every)
 
     def _decay(self) -> float:
@@ -336,7 +336,7 @@ class KFACCurvature(Curvature):
         dense = self._dense_until
         counts_steps = isinstance(self._options.factor_decay, PerStep)
         if counts_steps and dense <= steps != self.layers.newcomers_at:
-            every = min(self._every("factor_update_steps"), steps - dense + 1)
+            every = min(self._every("factor_update_steps", steps), steps - dense + 1)
         return self._decay_after(every)
 
     def _decay_after(self, steps: int) -> float:
@@ -511,7 +511,8 @@ class KFACCurvature(Curvature):
         found["clip"] = 1.0 if nu is None else float(nu)
         if last >= 0 and not self._closed:
             found["age/statistics"] = float(max(last - self._updated_at, 0))  # 0 after a load
-        return found | {name: float(steps) for name, steps in self._intervals.items()}
+            found |= {name: float(self._interval(name, last)) for name in BUDGETED}
+        return found
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
