@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from instruments import store
 from measure import KINDS, measure_steps
 from variants import VARIANTS
 from workloads import WORKLOADS
@@ -77,13 +76,7 @@ def main() -> None:
                     flush=True,
                 )
     if arguments.json is not None:
-        record = {
-            "date": date.today().isoformat(),
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "records": records,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        store(arguments.json, records)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,16 @@ Times are the processor's, of one thread, so that what else the machine does cou
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from instruments import store
 from second_order import KAISA
 from workloads import WORKLOADS, Workload
 
@@ -119,13 +117,7 @@ def main() -> None:
             median = statistics.median(turns[case])
             print(f"{name:12} {case:11} {median:8.2f} ms  x {ratio(turns, case):.3f}", flush=True)
     if arguments.json is not None:
-        record = {
-            "date": date.today().isoformat(),
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "records": records,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        store(arguments.json, records)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Meters of the speed benchmark: bytes sent, time by stage, peak memory."""
+"""Meters of the speed benchmark: bytes sent, time by stage, peak memory; and where records go."""
 
 from __future__ import annotations
 
+import json
+import platform
 import re
 import resource
 import sys
@@ -9,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,6 +33,7 @@ __all__ = [
     "sent_bytes",
     "spans_of",
     "stage_milliseconds",
+    "store",
 ]
 
 RANGES = "second_order."
@@ -224,3 +228,17 @@ def peak_bytes(device: str = "cpu") -> int:
             return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+# ------------------------------------------------------------------------------------ records
+
+
+def store(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as JSON, with the date, the machine and torch's version."""
+    record = {
+        "date": date.today().isoformat(),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "records": records,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
