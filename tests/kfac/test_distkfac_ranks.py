@@ -78,6 +78,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {"solver": "eigen", "relative_damping": True, "symmetry_aware": False}),
     ("conv_grouped", {"inv_update_steps": 2, "base": torch.optim.Adam, "lr": 0.01}),
     ("norms", {"factor_update_steps": 2, "kl_clip": None}),
+    ("norms", {"preconditioner_scale": "gradient", "relative_damping": True}),
 ]
 
 
@@ -156,6 +157,7 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
         {"max_staleness": 3, "inv_update_steps": 2},
         {"max_staleness": 2, "deterministic": True},
         {"max_staleness": 1, "deterministic": True, "solver": "eigen"},
+        {"max_staleness": 2, "deterministic": True, "preconditioner_scale": "gradient"},
         {"refresh_warmup_steps": len(BATCHES)},
     ]
     results = world.run(scheduled, world_size, choices)

@@ -35,6 +35,7 @@ __all__ = [
     "AutoSchedule",
     "KFACOptions",
     "PerStep",
+    "PreconditionerScale",
     "check_clip",
     "check_damping",
     "check_decay",
@@ -99,6 +100,7 @@ STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 AUTO: Literal["auto"] = "auto"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
+PreconditionerScale: TypeAlias = Literal["auto", "newton", "gradient"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
 DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
 BUDGETED = ("factor_update_steps", "inv_update_steps")
@@ -135,6 +137,12 @@ A larger γ is more cautious: the step turns from the natural to the plain gradi
 G), which frees it of the scale of the loss. False: γ is ``damping`` itself, as in the
 papers. KAISA's published code has smaller factors, and so another γ for the same
 step: see "Where it differs from the paper" in its docs.""",
+    "preconditioner_scale": """\
+"newton": P = (A ⊗ G + γ)⁻¹ ∇, as long as an approximate Newton step. "gradient": P times the
+layer's mean curvature and γ, so that it is to the gradient's scale: a curvature that is the same in
+all directions leaves the gradient as it is. That is for bases that scale their steps themselves.
+They remember how long gradients were, Adam for a thousand steps, while a Newton step is the longer,
+the smaller the gradients are. "auto": "gradient" under such a base, "newton" under others.""",
     "factor_decay": """\
 Weight of the past in the running averages of A and G at an update, in [0, 1); number,
 callable or ``PerStep``. "auto": the number of steps remembered does not depend on the
@@ -226,6 +234,7 @@ class KFACOptions:
 
     damping: AutoSchedule = AUTO
     relative_damping: bool = True
+    preconditioner_scale: PreconditionerScale = AUTO
     factor_decay: AutoSchedule | PerStep = AUTO
     kl_clip: AutoSchedule | None = AUTO
     solver: SolverName = "inverse"
@@ -266,6 +275,8 @@ class KFACOptions:
                     "relative_damping=False give a number, 1e-3 perhaps"
                 )
             ours["damping"] = ADAPTIVE_DAMPING if adaptive else DAMPING
+        if ours["preconditioner_scale"] == AUTO:
+            ours["preconditioner_scale"] = "gradient" if adaptive else "newton"
         if ours["kl_clip"] == AUTO and adaptive:
             ours["kl_clip"] = None
         if ours["factor_decay"] == AUTO:
@@ -314,6 +325,8 @@ class KFACOptions:
             check_decay(self.factor_decay)
         if self.kl_clip not in (None, AUTO) and not callable(self.kl_clip):
             check_clip(self.kl_clip)
+        scales = "auto", "newton", "gradient"
+        check_choice("preconditioner_scale", self.preconditioner_scale, scales)
         check_choice("solver", self.solver, SOLVERS)
         for name in BUDGETED:
             if getattr(self, name) != AUTO:

@@ -92,6 +92,7 @@ class Flight:
     Attributes:
         step: The step at which the factors were taken.
         damping: γ at that step, on ranks that know it.
+        scale: What the inverse is multiplied by, on these ranks; None for nothing.
         verdict: The verdict, as far as it is known without a thread.
         solved: The decompositions that this rank has computed.
         ticket: The ticket of a thread's work, or None.
@@ -99,6 +100,7 @@ class Flight:
 
     step: int
     damping: Damping | None = None
+    scale: Tensor | None = None
     verdict: Verdict = Verdict.FLYING
     solved: Solved = field(default_factory=dict)
     ticket: Ticket[Solved] | None = None
@@ -282,11 +284,13 @@ class Solves:
             ready = self._with_factors(mine)
             known = [*ready, *(others if self._background is None else [])]
             dampings = self._dampings(known, damping)
+            scales = self._scales(dampings)
         except Exception as error:  # an exception must not part this rank from the others
             self._tell_of_error(mine, error)
             return
         for block, of_layer in dampings.items():
             self.flights[block].damping = of_layer
+            self.flights[block].scale = scales.get(block)
         if self._background is None:
             self._solve_at_once(ready)
             return
@@ -321,9 +325,13 @@ class Solves:
         """γ of each layer: ``damping``, or ``damping`` times the layer's mean curvature."""
         if not self._options.relative_damping:
             return dict.fromkeys(blocks, float(damping))
-        curvatures = {block: block.ensure_factors().mean_curvature() for block in blocks}
-        # A layer whose gradients vanish has no curvature to be relative to.
-        return {block: damping * torch.where(c > 0, c, 1.0) for block, c in curvatures.items()}
+        return {block: damping * _curvature_of(block) for block in blocks}
+
+    def _scales(self, dampings: Mapping[KroneckerBlock, Damping]) -> dict[KroneckerBlock, Tensor]:
+        """What each layer's inverse is multiplied by: its mean damped curvature, or nothing."""
+        if self._options.preconditioner_scale != "gradient":
+            return {}
+        return {block: _curvature_of(block) + damping for block, damping in dampings.items()}
 
     def _solve_at_once(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Decompose this rank's factors; an exception here must not part it from the others."""
@@ -514,8 +522,8 @@ class Solves:
                 continue
             inverse = None
             if block in received:
-                damping, parts = received.pop(block)
-                inverse = self._solver.combine(parts, damping)
+                damping, scale, parts = received.pop(block)
+                inverse = self._solver.combine(parts, damping, scale)
                 self.dampings[block] = damping
             block.install(inverse)
             self.landed_at[block], self.taken_at[block] = self._training.steps, flight.step
@@ -523,10 +531,12 @@ class Solves:
 
     def _exchanged(
         self, sound: Sequence[KroneckerBlock]
-    ) -> dict[KroneckerBlock, tuple[Damping, Solved]]:
-        """γ and decompositions of the layers that this rank preconditions."""
+    ) -> dict[KroneckerBlock, tuple[Damping, Tensor | None, Solved]]:
+        """γ, scale and decompositions of the layers that this rank preconditions."""
         options, device = self._options, self._training.device
-        travels = self._background is not None and self._training.world.size > 1  # γ of the flight
+        # γ and scale of the flight.
+        travels = self._background is not None and self._training.world.size > 1
+        scaled = options.preconditioner_scale == "gradient"
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
         for block in sound:
@@ -542,27 +552,31 @@ class Solves:
                     shape.is_diagonal(letter),
                     options.symmetry_aware,
                 )
-                head: tuple[tuple[int, ...], ...] = ((),) if travels and letter == "A" else ()
+                head: tuple[tuple[int, ...], ...] = ()
+                if travels and letter == "A":
+                    head = ((),) * (2 if scaled else 1)
                 shapes[block, letter] = (*head, *kept)
                 if letter in solved:
                     mine[block, letter] = solved[letter]
                     if head:
-                        damping = torch.as_tensor(flight.damping, dtype=options.inv_dtype)
-                        mine[block, letter] = (damping.to(device), *solved[letter])
+                        numbers = (flight.damping, flight.scale)[: len(head)]
+                        sent = (torch.as_tensor(x, dtype=options.inv_dtype) for x in numbers)
+                        mine[block, letter] = (*(x.to(device) for x in sent), *solved[letter])
             flight.solved, flight.ticket = {}, None
         if sound:
             with self._training.meter.stage("exchange"):
                 mine = self.exchange.decompositions(mine, shapes, options.inv_dtype, device)
-        received: dict[KroneckerBlock, tuple[Damping, Solved]] = {}
+        received: dict[KroneckerBlock, tuple[Damping, Tensor | None, Solved]] = {}
         for block in sound:
             if self._training.world.rank in self._plan[block].workers:
                 parts = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
-                known = self.flights[block].damping
+                known, scale = self.flights[block].damping, self.flights[block].scale
                 if travels:  # decompositions are rounded on their solver as they are by being sent
-                    known, *rest = parts["A"]
-                    known, parts["A"] = known.to(options.inv_dtype), tuple(rest)
+                    told = [x.to(options.inv_dtype) for x in parts["A"][: 2 if scaled else 1]]
+                    parts["A"] = parts["A"][len(told) :]
+                    known, scale = told[0], told[1] if scaled else None
                 assert known is not None
-                received[block] = known, parts
+                received[block] = known, scale, parts
         return received
 
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
@@ -624,6 +638,12 @@ class Solves:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
+
+
+def _curvature_of(block: KroneckerBlock) -> Tensor:
+    """The layer's mean curvature, a scalar; 1 where the gradients vanish and there is none."""
+    curvature = block.ensure_factors().mean_curvature()
+    return torch.where(curvature > 0, curvature, 1.0)
 
 
 def _never() -> Tensor:

@@ -186,8 +186,19 @@ class Solver(Protocol):
     ) -> tuple[tuple[int, ...], ...]:
         """Shapes of the parts that :meth:`decompose` gives for a factor."""
 
-    def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
-        """The layer's inverse from the decompositions of its factors, by their letters."""
+    def combine(
+        self,
+        parts: Mapping[str, Decomposition],
+        damping: Damping,
+        times: Tensor | None = None,
+    ) -> Inverse:
+        """The layer's inverse.
+
+        Args:
+            parts: The decompositions of its factors, by their letters.
+            damping: γ, the layer's damping.
+            times: A number that the inverse is multiplied by, a scalar; None for 1.
+        """
 
 
 class EigenSolver:
@@ -215,7 +226,12 @@ class EigenSolver:
         """Shapes of the eigenvectors, if any, and of the eigenvalues."""
         return ((groups, dim),) if is_diagonal else ((groups, dim, dim), (groups, dim))
 
-    def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
+    def combine(
+        self,
+        parts: Mapping[str, Decomposition],
+        damping: Damping,
+        times: Tensor | None = None,
+    ) -> Inverse:
         """Form 1 / (v_G vᵀ + γ) once, for all steps until the next refresh."""
         values = {letter: decomposition[-1] for letter, decomposition in parts.items()}
         curvature = values["A"].unsqueeze(-2)
@@ -223,6 +239,8 @@ class EigenSolver:
             curvature = curvature.unsqueeze(-1) * values["L"].unsqueeze(-2).unsqueeze(-2)
         g = values["G"].view(*values["G"].shape, *[1] * (curvature.dim() - 2))
         scale = _reciprocal(g * curvature, damping)
+        if times is not None:
+            scale.mul_(times)
         vectors = {k: _owned(v[0], v[0].dtype) for k, v in parts.items() if len(v) == 2}
         return EigenInverse(vectors, scale)
 
@@ -268,9 +286,16 @@ class InverseSolver:
             return ((groups, packed_length(dim)),)
         return ((groups, dim, dim),)
 
-    def combine(self, parts: Mapping[str, Decomposition], damping: Damping) -> Inverse:
+    def combine(
+        self,
+        parts: Mapping[str, Decomposition],
+        damping: Damping,
+        times: Tensor | None = None,
+    ) -> Inverse:
         """Collect the factors' inverses; beside an L, triangles are unpacked."""
         inverses = {letter: _owned(part[0], part[0].dtype) for letter, part in parts.items()}
+        if times is not None:
+            inverses["G"] = (inverses["G"] * times).to(inverses["G"].dtype)
         if "L" in parts:
             inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
         return FactoredInverse(inverses)

@@ -35,6 +35,7 @@ from second_order.kfac.options import (
     AutoSchedule,
     KFACOptions,
     PerStep,
+    PreconditionerScale,
     documented,
 )
 from second_order.kfac.plan import distkfac_plan
@@ -103,6 +104,7 @@ class DistKFAC(KroneckerOptimizer):
         {other_matrices}
         {damping}
         {relative_damping}
+        {preconditioner_scale}
         {factor_decay}
             None: 0.95 to the power of the steps since the last update, under any base.
         {kl_clip}
@@ -174,6 +176,7 @@ class DistKFAC(KroneckerOptimizer):
         other_matrices: str = KFACOptions.other_matrices,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
+        preconditioner_scale: PreconditionerScale = KFACOptions.preconditioner_scale,
         factor_decay: AutoSchedule | PerStep | None = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,

@@ -22,7 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFACCurvature, System
 from second_order.kfac.exchange import OwnerGradients
-from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, PerStep, documented
+from second_order.kfac.options import (
+    AUTO,
+    AutoSchedule,
+    KFACOptions,
+    PerStep,
+    PreconditionerScale,
+    documented,
+)
 from second_order.kfac.plan import dpkfac_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -64,6 +71,7 @@ class DPKFAC(KroneckerOptimizer):
             :meth:`register_owner_hook`).
         {damping}
         {relative_damping}
+        {preconditioner_scale}
         {factor_decay}
         {kl_clip}
         {solver}
@@ -113,6 +121,7 @@ class DPKFAC(KroneckerOptimizer):
         gradient_exchange: str = "owner",
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
+        preconditioner_scale: PreconditionerScale = KFACOptions.preconditioner_scale,
         factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,

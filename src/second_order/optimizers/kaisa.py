@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from second_order.distributed.assignment import AssignmentCost
 from second_order.kfac.curvature import KFACCurvature, System
-from second_order.kfac.options import AUTO, AutoSchedule, KFACOptions, PerStep, documented
+from second_order.kfac.options import (
+    AUTO,
+    AutoSchedule,
+    KFACOptions,
+    PerStep,
+    PreconditionerScale,
+    documented,
+)
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -56,6 +63,7 @@ class KAISA(KroneckerOptimizer):
         {rest_kwargs}
         {damping}
         {relative_damping}
+        {preconditioner_scale}
         {factor_decay}
         {kl_clip}
         {solver}
@@ -110,6 +118,7 @@ class KAISA(KroneckerOptimizer):
         rest_kwargs: Mapping[str, Any] | None = None,
         damping: AutoSchedule = KFACOptions.damping,
         relative_damping: bool = KFACOptions.relative_damping,
+        preconditioner_scale: PreconditionerScale = KFACOptions.preconditioner_scale,
         factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
