@@ -136,6 +136,7 @@ def by_reference(
         loss=case.loss,
         skip=skipped,
         weight_decay=chosen.get("weight_decay", 0.0),
+        gradient_scale=chosen.get("preconditioner_scale") == "gradient" or "base" in chosen,
         **{name: chosen[name] for name in same if name in chosen},
     )
     return reference.trajectory(batches)

@@ -43,6 +43,8 @@ KFAC: dict[str, Any] = {
     "inv_update_steps": 3,
     "refresh_warmup_steps": 2,
 }
+# What was so when the steps were recorded, and had no name.
+NEWTON = {"preconditioner_scale": "newton"}
 EIGEN = {"solver": "eigen"}
 THREADS: dict[str, Any] = {"deterministic": True, "max_staleness": 2, "inverse_threads": 1}
 PAIRS: dict[str, Any] = {"largest": 3, "smallest": 1, "lanczos_iterations": 111}
@@ -58,7 +60,12 @@ EPOCHS: dict[str, Any] = {
 # By name: the system, the model, its options, and numbers of processes.
 SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
     "KAISA": (KAISA, "mlp", {**KFAC, **EIGEN, **MOMENTUM}, (1, 2)),
-    "KAISA, inverse, Adam": (KAISA, "conv", {**KFAC, **ADAM, "solver": "inverse"}, (1, 2)),
+    "KAISA, inverse, Adam": (
+        KAISA,
+        "conv",
+        {**KFAC, **ADAM, **NEWTON, "solver": "inverse"},
+        (1, 2),
+    ),
     "KAISA, one gradient worker": (
         KAISA,
         "mlp",
@@ -78,7 +85,7 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
         (1, 2),
     ),
     "DPKFAC": (DPKFAC, "mlp", {**KFAC, **EIGEN, **MOMENTUM}, (1, 2)),
-    "DPKFAC, Adam": (DPKFAC, "conv", {**KFAC, **EIGEN, **ADAM}, (1, 2)),
+    "DPKFAC, Adam": (DPKFAC, "conv", {**KFAC, **EIGEN, **ADAM, **NEWTON}, (1, 2)),
     "DistKFAC": (DistKFAC, "mlp", {**KFAC, **MOMENTUM, **THREADS}, (1, 2)),
     "DistKFAC, exact blocks": (
         DistKFAC,
@@ -89,7 +96,7 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
     "DistKFAC, no staleness": (
         DistKFAC,
         "conv",
-        {**KFAC, **ADAM, "async_inverse": False, "solver": "inverse"},
+        {**KFAC, **ADAM, **NEWTON, "async_inverse": False, "solver": "inverse"},
         (1, 2),
     ),
     "DHO2, row": (DHO2, "mlp", {**SPLIT, **MOMENTUM, "layout": "row"}, (1, 2)),

@@ -511,6 +511,7 @@ class ReferenceKFAC:
         staleness: a solve is used from this many steps later on; the first one at once.
         skip: names of layers to leave to `base`.
         relative_damping: the damping of a layer is so many times its mean curvature.
+        gradient_scale: P is multiplied by the layer's mean curvature and its damping.
     """
 
     def __init__(
@@ -532,8 +533,10 @@ class ReferenceKFAC:
         staleness: int = 0,
         skip: Collection[str] = (),
         relative_damping: bool = False,
+        gradient_scale: bool = False,
     ) -> None:
         self.model, self.relative_damping = model, relative_damping
+        self.gradient_scale = gradient_scale
         self.lr, self.damping, self.factor_decay = lr, damping, factor_decay
         self.factor_update_steps, self.inv_update_steps = factor_update_steps, inv_update_steps
         self.kl_clip, self.staleness = kl_clip, staleness
@@ -597,10 +600,10 @@ class ReferenceKFAC:
             weight, bias = parameters_of(module)
             assert weight.grad is not None
             gradient = to_matrix(module, weight.grad, None if bias is None else bias.grad)
-            damping = snapshot.damping
-            if self.relative_damping:
-                damping = damping * float((_mean_eigenvalue(A) * _mean_eigenvalue(G)).mean())
-            pairs[name] = (self.solve(A, G, gradient, damping), gradient)
+            mean = float((_mean_eigenvalue(A) * _mean_eigenvalue(G)).mean())
+            damping = snapshot.damping * (mean if self.relative_damping else 1.0)
+            scale = mean + damping if self.gradient_scale else 1.0
+            pairs[name] = (scale * self.solve(A, G, gradient, damping), gradient)
         nu = clip_factor(
             list(pairs.values()), at(self.lr, self.steps), at(self.kl_clip, self.steps)
         )

@@ -60,8 +60,9 @@ def test_without_curvature_two_optimizers_made_by_hand_do_the_same(System: Any, 
 def test_they_step_by_the_gradients_that_one_base_would_get(System: Any, pair: str) -> None:
     """Another of the same system, that never moves the weights, gives the gradients by hand."""
     model, still, twin = CASE.model(), CASE.model(), CASE.model()
-    optimizer, plain = two(System, pair, model), ByHand(pair, twin)
-    preconditioner = make(System, still, lr=0.0)
+    scale = {"preconditioner_scale": "newton"}
+    optimizer, plain = two(System, pair, model, **scale), ByHand(pair, twin)
+    preconditioner = make(System, still, lr=0.0, **scale)
     changed = 0
     for batch in BATCHES[:5]:
         still.load_state_dict(twin.state_dict())

@@ -172,7 +172,9 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
             assert max(max(each.values()) for each in delays) <= most
         if "deterministic" in options:
             solver = options.get("solver", "inverse")
-            expected = delayed(options["max_staleness"], solver=solver)
+            scaled = "preconditioner_scale" in options
+            most = options["max_staleness"]
+            expected = delayed(most, solver=solver, gradient_scale=scaled)
             assert_same_trajectory(found, expected)
         elif "refresh_warmup_steps" in options:
             assert_same_trajectory(found, delayed(0))

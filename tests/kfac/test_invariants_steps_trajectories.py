@@ -103,7 +103,8 @@ def test_trajectories_see_the_intervals() -> None:
 
 
 @each_solver
-def test_a_trajectory_with_adam_for_base(solver: Any) -> None:
+@pytest.mark.parametrize("scale", ["newton", "gradient"])
+def test_a_trajectory_with_adam_for_base(solver: Any, scale: str) -> None:
     case = ZOO["conv_strided"]
     batches = case.batches(6, n=6)
     shared: dict[str, Any] = {
@@ -114,11 +115,15 @@ def test_a_trajectory_with_adam_for_base(solver: Any) -> None:
         "solver": solver,
     }
     kfac = ReferenceKFAC(
-        case.model(), base=lambda parameters: torch.optim.Adam(parameters, lr=0.01), **shared
+        case.model(),
+        base=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        gradient_scale=scale == "gradient",
+        **shared,
     )
     expected = kfac.trajectory(batches)
     # Adam divides gradients by their size, and rounding in the smallest of them with it.
-    close(run(case, batches, base=torch.optim.Adam, **shared), expected, rtol=1e-7)
+    found = run(case, batches, base=torch.optim.Adam, preconditioner_scale=scale, **shared)
+    close(found, expected, rtol=1e-7)
     sgd = run(case, batches, **shared)
     assert error(sgd[-1], expected[-1]) > 1e-3
 
