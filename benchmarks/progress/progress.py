@@ -113,7 +113,10 @@ AUTOENCODER_TUNED: tuple[dict[str, object], ...] = (
         "factor_decay": 0.95,
     },
 )
-OVER_ADAM: tuple[dict[str, object], ...] = ({"lr": 0.014}, {"lr": 0.014, "solver": "eigen"})
+OVER_ADAM: tuple[dict[str, object], ...] = (
+    {"lr": 0.014, "refresh_warmup_steps": 50},
+    {"lr": 0.014, "solver": "eigen"},
+)
 
 
 def train(
