@@ -41,7 +41,8 @@ GRIDS: dict[str, list[Setting]] = {
     "SGD": [(lr, {}) for lr in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)],
     OURS: [
         *[(lr, {}) for lr in (0.007, 0.01, 0.014)],
-        *[(0.01, {"damping": damping}) for damping in (0.03, 0.05, 0.2)],
+        *[(0.01, {"damping": damping}) for damping in (0.03, 0.2)],
+        (0.01, {"damping": 0.05, "preconditioner_scale": "newton"}),
     ],
 }
 
