@@ -120,6 +120,7 @@ def train_sharded(
     before: bool = False,
     replicas: int = 0,
     recomputes: bool = False,
+    compiles: bool = False,
 ) -> list[list[Tensor]]:
     """A trajectory for each choice: under FSDP2, under DDP ("ddp"), or plain ("").
 
@@ -127,12 +128,15 @@ def train_sharded(
         how: As `fsdp` shards.
         before: The optimizer is made before the model is sharded.
         replicas: Rows of a mesh of which the columns have shards.
+        compiles: The middle is compiled before the model is sharded, and the model after it.
     """
     trajectories = []
     options = {"mesh": mesh_of(replicas, world_size // replicas)} if replicas else {}
     for System, chosen in choices:
         model = narrow(recomputes)
         trained: nn.Module = model
+        if compiles:
+            model.middle.compile(backend="eager")
         sharded = how not in ("", "ddp")
         if how == "ddp":
             trained = DistributedDataParallel(model)
@@ -141,6 +145,8 @@ def train_sharded(
         with System(trained, **{**OPTIONS, **chosen}) as optimizer:
             if sharded and before:
                 fsdp(model, how, **options)
+            if compiles:
+                model.compile(backend="eager")
             trajectories.append(go_on(trained, optimizer, shares(rank, world_size)))
     return trajectories
 

@@ -102,6 +102,14 @@ def test_a_middle_that_is_recomputed_gives_the_same_statistics(world: World) -> 
     assert_alike(again, plain)
 
 
+def test_a_compiled_model_that_is_sharded_trains_as_it_does_plain(world: World) -> None:
+    choices = CHOICES[:1]
+    plain = by_choice(world.run(train_sharded, 2, choices, "blocks"))
+    compiled = by_choice(world.run(train_sharded, 2, choices, "blocks", compiles=True))
+    for choice, mine, theirs in zip(choices, compiled, plain, strict=True):
+        assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=choice)
+
+
 @pytest.mark.parametrize("synchronised", [True, False])
 def test_micro_batches_count_whether_averaged_each_or_at_the_end(
     world: World, synchronised: bool
