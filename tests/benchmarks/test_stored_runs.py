@@ -462,7 +462,7 @@ README_ROWS = {
     "SOAP, lr 0.014": "SOAP",
     "KAISA over AdamW, nothing set, lr 0.003": "KAISA, defaults",
     "KAISA over AdamW, nothing set, lr 0.006": "KAISA, twice AdamW's rate",
-    "KAISA over AdamW, tuned: lr 0.01, damping 0.05": "KAISA",
+    "KAISA over AdamW, tuned": "KAISA",
 }
 
 
