@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from digits import Digits, batches, load_split
+from digits import batches, load_split
 from processes import processes, spread
 from second_order import DHO2
 
@@ -119,16 +119,8 @@ def main() -> None:
 
         optimizer: torch.optim.Optimizer
         if args.optimizer == "dho2":
-            optimizer = DHO2(
-                model,
-                lr=args.lr,
-                base=torch.optim.Adam,
-                largest=50,
-                lanczos_iterations=80,
-                warmup_steps=0,
-                newton_scale=0.5,
-                subspace_momentum=0.0,
-            )
+            # As the body is frozen, the settings are those of preset="fine-tuning".
+            optimizer = DHO2(model, lr=args.lr, base=torch.optim.Adam)
             curved = parts(2 * args.batch_size, seed=1)
             optimizer.curvature_closure = lambda: loss_of(net, next(curved))
         else:

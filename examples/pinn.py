@@ -23,7 +23,7 @@ from second_order import DHO2
 
 __all__ = ["Points", "loss_of", "network", "relative_error"]
 
-EDGE_WEIGHT = 10.0  # of the edge's loss, beside the residual's
+EDGE_WEIGHT = 100.0  # of the edge's loss, beside the residual's
 
 
 def network() -> nn.Sequential:
@@ -45,7 +45,7 @@ class Points:
         side: Inside there are ``side`` × ``side`` points, on each edge ``side``.
     """
 
-    def __init__(self, side: int = 16) -> None:
+    def __init__(self, side: int = 24) -> None:
         middles = (torch.arange(side) + 0.5) / side
         self.inside = torch.cartesian_prod(middles, middles)
         self.source = 2 * math.pi**2 * solution(self.inside)
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["dho2", "adam"], default="dho2")
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--side", type=int, default=16, help="of the square grid of points")
+    parser.add_argument("--side", type=int, default=24, help="of the square grid of points")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -96,10 +96,8 @@ def main() -> None:
             net,
             lr=args.lr,
             base=torch.optim.Adam,
-            warmup_steps=100,
+            preset="full-batch",
             curvature_interval=300,
-            newton_scale=0.5,
-            subspace_momentum=0.0,
             curvature_closure=lambda: loss_of(net, points),
         )
     else:
