@@ -429,8 +429,6 @@ def test_they_go_through_a_distributed_checkpoint(tmp_path: Path) -> None:
     ("options", "error", "match"),
     [
         ({"overhead": 0.0}, ValueError, r"overhead=0\.0 is outside \(0, 10\]; 0\.2 is the default"),
-        ({"overhead": 11}, ValueError, r"overhead=11 is outside \(0, 10\]"),
-        ({"overhead": "much"}, TypeError, "overhead='much' is not a number; 0.2 is the default"),
         ({"curvature_interval": "often"}, TypeError, "curvature_interval='often' is not a whole"),
     ],
 )
