@@ -1864,8 +1864,8 @@ MUTANTS = [
     _mutant(
         "a budget that each rank has for itself",
         "kfac/budget.py",
-        "        world.on_cpu().all_reduce([total]).wait()\n",
-        "",
+        "mean_over(self._training.world, medians)",
+        "medians",
         "budget::ranks_with_different_clocks_choose_the_same",
     ),
     _mutant(

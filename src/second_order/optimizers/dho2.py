@@ -33,7 +33,7 @@ from second_order.fosi.presets import PresetName, check_given, suited
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
-from second_order.options import Interval, Schedule, own_keywords
+from second_order.options import AutoInterval, Schedule, own_keywords
 
 __all__ = ["DHO2"]
 
@@ -63,9 +63,15 @@ class DHO2(EigenpairOptimizer):
         largest: k, how many of the largest eigenpairs get Newton steps; 10, or 50 for fine-tuning.
         smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
-            callable of the step.
-        warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
-            or 0 for fine-tuning, and 100 for full batches.
+            callable of the step; "auto": as often as ``overhead`` allows.
+        overhead: With "auto": the share of the time of the base alone that all computations of
+            eigenpairs may take together, above 0 and up to 10. A product is timed after ten steps,
+            the first computation comes once it is paid for, and each that follows when it is; the
+            costs, in steps of the base, are kept from then on, in checkpoints, too. Not used
+            without "auto".
+        warmup_steps: W, steps of the base before the first pairs. None for what ``preset`` sets: 0
+            for fine-tuning, 100 for full batches; in general ``curvature_interval``, or until the
+            first pairs are paid for.
         newton_scale: α, the length of a Newton step; 1.0 is a full one. 0.1, or 0.5 for fine-tuning
             and full batches. A number is α at the largest learning rate of the schedule and follows
             it from there; a callable of the step is taken as it is.
@@ -127,7 +133,8 @@ class DHO2(EigenpairOptimizer):
         preset: PresetName = "auto",
         largest: int | None = None,
         smallest: int = 0,
-        curvature_interval: Interval = 100,
+        curvature_interval: AutoInterval = "auto",
+        overhead: float = 0.2,
         warmup_steps: int | None = None,
         newton_scale: Schedule | None = None,
         lr_scale_clip: float | None = None,
