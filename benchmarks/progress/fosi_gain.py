@@ -252,8 +252,8 @@ def rows() -> Goal:
 
 
 GOALS: dict[str, Callable[[], Goal]] = {
-    "linear head": lambda: head("linear", 0.05),
-    "two-layer head": lambda: head("two-layer", 0.03),
+    "linear head": lambda: head("linear", 0.03),
+    "two-layer head": lambda: head("two-layer", 0.01),
     "PINN": poisson,
     "autoencoder": deep_autoencoder,
     "GRU": rows,
