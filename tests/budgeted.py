@@ -17,7 +17,7 @@ from ranks import shard
 from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.kfac.budget import HostClock
+from second_order.stopwatch import HostClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1899,8 +1899,8 @@ MUTANTS = [
     _mutant(
         "a budget that each rank has for itself",
         "kfac/budget.py",
-        "        world.on_cpu().all_reduce([total]).wait()\n",
-        "",
+        "mean_over(self._training.world, medians)",
+        "medians",
         "budget::ranks_with_different_clocks_choose_the_same",
     ),
     _mutant(
@@ -2224,5 +2224,34 @@ MUTANTS = [
         "        refuse_within_backward(training.name)\n",
         "",
         "frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused",
+    ),
+    # Settings by preset.
+    _mutant(
+        "presets over what is given",
+        "fosi/presets.py",
+        "{**asdict(PRESETS[name]), **given}, values",
+        "{**given, **asdict(PRESETS[name])}, values",
+        "presets::what_is_given_goes_before_the_preset",
+    ),
+    _mutant(
+        "half a model as a frozen body",
+        "fosi/presets.py",
+        "LARGE_BODY = 0.75",
+        "LARGE_BODY = 0.4",
+        "presets::a_frozen_body_is_seen",
+    ),
+    _mutant(
+        "embeddings as a frozen body",
+        "fosi/presets.py",
+        " if id(p) not in looked_up]",
+        "]",
+        "presets::a_frozen_body_is_seen",
+    ),
+    _mutant(
+        "frozen parameters anywhere as a body",
+        "fosi/presets.py",
+        "for p in params[:first])",
+        "for p in params if id(p) not in trained)",
+        "presets::a_frozen_body_is_seen",
     ),
 ]

@@ -4,7 +4,7 @@
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
-    report  errors  farewell  patterns  stages  sharded         know nothing at all
+    report  errors  farewell  patterns  stages  stopwatch  sharded   know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
 
@@ -34,6 +34,7 @@ BELOW: dict[str, set[str]] = {
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
+    "stopwatch": set(),
     "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
     "lanczos": {"errors", "distributed", "sharded"},
     "distributed": {"errors", "farewell", "sharded", "stages"},
@@ -41,11 +42,11 @@ BELOW: dict[str, set[str]] = {
     "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
     "kfac": {
         *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
-        "distributed",
+        *("distributed", "stopwatch"),
     },
     "fosi": {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
-        "distributed",
+        *("distributed", "stopwatch"),
     },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),

@@ -94,6 +94,7 @@ def valley(
             lr=lr,
             momentum=momentum,
             warmup_steps=0,
+            curvature_interval=100,
             newton_scale=scale,
             lanczos_iterations=100,
             curvature_closure=lambda: 0.5 * p @ H @ p,

@@ -36,8 +36,8 @@ from rich.table import Table
 from torch.optim import SGD, Optimizer
 
 from second_order import KAISA
-from second_order.kfac.budget import HostClock
 from second_order.kfac.curvature import KFACCurvature
+from second_order.stopwatch import HostClock
 from workloads import WORKLOADS, Workload
 
 ASKED = 0.03  # by which what is measured may differ

@@ -553,6 +553,7 @@ def dho2(lr: float, newton_scale: float) -> Callable[[nn.Module], torch.optim.Op
             newton_scale=newton_scale,
             largest=1,
             warmup_steps=0,
+            curvature_interval=100,
             curvature_closure=lambda: valley_loss(model, x, y),
         )
 

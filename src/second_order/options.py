@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "AUTO",
     "PEAK_LR",
     "AutoInterval",
     "Interval",
@@ -42,6 +43,8 @@ __all__ = [
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
 AutoInterval: TypeAlias = Interval | Literal["auto"]
+
+AUTO: Literal["auto"] = "auto"
 
 LONGEST_WAIT = 1e6  # seconds, 11 days: clocks of threads and of process groups take no endless wait
 LARGEST_SEED = 2**62  # torch's generators take 64 bits, and steps are added

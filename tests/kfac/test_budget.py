@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from second_order import DistKFAC, SecondOrderWarning
-from second_order.kfac.budget import Account, DeviceClock, HostClock, Stopwatch
 from second_order.kronecker.background import Ticket
 from second_order.optimizers import base as contract
+from second_order.stopwatch import Account, DeviceClock, HostClock, Stopwatch
 
 if TYPE_CHECKING:
     pass

@@ -14,10 +14,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
+
 from second_order.distributed.collectives import World
 from second_order.errors import RankMismatchError, SecondOrderError
 
-__all__ = ["Facts", "require_same"]
+__all__ = ["Facts", "mean_over", "require_same"]
 
 Facts: TypeAlias = Sequence[tuple[str, Any]]
 
@@ -92,3 +94,16 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(type(a) is type(b) and a == b)
+
+
+def mean_over(world: World, numbers: Sequence[float]) -> list[float]:
+    """The mean of each number over the ranks, equal on all of them; a collective.
+
+    Args:
+        world: The ranks.
+        numbers: As many on every rank: what each has measured by its own clock, perhaps.
+    """
+    total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    world.on_cpu().all_reduce([total]).wait()
+    means: list[float] = (total / world.size).tolist()
+    return means

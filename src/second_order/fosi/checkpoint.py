@@ -22,6 +22,7 @@ from second_order.fosi.subspace import ColumnBasis, Subspace
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
+    "BUDGET",
     "OTHERS_TRAINED",
     "READ_BY_ALL",
     "START",
@@ -39,7 +40,11 @@ __all__ = [
 
 VECTORS, CARRIED = "eigenvectors", "carried_momentum"
 SUM, START = "gradient_sum", "epoch_start"
-COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", "epoch", "epoch_step", "epoch_sums")
+BUDGET = ("product_price", "refresh_cost", "refreshes_spent")
+"""What a budget of refreshes knows, in steps of the base."""
+
+EPOCH = ("epoch", "epoch_step", "epoch_sums")
+COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *EPOCH)
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
 READ_BY_ALL = (*COUNTS, *HEADS)
 """What each process reads of a checkpoint, whatever the layout."""
@@ -186,6 +191,10 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
         if not is_real(part["batch_loss"]) or part["batch_loss"] != math.inf:  # there has been none
             part.number("batch_loss")
         part.number("rest_scale_bound", 1.0)
+        if any(name in part for name in BUDGET):
+            part.require(BUDGET)
+            for name in BUDGET:
+                part.number(name, 0.0)
         if "epoch" in part:
             part.whole("epoch", 0)
             part.require(["epoch_step"])

@@ -38,7 +38,12 @@ from second_order.fosi.options import (
     check_shards,
     newton_scale_at,
 )
-from second_order.fosi.statistics import ACCOUNTS, newton_share, statistics_of
+from second_order.fosi.statistics import (
+    ACCOUNTS,
+    newton_share,
+    refresh_share,
+    statistics_of,
+)
 from second_order.fosi.subspace import (
     Subspace,
     share_inside,
@@ -46,8 +51,9 @@ from second_order.fosi.subspace import (
 from second_order.fosi.summary import eigenpair_notes, parameter_rows
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
-from second_order.options import scheduled
+from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
+from second_order.stopwatch import Account
 
 __all__ = ["FOSICurvature"]
 
@@ -59,6 +65,7 @@ class FOSICurvature(Curvature):
         training: The training to serve.
         options: The options of the step.
         closure: Evaluates the loss on the curvature batch.
+        settings: A line for the summary, on where the options come from.
 
     Attributes:
         options: The options of the step.
@@ -80,12 +87,18 @@ class FOSICurvature(Curvature):
     refused = 0
     """How many messages and connections of other processes this one has refused."""
 
-    def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
+    def __init__(
+        self,
+        training: Training,
+        options: FOSIOptions,
+        closure: Closures | None,
+        settings: str = "",
+    ) -> None:
         super().__init__(training)
         check_one_vector(training.groups)
         _check_uncorrected(training)
         check_shards(members_of(training.groups), options)
-        self.options = options
+        self.options, self._settings = options, settings
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
         )
@@ -145,6 +158,7 @@ class FOSICurvature(Curvature):
             ("eigenpairs", self.subspace is not None),
             ("of step", self.pairs.tally.step),
             *scheduled(self.options, ("curvature_interval", "newton_scale"), self.training.steps),
+            *self.pairs.budget.facts(),
         ]
 
     def prepare(self) -> None:
@@ -152,12 +166,18 @@ class FOSICurvature(Curvature):
         if self.vector.follow():
             self.parameters_changed()
         self.vector.check_gradients()
-        if self.computes_pairs and not self.closed and self.pairs.due():
-            self.pairs.renew(self.closure.chosen(self.training))
+        if self.computes_pairs and not self.closed:
+            pairs, budget = self.pairs, self.pairs.budget
+            budget.begin(working=bool(self.vector.params))
+            if budget.wants_probe(pairs.tally.step):
+                pairs.probe(self.closure.chosen(self.training))
+            if pairs.due():
+                pairs.renew(self.closure.chosen(self.training))
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
         self._before = []
+        self.pairs.budget.forget()
         if self.subspace is not None:
             self.pairs.drop(
                 "the parameters that train have changed: the eigenpairs are dropped, and "
@@ -173,7 +193,8 @@ class FOSICurvature(Curvature):
         with self.training.meter.stage("average_gradients"):
             average()
         if self.subspace is not None:
-            with self.training.meter.stage("split"), self.vector.plain():
+            on = self.pairs.budget.on(Account.APART)
+            with self.training.meter.stage("split"), on, self.vector.plain():
                 self._split(self.subspace)
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -183,10 +204,12 @@ class FOSICurvature(Curvature):
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
-            with self.training.meter.stage("newton"), self.vector.plain():
+            on = self.pairs.budget.on(Account.APART)
+            with self.training.meter.stage("newton"), on, self.vector.plain():
                 self._correct(self.subspace, self._newton)
         self._newton = None
         self.vector.share()
+        self.pairs.budget.lap()
 
     def _split(self, subspace: Subspace) -> None:
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
@@ -293,12 +316,21 @@ class FOSICurvature(Curvature):
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         found = statistics_of(self.subspace, self.found()[0], pairs.tally, last)
+        found["curvature_interval"] = self._interval(last)
+        found["refresh_share"] = refresh_share(self.training.meter.read(ACCOUNTS))
         if self._share is not None:
             found["gradient_share"] = float(self._share)
         if self.subspace is not None:
             groups = [chunk.group for chunk in self.vector.chunks]
             found["newton_share"] = newton_share(self.subspace, self._before, groups)
         return found
+
+    def _interval(self, step: int) -> float:
+        """Steps from one refresh to the next, as far as is known at a step."""
+        interval = self.options.curvature_interval
+        if interval == AUTO:
+            return self.pairs.budget.interval(self.pairs.tally.step)
+        return float(value_at(interval, max(step, 0)))
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters that eigenvectors span; none before the first refresh."""
@@ -312,7 +344,11 @@ class FOSICurvature(Curvature):
         return Summary(
             training.titled(pairs, f"layout {options.layout}"),
             parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
-            notes=eigenpair_notes(self.report()),
+            notes=[
+                *filter(None, [self._settings]),
+                *eigenpair_notes(self.report(), refresh_share(training.meter.read(ACCOUNTS))),
+                *self.pairs.budget.said(self.pairs.tally.step),
+            ],
             refused=self.refused,
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
+from second_order.fosi.budget import RefreshBudget
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, has_pairs, load_eigenpairs
 from second_order.fosi.options import FOSIOptions, refuse_no_closure
 from second_order.fosi.subspace import (
@@ -35,7 +36,8 @@ from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace
-from second_order.options import check_interval, value_at
+from second_order.options import AUTO, check_interval, value_at
+from second_order.stopwatch import Account
 
 __all__ = [
     "FRESH",
@@ -138,6 +140,7 @@ class Eigenpairs:
         tally: Counts of all refreshes.
         batch_loss: Loss of the curvature batch at the last refresh.
         bound: The bound on s that the guard allows.
+        budget: Tells when refreshes are due, if their interval is "auto".
     """
 
     def __init__(self, training: Training, options: FOSIOptions, vector: ParameterVector) -> None:
@@ -146,17 +149,36 @@ class Eigenpairs:
         self.tally = Tally()
         self.batch_loss, self.bound = math.inf, 1.0
         self._first_loss: float | None = None
+        self.budget = RefreshBudget(training, options)
 
     def due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
         options, step = self._options, self._training.steps
-        if options.wanted == 0 or step < options.first_refresh or not self._vector.params:
+        if options.wanted == 0 or not self._vector.params:
+            return False
+        if options.curvature_interval == AUTO:
+            return self.budget.due(self.tally.step)
+        if step < options.first_refresh:
             return False
         if self.tally.step < 0:
             return True
         every = value_at(options.curvature_interval, step)
         check_interval(f"curvature_interval at step {step}: curvature_interval", every)
         return step - self.tally.step >= int(every)
+
+    def probe(self, loss_fn: Closures) -> None:
+        """Time a product, for the budget to know about what a refresh costs. A collective.
+
+        Args:
+            loss_fn: Evaluates the loss of the curvature batch.
+
+        Raises:
+            CurvatureError: As :meth:`renew` does.
+        """
+        measured = self._vector.hessian(loss_fn, self._options.hvp)
+        meter, probing = self._training.meter, self.budget.probing()
+        with meter.stage("lanczos"), probing as probe, measured as space:
+            probe.take(space, self._options.seed)
 
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
@@ -168,11 +190,17 @@ class Eigenpairs:
             CurvatureError: On every process, if the loss of one cannot be evaluated or
                 differentiated twice.
         """
+        with self.budget.on(Account.REFRESH):
+            self._renew(loss_fn)
+        self.budget.refreshed(self.tally.products)
+
+    def _renew(self, loss_fn: Closures) -> None:
         training, options, tally = self._training, self._options, self.tally
         self.drop_unsound()
         had = self.subspace is not None
         measured = self._vector.hessian(loss_fn, options.hvp)
         with training.meter.stage("lanczos"), measured as space:
+            self.budget.warm_up(space)
             pairs = wanted_pairs(space, self._start(space), options)
             loss = space.loss()
         tally.add(training.steps, pairs.iterations)
@@ -279,6 +307,7 @@ class Eigenpairs:
             "refreshed_at": self.tally.step,
             "batch_loss": self.batch_loss,
             "rest_scale_bound": self.bound,
+            **self.budget.counts(),
         }
 
     def resume(self, saved: Mapping[Tensor, SavedPart], *, taken: bool) -> None:
@@ -293,6 +322,7 @@ class Eigenpairs:
         self.tally.step = counts.get("refreshed_at", -1)
         self.batch_loss = counts.get("batch_loss", math.inf)
         self.bound = counts.get("rest_scale_bound", 1.0)
+        self.budget.load(counts)
         loaded = load_eigenpairs(saved, vector.params, vector.dtype) if taken else None
         if loaded is None:
             if taken and has_pairs(saved):

@@ -12,8 +12,9 @@ from torch import Tensor
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import ProductMode
 from second_order.options import (
+    AUTO,
     PEAK_LR,
-    Interval,
+    AutoInterval,
     Schedule,
     check_choice,
     check_count,
@@ -61,7 +62,8 @@ class FOSIOptions:
 
     largest: int
     smallest: int
-    curvature_interval: Interval
+    curvature_interval: AutoInterval
+    overhead: float
     warmup_steps: int | None
     newton_scale: Schedule
     lr_scale_clip: float | None
@@ -84,7 +86,10 @@ class FOSIOptions:
     def __post_init__(self) -> None:
         check_whole("largest", self.largest, 0, "0 for none of them")
         check_whole("smallest", self.smallest, 0, "0 for none of them")
-        check_interval("curvature_interval", self.curvature_interval)
+        if self.curvature_interval != AUTO:
+            check_interval("curvature_interval", self.curvature_interval)
+        remedy = "0.2 is the default: 20 % of a step of the base"
+        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
         if self.warmup_steps is not None:
             check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
         if self.lanczos_iterations is not None:
@@ -130,11 +135,10 @@ class FOSIOptions:
 
     @property
     def first_refresh(self) -> int:
-        """The step of the first refresh: W, the number of steps of the base alone."""
+        """The step of the first refresh: W, the steps of the base alone; not for "auto"."""
         if self.warmup_steps is not None:
             return self.warmup_steps
-        interval = self.curvature_interval
-        return int(interval(0) if callable(interval) else interval)
+        return int(value_at(self.curvature_interval, 0))
 
     def rest_clip(self, base: type[torch.optim.Optimizer]) -> float:
         """The bound on s for a base."""
@@ -156,6 +160,7 @@ class EpochOptions(FOSIOptions):
     epoch_steps: int
     final_update: FinalUpdate
     helper_timeout: float
+    overhead: float = 0.2
     warmup_steps: int | None = None
     lr_scale_clip: float | None = None
     lr_scale_guard: bool = True

@@ -7,7 +7,7 @@ process has the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,15 @@ from second_order.fosi.subspace import RowBasis, Subspace
 from second_order.report import EpochReport
 from second_order.stages import ELSEWHERE
 
-__all__ = ["ACCOUNTS", "EPOCH_NAMES", "NAMES", "epoch_statistics", "newton_share", "statistics_of"]
+__all__ = [
+    "ACCOUNTS",
+    "EPOCH_NAMES",
+    "NAMES",
+    "epoch_statistics",
+    "newton_share",
+    "refresh_share",
+    "statistics_of",
+]
 
 ACCOUNTS = (
     "lanczos",
@@ -33,6 +41,9 @@ ACCOUNTS = (
 )
 """The accounts of seconds and bytes."""
 
+BASE_ACCOUNTS = ("average_gradients", "base", "exchange", "compare", ELSEWHERE)
+"""Those of a step of the base alone."""
+
 NAMES = (
     "pairs",
     "eigenvalue/largest",
@@ -41,6 +52,8 @@ NAMES = (
     "lanczos/products",
     "lanczos/total_products",
     "refreshes",
+    "curvature_interval",
+    "refresh_share",
     "failed",
     "rest_scale",
     "gradient_share",
@@ -77,6 +90,17 @@ def statistics_of(
         found["eigenvalue/smallest"] = float(values.min())
         found["age/pairs"] = float(step - tally.step)
     return found
+
+
+def refresh_share(seconds: Mapping[str, float]) -> float:
+    """Seconds of all refreshes, as a share of those of the base alone; NaN before the first step.
+
+    Args:
+        seconds: The numbers of :meth:`~second_order.stages.Meter.read`.
+    """
+    total = {name: seconds[f"total_seconds/{name}"] for name in ACCOUNTS}
+    base = sum(total[name] for name in BASE_ACCOUNTS)
+    return total["lanczos"] / base if base > 0.0 else math.nan
 
 
 def epoch_statistics(number: int, reports: Sequence[EpochReport]) -> dict[str, float]:

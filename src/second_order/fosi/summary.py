@@ -46,14 +46,20 @@ def parameter_rows(
     return rows
 
 
-def eigenpair_notes(report: CurvatureReport) -> list[str]:
-    """Closing lines of the summary: the eigenvalues, and the products they took."""
+def eigenpair_notes(report: CurvatureReport, share: float) -> list[str]:
+    """Closing lines of the summary: the eigenvalues, and the products and seconds they took.
+
+    Args:
+        report: What the refreshes have found.
+        share: Seconds of all refreshes, as a share of those of the base alone; or NaN.
+    """
     found = "no eigenpairs yet: the base steps alone"
     if len(report.eigenvalues):
         values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
         found = f"eigenvalues at step {report.step}: {values}"
+    taken = f"; {share:.1%} of the time of the base alone" if report.refreshes else ""
     return [
         found,
         f"refreshes: {report.refreshes}, not finite: {report.failures}; Hessian-vector products: "
-        f"{report.total_products}",
+        f"{report.total_products}" + taken,
     ]

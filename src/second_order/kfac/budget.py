@@ -15,32 +15,20 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
-from itertools import pairwise
-from typing import Any, Protocol
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
-from second_order.options import check_interval, value_at
+from second_order.distributed.agreement import mean_over
+from second_order.kfac.options import BUDGETED, KFACOptions
+from second_order.options import AUTO, check_interval, value_at
+from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
 
-__all__ = [
-    "SAVED",
-    "Account",
-    "Budget",
-    "Clock",
-    "DeviceClock",
-    "HostClock",
-    "Stopwatch",
-    "check_saved_intervals",
-    "intervals",
-]
+__all__ = ["SAVED", "Budget", "check_saved_intervals", "intervals"]
 
 LONGEST = 1000  # steps at most: older curvature is no guide, whatever the next refresh costs
 FEWEST, MOST = 5, 20  # number of steps that are measured
@@ -90,121 +78,6 @@ def _steps(cost: float, budget: float) -> int:
     if cost >= LONGEST * budget:
         return 1 if cost == 0 else LONGEST
     return max(math.ceil(cost / budget), 1)
-
-
-# ------------------------------------------------------------------------------------ the stopwatch
-
-
-class Account(Enum):
-    """The kinds of work that the training thread's time is spent on; see the top of this file."""
-
-    STATISTICS = "S"
-    REFRESH = "R"
-    BASE = "T"
-    APART = "apart"
-
-
-class Clock(Protocol):
-    """A clock that marks moments, and tells later how far they are apart."""
-
-    def mark(self) -> Any:
-        """The present moment."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to another, once :meth:`settle` has been called."""
-
-    def settle(self) -> None:
-        """Wait until the device has come to all moments that were marked."""
-
-
-class HostClock:
-    """The clock of the CPU.
-
-    Args:
-        now: Returns the time in seconds, from any origin.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-
-    def mark(self) -> float:
-        """The present time in seconds."""
-        return self._now()
-
-    def seconds(self, start: float, end: float) -> float:
-        """Seconds from one mark to another."""
-        return end - start
-
-    def settle(self) -> None:
-        """Do nothing: the CPU's marks are complete at once."""
-
-
-class DeviceClock:
-    """The clock of a CUDA device: events on its current stream, not waited for by the host.
-
-    Args:
-        device: The CUDA device to measure.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.cuda.Event:
-        """The moment at which the device has done all work queued so far."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds from one mark to another."""
-        return float(start.elapsed_time(end)) / 1000
-
-    def settle(self) -> None:
-        """Wait until the device is idle."""
-        torch.cuda.synchronize(self._device)
-
-
-class Stopwatch:
-    """Lap times by account; exactly one account is open at each moment, the base's or another.
-
-    Args:
-        clock: The clock to measure by.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._open = Account.BASE
-        self._laps: list[list[tuple[Account, Any]]] = [[(self._open, clock.mark())]]
-
-    @contextmanager
-    def on(self, account: Account) -> Iterator[None]:
-        """Measure the enclosed work on another account, then go back to the one before."""
-        before = self._open
-        self._switch(account)
-        try:
-            yield
-        finally:
-            self._switch(before)
-
-    def _switch(self, account: Account) -> None:
-        self._open = account
-        self._laps[-1].append((account, self._clock.mark()))
-
-    def lap(self) -> None:
-        """End a lap, and begin the next: a lap is a step."""
-        self._switch(Account.BASE)
-        self._laps.append(self._laps[-1][-1:])
-
-    def read(self) -> list[dict[Account, float]]:
-        """Seconds by account of each lap that has ended; waits for the device, if any."""
-        self._clock.settle()
-        found = []
-        for marks in self._laps[:-1]:
-            spent = dict.fromkeys(Account, 0.0)
-            for (account, start), (_, end) in pairwise(marks):
-                spent[account] += self._clock.seconds(start, end)
-            found.append(spent)
-        return found
 
 
 # --------------------------------------------------------------------------------------- the budget
@@ -258,9 +131,7 @@ class Budget:
         if not self.measuring:
             self._watch = None
             return
-        device = self._training.device
-        clock = self.clock or (DeviceClock(device) if device.type == "cuda" else HostClock())
-        self._watch = Stopwatch(clock)
+        self._watch = Stopwatch(self.clock or clock_of(self._training.device))
         self.until = max(step + FEWEST, min(self._options.refresh_warmup_steps, step + MOST))
 
     def on(self, account: Account) -> AbstractContextManager[None]:
@@ -288,10 +159,7 @@ class Budget:
         settled = laps[max(2, len(laps) // 4) :] or laps  # memory is allocated, kernels are chosen
         accounts = (Account.STATISTICS, Account.REFRESH, Account.BASE)
         medians = [statistics.median(lap[account] for lap in settled) for account in accounts]
-        world = self._training.world
-        total = torch.tensor(medians, dtype=torch.float64, device="cpu")
-        world.on_cpu().all_reduce([total]).wait()
-        S, R, T = (total / world.size).tolist()
+        S, R, T = mean_over(self._training.world, medians)
         if self._elsewhere:
             S = 0.0
         self.measured = S, R, T

@@ -24,7 +24,7 @@ from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.budget import Account, Budget
+from second_order.kfac.budget import Budget
 from second_order.kfac.checkpoint import (
     READ_BY_ALL,
     check_saved_factors,
@@ -58,6 +58,7 @@ from second_order.options import check_interval, value_at
 from second_order.report import Summary
 from second_order.sharded import is_dtensor
 from second_order.stages import Meter
+from second_order.stopwatch import Account
 
 __all__ = ["KFACCurvature", "System", "with_stats_workers"]
 

@@ -14,6 +14,7 @@ from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.solvers import SOLVERS, SolverName
 from second_order.options import (
+    AUTO,
     AutoInterval,
     Schedule,
     check_choice,
@@ -98,7 +99,6 @@ class PerStep:
 STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
-AUTO: Literal["auto"] = "auto"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 PreconditionerScale: TypeAlias = Literal["auto", "newton", "gradient"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.

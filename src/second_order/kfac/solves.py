@@ -25,7 +25,7 @@ from torch import Tensor
 from second_order.contract.training import Training
 from second_order.distributed.parcels import Shapes
 from second_order.errors import DecompositionError
-from second_order.kfac.budget import Account, Budget
+from second_order.kfac.budget import Budget
 from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
@@ -43,6 +43,7 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.options import value_at
+from second_order.stopwatch import Account
 
 __all__ = ["Background", "Solves", "solve"]
 

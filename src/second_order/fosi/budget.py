@@ -1,0 +1,251 @@
+"""Refreshes by budget: as often as all of them cost no more than asked.
+
+Refreshes are counted in products, and products in steps of the base alone:
+
+T       a step of the base: batches, passes, the mean of gradients, the base's own step; seconds
+R       the first refresh, of m products; seconds
+price   a product, R / ((m + 1) T): the evaluation counts as one more
+cost    the refresh to come: price (m + 1), with m products of the last one
+spent   all refreshes so far
+
+The next one comes at the first step t with  spent + cost <= overhead t  and  cost <= overhead
+(t - t_last). T and R are measured once. Before the first refresh a probe, of two products, tells
+about what it will cost.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from second_order.contract.training import Training
+from second_order.distributed.agreement import mean_over
+from second_order.fosi.checkpoint import BUDGET
+from second_order.fosi.options import FOSIOptions
+from second_order.lanczos.spectrum import default_iterations
+from second_order.lanczos.vector_space import RowSpace
+from second_order.options import AUTO
+from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
+
+__all__ = ["RefreshBudget"]
+
+FEWEST, KEPT = 5, 20  # steps that T is measured in at least, and at most the last
+BEFORE_PROBE = 10  # steps
+LEAST = 1e-12  # seconds: nothing is for nothing, be a clock ever so coarse
+
+
+class RefreshBudget:
+    """Tells when refreshes are due whose interval is "auto", the same on all ranks.
+
+    Args:
+        training: The training whose steps are measured.
+        options: The interval, and the overhead allowed.
+        clock: Clock to measure by; None for that of the training's device.
+
+    Attributes:
+        price: A product in steps of the base; 0 until it has been measured.
+        cost: The next refresh in steps of the base; 0 until it is known.
+        spent: All refreshes so far, and the probe, in steps of the base.
+        clock: Clock to measure by; None for that of the training's device.
+    """
+
+    def __init__(
+        self, training: Training, options: FOSIOptions, clock: Clock | None = None
+    ) -> None:
+        self._training, self._options = training, options
+        self.clock = clock
+        self.active = options.curvature_interval == AUTO and options.wanted > 0
+        self.price = self.cost = self.spent = 0.0
+        self._restart()
+
+    def _restart(self) -> None:
+        """Measure from the next step on, as long as there is no price."""
+        self._watch: Stopwatch | None = None
+        self._laps = 0
+        self._products = 0  # of a refresh whose price is not known yet
+
+    # ------------------------------------------------------------------------------ when
+
+    def due(self, last: int) -> bool:
+        """Whether a refresh is due at this step.
+
+        Args:
+            last: The step of the last refresh, -1 before the first.
+        """
+        step, given = self._training.steps, self._options.warmup_steps
+        if last < 0 and given is not None:
+            return step >= given
+        return self.cost > 0.0 and step >= self.next_step(last)
+
+    def next_step(self, last: int) -> int:
+        """The step of the next refresh, once its cost is known."""
+        overhead = self._options.overhead
+        return math.ceil(max(self.spent / overhead, last, 0) + self.cost / overhead)
+
+    def wants_probe(self, last: int) -> bool:
+        """Whether two products are to be timed at this step; the same on every rank."""
+        if not self.active or self.cost or self._products or self._laps < BEFORE_PROBE:
+            return False
+        return last >= 0 or self._options.warmup_steps is None
+
+    # --------------------------------------------------------------------------- measuring
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the price of a product is still to be found."""
+        return self.active and not self.price
+
+    def begin(self, working: bool) -> None:
+        """Begin a step: measure from now on, if there is something to measure.
+
+        Args:
+            working: Whether a parameter trains; the same on every rank.
+        """
+        if not (self.measuring and working):
+            self._restart()
+        elif self._watch is None:
+            self._watch = Stopwatch(self._clock(), KEPT)
+
+    def _clock(self) -> Clock:
+        return self.clock or clock_of(self._training.device)
+
+    def on(self, account: Account) -> AbstractContextManager[None]:
+        """Measure the enclosed work on an account."""
+        return nullcontext() if self._watch is None else self._watch.on(account)
+
+    @contextmanager
+    def probing(self) -> Iterator[_Probe]:
+        """Time the work on a space and, by :meth:`_Probe.take`, a product in it; a collective."""
+        watch = Stopwatch(self._clock())
+        with self.on(Account.APART), watch.on(Account.APART):
+            probe = _Probe(watch)
+            yield probe
+        watch.lap()
+        (lap,) = watch.read()
+        T, product, whole = mean_over(
+            self._training.world,
+            [self._base_step(), lap[Account.REFRESH], lap[Account.REFRESH] + lap[Account.APART]],
+        )
+        T = max(T, LEAST)
+        self.cost = max(product, LEAST) / T * (self._most_products(probe.size) + 1)
+        self.spent += whole / T
+
+    def _most_products(self, size: int) -> int:
+        wanted = min(self._options.wanted, size)
+        given = self._options.lanczos_iterations
+        return min(size, max(wanted, given or default_iterations(size, wanted)))
+
+    def warm_up(self, space: RowSpace) -> None:
+        """Make a product that does not count, if the first to be measured would be the first."""
+        if self._watch is not None and not self.cost:
+            with self.on(Account.APART):
+                space.apply(space.random(self._options.seed, 1.0 / math.sqrt(space.size)))
+
+    def refreshed(self, products: int) -> None:
+        """Count a refresh, whatever came of it."""
+        if self.price:
+            self._pay(products)
+        elif self.active:
+            self._products, self.cost = products, 0.0
+
+    def _pay(self, products: int) -> None:
+        self.cost = self.price * (products + 1)
+        self.spent += self.cost
+
+    def lap(self) -> None:
+        """End a step; a collective at the step from which on the price is known."""
+        if self._watch is None:
+            return
+        self._watch.lap()
+        self._laps += 1
+        if self._products and self._laps >= FEWEST:
+            refresh = sum(lap[Account.REFRESH] for lap in self._watch.read())
+            T, R = mean_over(self._training.world, [self._base_step(), refresh])
+            self.price = max(R, LEAST) / (max(T, LEAST) * (self._products + 1))
+            self._pay(self._products)
+            self._restart()
+
+    def _base_step(self) -> float:
+        """T: the median of the laps, without the first ones."""
+        assert self._watch is not None
+        laps = self._watch.read()
+        settled = laps[max(2, len(laps) // 4) :]  # memory is allocated, kernels are chosen
+        return statistics.median(lap[Account.BASE] for lap in settled)
+
+    def forget(self) -> None:
+        """Measure anew: other parameters train, and their products cost something else."""
+        self.price = self.cost = 0.0
+        self._restart()
+
+    # --------------------------------------------------------------------- state and summary
+
+    def facts(self) -> list[tuple[str, Any]]:
+        """What is known of the costs, which must be equal on all ranks."""
+        if not self.active:
+            return []
+        state = self.price, self.cost, self.spent, self._laps, self._products
+        return [("refreshes by budget: price, cost, spent, steps measured, products", state)]
+
+    def interval(self, last: int) -> float:
+        """Steps from the last refresh to the next; NaN where they are not known."""
+        return float(self.next_step(last) - max(last, 0)) if self.cost else math.nan
+
+    def said(self, last: int) -> list[str]:
+        """A line for the summary, if refreshes come by budget.
+
+        Args:
+            last: The step of the last refresh, -1 before the first.
+        """
+        if not self.active:
+            return []
+        line = f"refreshes by budget, overhead {self._options.overhead}: "
+        if not self.cost:
+            return [line + "being measured"]
+        line += f"the next at step {self.next_step(last)}, "
+        base = f"steps of {self._training.base_name} alone"
+        if not self.price:
+            return [f"{line}for about {self.cost:.3g} {base}, as two products tell"]
+        return [
+            f"{line}every {self.cost / self._options.overhead:.0f} steps or so; a product costs "
+            f"{self.price:.3g} {base}, the last refresh {self.cost:.3g}, all so far "
+            f"{self.spent:.3g}"
+        ]
+
+    def counts(self) -> dict[str, float]:
+        """The entries for a checkpoint; none without "auto"."""
+        if not self.active:
+            return {}
+        return dict(zip(BUDGET, (self.price, self.cost, self.spent), strict=True))
+
+    def load(self, counts: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint knows of costs; otherwise measure from here on."""
+        known = [float(counts.get(name, 0.0)) for name in BUDGET]
+        self.price, self.cost, self.spent = known if self.active else (0.0, 0.0, 0.0)
+        self._restart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_watch": None, "_laps": 0, "_products": 0}
+
+
+class _Probe:
+    """A product that is timed.
+
+    Attributes:
+        size: Size n of the space.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self.size = 1
+
+    def take(self, space: RowSpace, seed: int) -> None:
+        """Make two products with a random vector, and time the second."""
+        self.size = space.size
+        d = space.random(seed, 1.0 / math.sqrt(space.size))
+        space.apply(d)
+        with self._watch.on(Account.REFRESH):
+            space.apply(d)
+        space.raise_together()

@@ -1,0 +1,485 @@
+"""Refreshes by budget: what they cost is measured, counted, and never more than asked.
+
+Time is what the tests make it. In the unit of the fake clock a step of the base takes 64, a product
+and an evaluation of the curvature batch 16 each: a refresh of ten products is 176, or 2.75 steps.
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from budgeted import Time
+from pairs import BATCHES, curvature, network, shards, spread, vector
+from pairs import take as take_step
+from ranks import agreed
+from reference import cross_entropy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from second_order import DHO2, CurvatureError, RankMismatchError, SecondOrderWarning
+from second_order.fosi.checkpoint import BUDGET
+from second_order.lanczos.vector_space import RowSpace
+from second_order.stopwatch import Account, DeviceClock, HostClock, Stopwatch, clock_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pool import World
+
+AUTO: dict[str, Any] = {"curvature_interval": "auto", "overhead": 0.125, "warmup_steps": None}
+
+
+class Run:
+    """A training whose parts take as long as told.
+
+    Attributes:
+        asked: The steps at which the curvature closure was called.
+        found: The steps of refreshes.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, **options: Any) -> None:
+        self.time, self.rank, self.world_size = Time(), rank, world_size
+        self.step, self.product, self.evaluation = 64.0, 16.0, 16.0
+        self.asked: list[int] = []
+        self.found: list[int] = []
+        self.spent = 0.0
+        self.model = network()
+        self.optimizer = spread(self.model, rank, world_size, **{**AUTO, **options})
+        self.attach()
+
+    def attach(self) -> None:
+        """Let the optimizer ask this run's closure, and read its clock."""
+        loss = curvature(self.model, self.rank, self.world_size)
+
+        def asking() -> Any:
+            self.asked.append(self.steps)
+            self.time.spend(self.evaluation)
+            return loss()
+
+        self.optimizer.curvature_closure = asking
+        fosi: Any = self.optimizer._curvature
+        self.budget = fosi.pairs.budget
+        self.budget.clock = HostClock(self.time)
+        fosi._split = self.time.before(fosi._split, 1000.0)
+        fosi._correct = self.time.before(fosi._correct, 1000.0)
+
+    @property
+    def steps(self) -> int:
+        return int(self.optimizer._training.steps)
+
+    def go(self, steps: int) -> Run:
+        apply = RowSpace.apply
+
+        def slow(space: RowSpace, d: Tensor) -> Tensor:
+            self.time.spend(self.product)
+            return apply(space, d)
+
+        with patch.object(RowSpace, "apply", slow):
+            for _ in range(steps):
+                self.time.spend(self.step)
+                batch = BATCHES[self.steps % len(BATCHES)]
+                (mine,) = shards([batch], self.rank, self.world_size)
+                before = self.optimizer.curvature.refreshes
+                at = self.steps
+                take_step(self.model, self.optimizer, mine)
+                if self.optimizer.curvature.refreshes > before:
+                    self.found.append(at)
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        self.optimizer.consolidate(to=None)
+        buffer = io.BytesIO()
+        torch.save([self.model.state_dict(), self.optimizer.state_dict()], buffer)
+        buffer.seek(0)
+        model, optimizer = torch.load(buffer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load(self, saved: dict[str, Any]) -> Run:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        return self
+
+
+# What is measured, and when refreshes come.
+
+
+def test_refreshes_come_when_they_are_paid_for() -> None:
+    """The probe, 48, is paid for after 6 steps, each refresh after 22."""
+    run = Run().go(11)
+    assert run.asked == [10]
+    assert (run.budget.price, run.budget.cost, run.budget.spent) == (0.0, 2.75, 0.75)
+    run.go(64)
+    assert run.found == [28, 50, 72]
+    assert run.asked == [10, 28, 50, 72]
+    assert (run.budget.price, run.budget.cost, run.budget.spent) == (0.25, 2.75, 9.0)
+
+
+@pytest.mark.parametrize("warmup", [None, 0, 3])
+def test_no_more_is_spent_than_the_overhead_earns(warmup: int | None) -> None:
+    """From the second refresh on, if the first one came unpaid; and not much less."""
+    run = Run(warmup_steps=warmup, lanczos_tol=0.3)
+    for _ in range(90):
+        run.go(1)
+        paid = run.steps >= (0 if warmup is None else 44)
+        assert run.budget.spent <= 0.125 * run.steps or not paid or run.steps < 11
+    assert 0.125 * run.steps - run.budget.spent < 2.75 + 0.125
+    assert len(run.found) >= 2
+
+
+def test_a_refresh_of_fewer_products_is_soon_followed_by_the_next() -> None:
+    run = Run(lanczos_iterations=20, lanczos_tol=1.0).go(10)
+    gaps = []
+    for _ in range(80):
+        run.go(1)
+        if run.found and run.found[-1] == run.steps - 1:
+            products = run.optimizer.curvature.products
+            assert products < 20
+            assert run.budget.cost == pytest.approx(run.budget.price * (products + 1))
+            gaps.append(run.budget.interval(run.found[-1]))
+    assert gaps[-1] < run.found[0]
+    assert run.found[-1] - run.found[-2] == gaps[-2]
+
+
+def test_a_costly_refresh_does_not_eat_a_short_run() -> None:
+    run = Run()
+    run.product = 64.0 * 10
+    run.go(100)
+    assert run.asked == [10]
+    assert run.found == []
+    assert run.budget.cost == 110
+    assert run.budget.next_step(-1) == math.ceil((20.25 + 110) / 0.125)
+
+
+def test_a_warm_up_that_is_given_is_kept_and_paid_for_afterwards() -> None:
+    run = Run(warmup_steps=0).go(70)
+    assert run.found == [0, 44, 66]
+    assert (run.budget.price, run.budget.spent) == (0.25, 8.25)
+    late = Run(warmup_steps=40).go(90)
+    assert late.found == [40, 62, 84], "what has not been spent comes not all at once"
+    assert late.asked == late.found, "no probe"
+
+
+def test_first_steps_and_outliers_do_not_count_nor_newton_steps() -> None:
+    run = Run(warmup_steps=30)
+    for step in range(31):
+        run.step = 64000.0 if step < 2 or step % 3 == 0 else 64.0
+        run.go(1)
+    assert run.budget.price == 0.25
+    run = Run(warmup_steps=0)
+    run.step = 6400.0
+    run.go(2)
+    run.step = 64.0
+    assert run.go(3).budget.price == 0.25  # all steps had Newton steps, which took 2,000
+
+
+def test_nobody_looks_at_a_clock_without_auto_or_afterwards() -> None:
+    run = Run(curvature_interval=4, warmup_steps=None).go(12)
+    assert run.time.looks == 0
+    assert run.found == [4, 8]
+    curved = run.saved()["optimizer"]["state"][0]["curvature"]
+    assert not set(BUDGET) & curved.keys()
+    run = Run().go(29)
+    looks = run.time.looks
+    run.go(30)
+    assert run.time.looks == looks > 0
+    assert Run(largest=0, smallest=0).go(12).time.looks == 0
+
+
+def test_a_probe_leaves_no_trace_and_changes_no_refresh() -> None:
+    run, plain = Run().go(29), Run(curvature_interval=1000, warmup_steps=28).go(29)
+    assert torch.equal(vector(run.model), vector(plain.model))
+    assert torch.equal(run.optimizer.curvature.eigenvalues, plain.optimizer.curvature.eigenvalues)
+    base = Run(largest=0, smallest=0).go(29)
+    assert not torch.equal(vector(run.model), vector(base.model)), "the eigenpairs do something"
+
+
+def test_a_devices_work_is_measured_on_the_device() -> None:
+    assert isinstance(clock_of(torch.device("cuda", 0)), DeviceClock)
+    assert isinstance(clock_of(torch.device("cpu")), HostClock)
+
+
+def test_a_stopwatch_keeps_the_last_laps() -> None:
+    time = Time()
+    watch = Stopwatch(HostClock(time), kept=3)
+    for lap in range(1, 6):
+        time.spend(lap)
+        with watch.on(Account.REFRESH):
+            time.spend(10 * lap)
+        watch.lap()
+    laps = watch.read()
+    assert [lap[Account.BASE] for lap in laps] == [3, 4, 5]
+    assert [lap[Account.REFRESH] for lap in laps] == [30, 40, 50]
+
+
+# Accidents.
+
+
+def test_nothing_is_measured_while_all_is_frozen() -> None:
+    run = Run()
+    run.model.requires_grad_(False)
+    for _ in range(15):
+        run.optimizer.step()
+    assert run.time.looks == 0
+    run.model.requires_grad_(True)
+    assert run.go(30).found == [28], "steps are earned, whoever trains"
+
+
+def test_other_parameters_have_another_price() -> None:
+    run = Run().go(30)
+    first = next(iter(run.model.parameters()))
+    first.requires_grad_(False)
+    run.product = 32.0
+    with pytest.warns(SecondOrderWarning, match="the eigenpairs are dropped"):
+        run.go(1)
+    assert run.budget.measuring
+    run.go(60)
+    assert run.asked[:3] == [10, 28, 40], "a probe after ten steps"
+    assert run.found[1] == math.ceil((3.5 + 1.25 + 0.5 * 11) / 0.125), "the second probe counts"
+    assert run.budget.price == pytest.approx((16 + 320) / 64 / 11)
+
+
+def test_a_probe_whose_closure_fails_comes_again() -> None:
+    run = Run().go(10)
+    closure, before = run.optimizer.curvature_closure, vector(run.model)
+    run.optimizer.curvature_closure = None
+    with pytest.raises(CurvatureError, match="due at step 10, and there is no curvature closure"):
+        run.go(1)
+    assert torch.equal(vector(run.model), before)
+    run.optimizer.curvature_closure = closure
+    assert run.go(19).found == [28]
+
+
+def test_a_refresh_that_is_not_finite_is_paid_for() -> None:
+    run = Run().go(30)
+    loss = curvature(run.model, 0, 1)
+    run.optimizer.curvature_closure = lambda: (loss()[0] * math.inf, 30)
+    spent = run.budget.spent
+    with pytest.warns(SecondOrderWarning, match="is not finite"):
+        run.go(21)
+    assert run.budget.spent > spent
+
+
+@pytest.mark.parametrize("steps", [5, 15, 29, 31])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_know_or_measure_anew(how: Any, steps: int) -> None:
+    run = Run().go(steps)
+    del run.optimizer._curvature._split, run.optimizer._curvature._correct
+    run.budget.clock = None
+    run.model, run.optimizer = how((run.model, run.optimizer))
+    run.attach()
+    assert run.budget.measuring == (steps < 29)
+    run.go(60 - steps)
+    assert run.budget.price == 0.25
+    assert run.found == [28, 50]
+
+
+def test_a_copy_of_a_refresh_whose_price_is_not_known_yet() -> None:
+    run = Run(warmup_steps=0).go(2)
+    del run.optimizer._curvature._split, run.optimizer._curvature._correct
+    run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
+    run.attach()
+    run.go(40)
+    assert run.asked == [0, 12, 28]
+    assert run.found == [0, 28]
+
+
+# Ranks.
+
+
+def on_ranks(rank: int, world_size: int, layout: str) -> Any:
+    """Where a rank is three times as slow at everything but the passes."""
+    run = Run(rank, world_size, layout=layout)
+    run.product = run.evaluation = 8.0 + 16.0 * rank
+    run.step = 96.0 - 64.0 * rank
+    trajectory = []
+    for _ in range(40):
+        run.go(1)
+        trajectory.append(vector(run.model))
+    return run.asked, run.found, run.budget.price, trajectory
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_ranks_with_different_clocks_do_the_same(world: World, layout: str) -> None:
+    (asked, found, price, a), (*others, b) = world.run(on_ranks, 2, layout)
+    assert [asked, found, price] == others == [[10, 28], [28], 0.25]
+    agreed([a, b])
+
+
+def parted(rank: int, world_size: int) -> str:
+    run = Run(rank, world_size).go(12)
+    run.budget.cost += rank
+    with pytest.raises(RankMismatchError) as error:
+        run.go(1)
+    return str(error.value)
+
+
+def test_ranks_compare_what_they_know(world: World) -> None:
+    for said in world.run(parted, 2):
+        assert "refreshes by budget" in said
+
+
+# Checkpoints.
+
+
+def train_and_save(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    return Run(rank, world_size).go(steps).saved()
+
+
+def load_and_train(rank: int, world_size: int, saved: dict[str, Any], steps: int) -> Any:
+    """As a machine that is a hundred times as slow at everything but the passes."""
+    run = Run(rank, world_size)
+    run.time.spend(12345.0)
+    run.product = run.evaluation = 1600.0
+    run.load(saved).go(steps)
+    return run.found, run.asked, vector(run.model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_resumed_run_repeats_refreshes_on_any_machine(
+    world: World, before: int, after: int
+) -> None:
+    saved = world.run(train_and_save, before, 30)[0]
+    for found, asked, _ in world.run(load_and_train, after, saved, 25):
+        assert found == asked == [50]
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
+    whole = Run().go(30)
+    saved = whole.saved()
+    whole.go(45)
+    found, _, weights = load_and_train(0, 1, saved, 45)
+    assert found == [50, 72]
+    assert torch.equal(weights, vector(whole.model))
+    probed = Run().go(15).saved()
+    assert Run().load(probed).go(15).asked == [28], "what the probe found is known"
+
+
+def test_an_older_checkpoint_loads_and_costs_are_measured_anew() -> None:
+    for steps, probe, refreshes in ((5, 15, [28]), (30, 40, [50])):
+        saved = train_and_save(0, 1, steps)
+        for entry in saved["optimizer"]["state"].values():
+            for name in BUDGET:
+                del entry["curvature"][name]
+        run = Run().load(saved)
+        assert run.budget.measuring
+        run.go(refreshes[0] + 1 - steps)
+        assert run.asked == [probe, *refreshes]
+        assert run.found == refreshes
+
+
+def test_a_checkpoint_goes_from_auto_to_an_interval_and_back() -> None:
+    run = Run(curvature_interval=4, warmup_steps=None).load(train_and_save(0, 1, 30)).go(4)
+    assert run.found == [32]
+    auto = Run().load(run.saved())
+    assert auto.budget.measuring
+    half = Run(overhead=0.0625).load(train_and_save(0, 1, 30))
+    assert half.budget.next_step(28) == 2 * 28 + 44, "costs are known, and another share is asked"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("product_price", -1.0, "outside"),
+        ("refresh_cost", math.nan, "not finite"),
+        ("refreshes_spent", "much", "not a number"),
+        ("refresh_cost", 7.0, "is 7.0, and 2.75 elsewhere|is 2.75, and 7.0 elsewhere"),
+        ("product_price", None, "is missing"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
+    saved = train_and_save(0, 1, 12)
+    part = saved["optimizer"]["state"][0]["curvature"]
+    if value is None:
+        del part[name]
+    else:
+        part[name] = value
+    run = Run().go(12)
+    with pytest.raises(ValueError, match=match):
+        run.load(saved)
+    assert run.budget.cost == 2.75
+
+
+def test_they_go_through_a_distributed_checkpoint(tmp_path: Path) -> None:
+    first = Run().go(30)
+    dcp.save({"o": get_optimizer_state_dict(first.model, first.optimizer)}, checkpoint_id=tmp_path)
+    second = Run()
+    state = {"o": get_optimizer_state_dict(second.model, second.optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(second.model, second.optimizer, state["o"])
+    assert second.go(25).found == [50]
+
+
+# Options, and what is told.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"overhead": 0.0}, ValueError, r"overhead=0\.0 is outside \(0, 10\]; 0\.2 is the default"),
+        ({"curvature_interval": "often"}, TypeError, "curvature_interval='often' is not a whole"),
+    ],
+)
+def test_bad_values_are_refused(options: dict[str, Any], error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        DHO2(network(), lr=0.1, **options)
+
+
+def test_a_schedule_may_not_return_auto() -> None:
+    run = Run(curvature_interval=lambda step: 1 if step < 1 else "auto", warmup_steps=0)
+    with pytest.raises(TypeError, match="at step 1: curvature_interval='auto' is not a whole"):
+        run.go(2)
+
+
+def test_auto_is_the_default() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = DHO2(model, lr=0.1)
+    assert optimizer._curvature.options.overhead == 0.2
+    for _ in range(10):  # no closure is asked for
+        optimizer.zero_grad()
+        cross_entropy(model(torch.ones(4, 3)), torch.tensor([0, 1, 0, 1])).backward()
+        optimizer.step()
+    assert "refreshes by budget, overhead 0.2: being measured" in str(optimizer.summary())
+    with pytest.raises(CurvatureError, match="due at step 10"):
+        optimizer.step()
+
+
+def test_the_summary_and_the_statistics_tell_interval_and_share() -> None:
+    run = Run().go(12)
+    assert math.isnan(Run().optimizer.statistics()["curvature_interval"])
+    line = "refreshes by budget, overhead 0.125: the next at step 28, for about 2.75 steps of SGD"
+    assert line in str(run.optimizer.summary())
+    assert run.optimizer.statistics()["curvature_interval"] == 28
+    run.go(20)
+    line = (
+        "refreshes by budget, overhead 0.125: the next at step 50, every 22 steps or so; a product "
+        "costs 0.25 steps of SGD alone, the last refresh 2.75, all so far 3.5"
+    )
+    assert line in str(run.optimizer.summary())
+    told = run.optimizer.statistics()
+    assert told["curvature_interval"] == 22
+    of = {name: told[f"total_seconds/{name}"] for name in run.optimizer._curvature.accounts}
+    base = sum(of.values()) - of["lanczos"] - of["split"] - of["newton"]
+    assert told["refresh_share"] == pytest.approx(of["lanczos"] / base)
+    assert 0 < told["refresh_share"] < 1
+    fixed = Run(curvature_interval=7)
+    assert fixed.optimizer.statistics()["curvature_interval"] == 7
+    assert "budget" not in str(fixed.optimizer.summary())
+
+
+def test_nothing_is_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecondOrderWarning)
+        Run().go(30)
