@@ -1,7 +1,8 @@
-"""The residual network, the U-Net and BERT, on one process and on two, a few steps each."""
+"""The residual network, the U-Net, BERT, a frozen body and a PINN, a few steps each."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 RESNET = ("--steps", 3, "--batch-size", 16, "--width", 4)
 UNET = ("--steps", 3, "--batch-size", 4, "--width", 4, "--size", 16)
+TUNED = ("--steps", 3, "--batch-size", 32, "--body-steps", 2)
+ADAM = ("--optimizer", "adam")
 BERT = ("--steps", 2, "--pretrain-steps", 2, "--batch-size", 4, "--length", 16, "--width", 16)
 
 
@@ -25,16 +28,18 @@ def under_torchrun(rank: int, world_size: int, *arguments: Any) -> str:
         return script(rank, world_size, *arguments)
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("resnet", RESNET), ("unet", UNET)])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("resnet", RESNET), ("unet", UNET), ("fine_tuning", TUNED)]
+)
 def test_one_process_and_two(world: World, name: str, arguments: Any) -> None:
     """The first process tells, and what it tells is not what the base alone does."""
     alone = script(0, 1, name, *arguments)
     first, second = world.run(under_torchrun, 2, name, *arguments)
     assert second == ""
-    other = {"resnet": "sgd", "unet": "adam"}[name]
+    other = {"resnet": "sgd", "unet": "adam", "fine_tuning": "adam"}[name]
     plain = script(0, 1, name, *arguments, "--optimizer", other)
     for told in (alone, first, plain):
-        assert "step    3  loss " in told
+        assert re.search(r"step    3 .* loss \d", told)
     assert plain != alone
 
 
@@ -63,3 +68,30 @@ def test_resnet_20_has_the_parameters_of_its_paper() -> None:
     net = resnet(3, 16, 3)
     assert sum(p.numel() for p in net.parameters()) == pytest.approx(272_474, rel=0.011)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_pinn_comes_nearer_to_the_solution_and_otherwise_than_with_its_base() -> None:
+    """The Laplacian is that of its network, and Newton steps begin after the warm-up."""
+    import pinn
+
+    found = [script(0, 1, "pinn", "--steps", 120, "--side", 6, *m) for m in ((), ADAM)]
+    ours, base = ([float(e) for e in re.findall(r"relative error (\S+)", f)] for f in found)
+    assert ours[0] == base[0]
+    assert ours[1] != base[1]
+    assert ours[1] < ours[0] < 1.0
+    net, points = pinn.network().double(), torch.rand(3, 2, dtype=torch.float64)
+    hessians = [torch.autograd.functional.hessian(lambda x: net(x).sum(), p) for p in points]
+    expected = torch.stack([h.trace() for h in hessians])
+    assert torch.allclose(pinn.laplacian(net, points).squeeze(), expected)
+
+
+def test_a_two_layer_head_on_a_frozen_body() -> None:
+    import fine_tuning
+
+    body = {name: t.clone() for name, t in fine_tuning.known_body(2).state_dict().items()}
+    told = script(0, 1, "fine_tuning", *TUNED, "--head", "two-layer")
+    losses = re.findall(r"training loss (\S+)", told)
+    assert 0.0 < float(losses[-1]) < 2.0
+    assert all(
+        torch.equal(t, body[name]) for name, t in fine_tuning.known_body(2).state_dict().items()
+    )

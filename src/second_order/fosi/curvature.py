@@ -65,6 +65,7 @@ class FOSICurvature(Curvature):
         training: The training to serve.
         options: The options of the step.
         closure: Evaluates the loss on the curvature batch.
+        settings: A line for the summary, on where the options come from.
 
     Attributes:
         options: The options of the step.
@@ -86,12 +87,18 @@ class FOSICurvature(Curvature):
     refused = 0
     """How many messages and connections of other processes this one has refused."""
 
-    def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
+    def __init__(
+        self,
+        training: Training,
+        options: FOSIOptions,
+        closure: Closures | None,
+        settings: str = "",
+    ) -> None:
         super().__init__(training)
         check_one_vector(training.groups)
         _check_uncorrected(training)
         check_shards(members_of(training.groups), options)
-        self.options = options
+        self.options, self._settings = options, settings
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
         )
@@ -338,6 +345,7 @@ class FOSICurvature(Curvature):
             training.titled(pairs, f"layout {options.layout}"),
             parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
             notes=[
+                *filter(None, [self._settings]),
                 *eigenpair_notes(self.report(), refresh_share(training.meter.read(ACCOUNTS))),
                 *self.pairs.budget.said(self.pairs.tally.step),
             ],

@@ -190,8 +190,18 @@ class Chunk:
         """Index of the parameters' group."""
         return self.pieces[0].group
 
+    @cached_property
+    def whole(self) -> list[Tensor]:
+        """The parameters, if there are several and all of each is in the chunk; else nothing."""
+        params = [piece.param for piece in self.pieces]
+        sizes = [p.numel() for p in params]
+        alone = len(params) < 2 or sizes != self.sizes or any(map(is_dtensor, params))
+        return [] if alone else params
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy."""
+        if self.whole:
+            return _flat([p.detach() for p in self.whole], dtype)
         parts = [piece.of(piece.param) for piece in self.pieces]
         if len(parts) == 1 and self.pieces[0].param.grad is None:
             return parts[0].to(dtype, copy=True)
@@ -199,6 +209,9 @@ class Chunk:
 
     def put_values(self, flat: Tensor) -> None:
         """Write the parameters that have a gradient: the others stay, as with any optimizer."""
+        if self.whole and all(p.grad is not None for p in self.whole):
+            _put_whole(self.whole, flat)
+            return
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         _put(here, [piece.param for piece in here], self._parts(flat, here))
 
@@ -208,6 +221,9 @@ class Chunk:
 
     def gradients(self, dtype: torch.dtype) -> Tensor:
         """The gradients, flat, a view or a copy as :meth:`values`; zeros without a gradient."""
+        gradients = self._whole_gradients()
+        if gradients:
+            return _flat(gradients, dtype)
         parts = [
             torch.zeros(piece.size, dtype=dtype, device=piece.param.device)
             if piece.param.grad is None
@@ -218,6 +234,10 @@ class Chunk:
 
     def put_gradients(self, flat: Tensor) -> None:
         """Write the gradients of the parameters that have one."""
+        whole = self._whole_gradients()
+        if whole:
+            _put_whole(whole, flat)
+            return
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         gradients = [g for piece in here if (g := piece.param.grad) is not None]
         _put(here, gradients, self._parts(flat, here))
@@ -234,6 +254,27 @@ class Chunk:
     @staticmethod
     def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+
+    def _whole_gradients(self) -> list[Tensor]:
+        """The gradients of :attr:`whole` parameters, if all have one."""
+        found = [p.grad for p in self.whole]
+        return [g.detach() for g in found if g is not None] if None not in found else []
+
+
+# Many small parameters are most of a small network, and a call for each most of a step: these are
+# one call for all.
+
+
+def _flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Whole tensors as a flat copy."""
+    flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return flat.to(dtype)
+
+
+def _put_whole(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Write flat values to whole tensors."""
+    with torch.no_grad():
+        torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(flat, tensors))
 
 
 def _put(pieces: Sequence[Piece], tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

@@ -26,8 +26,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from second_order.contract.training import Training
 from second_order.fosi.curvature import FOSICurvature
-from second_order.fosi.options import FOSIOptions, Layout
+from second_order.fosi.options import Layout
+from second_order.fosi.presets import PresetName, check_given, suited
 from second_order.lanczos.hvp import LossFn, ProductMode
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
@@ -53,7 +55,12 @@ class DHO2(EigenpairOptimizer):
             mode, should the curvature closure change it, and for names in ``summary()``.
         lr: Learning rate of the base.
         base: Class of the first-order optimizer.
-        largest: k, how many of the largest eigenpairs get Newton steps.
+        preset: What the training is like, for the options that are None by default: "general";
+            "fine-tuning", where a small part trains behind a frozen body; "full-batch", where every
+            gradient is of all examples, and the curvature batch is these; "auto": fine-tuning if
+            three quarters of the model's parameters are frozen and come before the first that
+            trains, else general. Options that are given go before it.
+        largest: k, how many of the largest eigenpairs get Newton steps; 10, or 50 for fine-tuning.
         smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
             callable of the step; "auto": as often as ``overhead`` allows.
@@ -63,10 +70,11 @@ class DHO2(EigenpairOptimizer):
             costs, in steps of the base, are kept from then on, in checkpoints, too. Not used
             without "auto".
         warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
-            or until the first pairs are paid for.
-        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
-            largest learning rate of the schedule and follows it from there; a callable of the step
-            is taken as it is.
+            or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
+            then they are paid for before the second ones.
+        newton_scale: α, the length of a Newton step; 1.0 is a full one. 0.1, or 0.5 for fine-tuning
+            and full batches. A number is α at the largest learning rate of the schedule and follows
+            it from there; a callable of the step is taken as it is.
         lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the
             k steepest directions are out of their way. None for the published values: 3 for SGD,
             1 for other bases, which scale their steps themselves.
@@ -74,7 +82,7 @@ class DHO2(EigenpairOptimizer):
             loss of the curvature batch does not rise; halve it where that has risen. A learning
             rate that the base bears alone may be too long times 3. False for s as published.
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
-            max(4(k + l), 2 ln n).
+            max(4(k + l), 2 ln n), or 80 with the 50 pairs of fine-tuning.
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
         lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
         eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when
@@ -82,7 +90,8 @@ class DHO2(EigenpairOptimizer):
         subspace_momentum: Momentum inside the eigenvectors' span. "average": the base's β, as a
             running average, so that α means the same whatever the base's momentum. "base": just as
             the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
-            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
+            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β. None
+            for "average", or 0.0 for fine-tuning and full batches.
         warm_start: Start a refresh from the last eigenvectors.
         hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature
             batch for a refresh; "recomputed" evaluates the closure again for each product, one
@@ -121,19 +130,20 @@ class DHO2(EigenpairOptimizer):
         model: nn.Module | None = None,
         lr: float | Tensor,
         base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        largest: int = 10,
+        preset: PresetName = "auto",
+        largest: int | None = None,
         smallest: int = 0,
         curvature_interval: AutoInterval = "auto",
         overhead: float = 0.2,
         warmup_steps: int | None = None,
-        newton_scale: Schedule = 0.1,
+        newton_scale: Schedule | None = None,
         lr_scale_clip: float | None = None,
         lr_scale_guard: bool = True,
         lanczos_iterations: int | None = None,
         lanczos_tol: float = 1e-2,
         lanczos_dtype: torch.dtype | None = None,
         eigenvalue_floor: float = 1e-2,
-        subspace_momentum: float | Literal["average", "base"] = "average",
+        subspace_momentum: float | Literal["average", "base"] | None = None,
         warm_start: bool = True,
         hvp: ProductMode = "auto",
         layout: Layout = "row",
@@ -144,14 +154,20 @@ class DHO2(EigenpairOptimizer):
         process_group: Any = None,
         **base_kwargs: Any,
     ) -> None:
-        options = FOSIOptions.of(locals())
+        values = dict(locals())
+        check_given(values)
+
+        def curvature(training: Training) -> FOSICurvature:
+            options, settings = suited(values, training)
+            return FOSICurvature(training, options, curvature_closure, settings)
+
         super().__init__(
             params_or_model,
             model=model,
             base=base,
             base_kwargs={"lr": lr, **base_kwargs},
             own_keywords=own_keywords(DHO2),
-            curvature=lambda training: FOSICurvature(training, options, curvature_closure),
+            curvature=curvature,
             needs_model=False,
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,

@@ -1,0 +1,149 @@
+"""Settings by preset: which one a model calls for, and that what is given goes before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from second_order import DHO2
+
+GENERAL = {"largest": 10, "newton_scale": 0.1, "warmup_steps": None, "subspace_momentum": "average"}
+TUNING = {"largest": 50, "newton_scale": 0.5, "warmup_steps": 0, "subspace_momentum": 0.0}
+
+
+def body_and_head(frozen: int = 2) -> nn.Sequential:
+    """20-20-20-2, of which the first layers are frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh())
+    model.append(nn.Linear(20, 2)).double()
+    for layer in [m for m in model if isinstance(m, nn.Linear)][:frozen]:
+        layer.requires_grad_(False)
+    return model
+
+
+def options_of(optimizer: DHO2) -> dict[str, Any]:
+    return vars(optimizer._curvature.options)
+
+
+def settings_of(optimizer: DHO2) -> str:
+    (line,) = (note for note in optimizer.summary().notes or () if note.startswith("settings: "))
+    return line
+
+
+class Adapted(nn.Module):
+    """A small matrix that trains beside a frozen one, in each of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(20, 1)
+        self.large = nn.Linear(20, 20).requires_grad_(False)
+        self.last = nn.Linear(20, 20).requires_grad_(False)
+
+
+class Embedded(nn.Module):
+    """A frozen table of embeddings, which no product runs through anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 20).requires_grad_(False)
+        self.rest = nn.Linear(20, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "preset"),
+    [
+        (body_and_head(), "fine-tuning"),
+        (body_and_head(1), "general"),  # half of the model: a gradient runs the other half, too
+        (body_and_head(0), "general"),
+        (Adapted(), "general"),  # a product runs from the first layer on
+        (Embedded(), "general"),
+    ],
+    ids=["head", "half", "whole", "adapters", "embedding"],
+)
+def test_a_frozen_body_is_seen(model: nn.Module, preset: str) -> None:
+    optimizer = DHO2(model, lr=0.1)
+    expected = TUNING if preset == "fine-tuning" else GENERAL
+    assert expected.items() <= options_of(optimizer).items()
+    assert settings_of(optimizer).startswith(f"settings: {preset}")
+
+
+def test_without_the_model_nothing_is_known_of_a_body() -> None:
+    model = body_and_head()
+    assert options_of(DHO2(model[-1].parameters(), lr=0.1))["largest"] == 10
+    assert options_of(DHO2(model[-1].parameters(), model=model, lr=0.1))["largest"] == 50
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"newton_scale": 0.2}, {**TUNING, "newton_scale": 0.2, "lanczos_iterations": 80}),
+        ({"warmup_steps": 7, "subspace_momentum": "average"}, {"warmup_steps": 7, "largest": 50}),
+        ({"largest": 4}, {"largest": 4, "lanczos_iterations": None, "newton_scale": 0.5}),
+        ({"lanczos_iterations": 20}, {"largest": 20, "lanczos_iterations": 20}),
+        ({"lanczos_iterations": 20, "largest": 3}, {"largest": 3, "lanczos_iterations": 20}),
+        ({"smallest": 40}, {"largest": 50, "smallest": 40, "lanczos_iterations": None}),
+        ({"preset": "general"}, {**GENERAL, "lanczos_iterations": None}),
+        ({"preset": "full-batch"}, {"largest": 10, "warmup_steps": 100, "newton_scale": 0.5}),
+    ],
+    ids=str,
+)
+def test_what_is_given_goes_before_the_preset(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    optimizer = DHO2(body_and_head(), lr=0.1, **given)
+    assert expected.items() <= options_of(optimizer).items()
+    assert not any(f" {name}=" in settings_of(optimizer) for name in given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"preset": "finetuning"}, "preset='finetuning' is not one of .*'fine-tuning'"),
+        ({"preset": None}, "preset=None is not one of"),
+        ({"preset": "fine-tuning", "largest": -1}, "largest=-1 is below 0"),
+        ({"preset": "fine-tuning", "newton_scale": -0.5}, r"newton_scale=-0\.5 is outside"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DHO2(body_and_head(), lr=0.1, **given)
+
+
+def trained(model: nn.Sequential, **options: Any) -> Tensor:
+    """The head after three steps."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(30, 20, generator=generator, dtype=torch.float64)
+    y = torch.randint(2, (30,), generator=generator)
+    optimizer = DHO2(model, lr=0.05, **options)
+    optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model[-1].weight.detach()
+
+
+def test_a_preset_is_these_options() -> None:
+    found = trained(body_and_head())
+    assert torch.equal(found, trained(body_and_head(), lanczos_iterations=80, **TUNING))
+    assert not torch.allclose(found, trained(body_and_head(), preset="general"), atol=1e-3)
+
+
+def test_products_do_not_run_a_frozen_body() -> None:
+    """One forward pass of it serves all products of a refresh, and none has a way back into it."""
+    model, calls = body_and_head(), []
+    model[0].register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    model[2].register_forward_hook(lambda _, __, output: calls.append(output.requires_grad))
+    x, y = torch.ones(4, 20, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+    optimizer = DHO2(model, lr=0.05, curvature_closure=lambda: cross_entropy(model(x), y))
+    model[-1].weight.grad = torch.ones_like(model[-1].weight)
+    optimizer.step()
+    assert optimizer.curvature.products > 2
+    assert calls == [True, False]
+    thawed = body_and_head(0)  # the way is there where the body trains
+    assert thawed[:4](x).requires_grad
