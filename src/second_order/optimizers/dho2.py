@@ -69,9 +69,9 @@ class DHO2(EigenpairOptimizer):
             the first computation comes once it is paid for, and each that follows when it is; the
             costs, in steps of the base, are kept from then on, in checkpoints, too. Not used
             without "auto".
-        warmup_steps: W, steps of the base before the first pairs. None for what ``preset`` sets: 0
-            for fine-tuning, 100 for full batches; in general ``curvature_interval``, or until the
-            first pairs are paid for.
+        warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
+            or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
+            then they are paid for before the second ones.
         newton_scale: α, the length of a Newton step; 1.0 is a full one. 0.1, or 0.5 for fine-tuning
             and full batches. A number is α at the largest learning rate of the schedule and follows
             it from there; a callable of the step is taken as it is.
