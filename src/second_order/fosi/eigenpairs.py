@@ -171,7 +171,7 @@ class Eigenpairs:
         training, options, tally = self._training, self._options, self.tally
         self.drop_unsound()
         had = self.subspace is not None
-        measured = self._vector.hessian(loss_fn, options.hvp)
+        measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
         with training.meter.stage("lanczos"), measured as space:
             pairs = wanted_pairs(space, self._start(space), options)
             loss = space.loss()
