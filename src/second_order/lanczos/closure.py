@@ -106,13 +106,12 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
     Raises:
         CurvatureError: If it is no loss with a graph, or not what the curvature needs.
     """
-    examples: Any = None
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        value, examples = value
+    counted = isinstance(value, (tuple, list)) and len(value) == 2
+    value, examples = value if counted else (value, 1.0)
     if not isinstance(value, Outputs):
         if curvature != "hessian":
             raise CurvatureError(_needs_outputs(curvature, value))
-        return Evaluation(_scalar(value), _weight(1.0 if examples is None else examples), [], [])
+        return Evaluation(_scalar(value), _weight(examples), [], [])
     outputs, leaves = _tensors(value.outputs), []
     losses: Any
     if curvature == "gauss-newton":
@@ -138,8 +137,8 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
         roots = [losses]
     elif curvature == "hessian":
         roots = []
-    if examples is None:
-        examples = len(losses) if each else 1.0
+    if each and not counted:
+        examples = len(losses)
     return Evaluation(_scalar(losses.mean() if each else losses), _weight(examples), roots, leaves)
 
 

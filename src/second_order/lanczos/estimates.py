@@ -1,9 +1,10 @@
-"""Trace and diagonal of a curvature matrix, from products with random signs.
+"""Trace and diagonal of a curvature matrix: the steep directions exactly, the rest by random signs.
 
-    trace, Hutch++    S: m/3 sign vectors, Q = orth(H S);  tr H = tr(QᵀHQ) + tr(PHP), P = I − QQᵀ,
-                      the first exactly, the second as the mean of zᵀPHPz over m/3 sign vectors
-                      (Meyer, Musco, Musco, Woodruff, 2021)
-    diagonal          the mean of z ∘ Hz over sign vectors (Bekas, Kokiopoulou, Saad, 2007)
+    Q = orth(H S) of some sign vectors S, P = I − QQᵀ;    H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
+    trace      tr(QᵀHQ), and the mean of zᵀPHPz over sign vectors z: Hutch++ (Meyer, Musco, Musco,
+               Woodruff, 2021)
+    diagonal   that of the first three terms, and the mean of z ∘ PHPz; without Q it is the
+               estimator of Bekas, Kokiopoulou, Saad, 2007
 
 What is left to chance is a mean of independent samples, and so has a standard error.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from second_order.lanczos.vector_space import RowSpace
 
 __all__ = ["Diagonal", "Trace", "diagonal", "trace"]
 
-LEAST_PRODUCTS = 6  # of a trace: two samples at least for a standard error
+LEAST_SAMPLES = 2  # for a standard error
 NOT_FINITE = (
     "a Hessian-vector product is not finite; look at the loss of the batch, or use a wider dtype"
 )
@@ -55,6 +56,7 @@ def trace(
     params: ParamsOrModel,
     *,
     products: int = 48,
+    directions: int | None = None,
     seed: int = 0,
     hvp: ProductMode = "auto",
     dtype: torch.dtype | None = None,
@@ -65,13 +67,14 @@ def trace(
     """Estimate the trace of the Hessian of a loss.
 
     A third of the products looks for the steep directions, a third takes their share of the trace
-    exactly, and a third samples the rest: the error falls with 1 / m, and not with 1 / √m, where
-    few eigenvalues stand out.
+    exactly, and a third samples the rest, which is little where few eigenvalues stand out.
 
     Args:
         loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
         params: A module or its parameters, as for :func:`eigenpairs`.
-        products: m, Hessian-vector products at most, at least 6.
+        products: m, Hessian-vector products at most.
+        directions: Steep directions to take out of chance's way, two products each; None for m / 3,
+            0 for none, which is better only where no eigenvalues stand out.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
         dtype: Dtype of the vectors, as for :func:`eigenpairs`.
@@ -83,27 +86,21 @@ def trace(
         CurvatureError: As :func:`eigenpairs` does.
         ValueError: For too few products, or a pattern that matches no layer.
     """
-    if products < LEAST_PRODUCTS:
-        raise ValueError(
-            f"products={products} is below {LEAST_PRODUCTS}, which leave two samples for the "
-            f"standard error; 48 is the default"
-        )
+    directions = _checked(products, directions)
     with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
-        sketched = min(products // 3, space.size)
-        Q = _orthonormal(space, [space.apply(_signs(space, seed + i)) for i in range(sketched)])
-        captured = [_dot(space, q, space.apply(q)) for q in Q]
+        steep = _steep(space, min(directions, space.size), seed)
+        captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
         rest = []
-        count = products - 2 * sketched if len(Q) < space.size else 0
-        for i in range(count):
-            z = _without(space, Q, _signs(space, seed + sketched + i))
-            rest.append(_dot(space, z, space.apply(z)))
+        for z in steep.probes(products):
+            Pz = steep.without(z)
+            rest.append(_dot(space, Pz, space.apply(Pz)))
         space.raise_together()
         size = space.size
     value = math.fsum(captured) + (statistics.fmean(rest) if rest else 0.0)
     if not math.isfinite(value):
         raise CurvatureError(NOT_FINITE)
-    error = statistics.stdev(rest) / math.sqrt(count) if rest else 0.0
-    return Trace(value, error, size, sketched + len(Q) + count)
+    error = statistics.stdev(rest) / math.sqrt(len(rest)) if rest else 0.0
+    return Trace(value, error, size, steep.products + len(rest))
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,8 @@ def diagonal(
     loss_fn: LossFn | Sequence[LossFn],
     params: ParamsOrModel,
     *,
-    probes: int = 64,
+    products: int = 96,
+    directions: int | None = None,
     seed: int = 0,
     hvp: ProductMode = "auto",
     dtype: torch.dtype | None = None,
@@ -141,13 +139,14 @@ def diagonal(
 ) -> Diagonal:
     """Estimate the diagonal of the Hessian of a loss.
 
-    An element's variance is the sum of the squares of the others in its row, over ``probes``: a
-    diagonal Hessian is found exactly by one.
+    As for :func:`trace`, steep directions are taken exactly, and the rest is sampled. Of samples,
+    an element's variance is the sum of the squares of the others in its row, over their number.
 
     Args:
         loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
         params: A module or its parameters, as for :func:`eigenpairs`.
-        probes: Random vectors to average over, a product each; at least 2.
+        products: m, Hessian-vector products at most.
+        directions: Steep directions to take out of chance's way, as for :func:`trace`.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
         dtype: Dtype of the vectors, as for :func:`eigenpairs`.
@@ -157,25 +156,81 @@ def diagonal(
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
-        ValueError: For too few probes, or a pattern that matches no layer.
+        ValueError: For too few products, or a pattern that matches no layer.
     """
-    if probes < 2:
-        raise ValueError(f"probes={probes} is below 2, which a standard error takes; use 64")
+    directions = _checked(products, directions)
     with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
-        mean = torch.zeros_like(space.random(seed, 1.0), dtype=torch.float64)
-        squares = torch.zeros_like(mean)
-        for i in range(probes):  # mean and sum of squared deviations, updated (Welford, 1962)
-            z = _signs(space, seed + i)
-            sample = (z * space.apply(z)).double()
+        steep = _steep(space, min(directions, space.size), seed)
+        known = steep.diagonal()
+        mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
+        for z in steep.probes(products):
+            sample = (z * steep.without(space.apply(steep.without(z)))).double()
+            count += 1  # mean and sum of squared deviations, updated (Welford, 1962)
             deviation = sample - mean
-            mean += deviation / (i + 1)
+            mean += deviation / count
             squares += deviation * (sample - mean)
         space.raise_together()
-        values = space.gathered(mean)
-        errors = space.gathered((squares / (probes - 1) / probes).sqrt())
+        values = space.gathered(known + mean)
+        errors = space.gathered((squares / max(count - 1, 1) / max(count, 1)).sqrt())
     if not bool(values.isfinite().all()):
         raise CurvatureError(NOT_FINITE)
-    return Diagonal(values, errors, probes)
+    return Diagonal(values, errors, steep.products + count)
+
+
+def _checked(products: int, directions: int | None) -> int:
+    """The number of steep directions to look for."""
+    directions = products // 3 if directions is None else directions
+    least = 2 * directions + LEAST_SAMPLES
+    if directions < 0 or products < least:
+        raise ValueError(
+            f"products={products} with directions={directions}: directions are at least 0 and take "
+            f"two products each, and {LEAST_SAMPLES} samples more make a standard error; use "
+            f"products={max(least, 6)} or more"
+        )
+    return directions
+
+
+@dataclass(frozen=True)
+class _Steep:
+    """Directions that are taken exactly.
+
+    Attributes:
+        space: The space of the vectors.
+        Q: ``(k, rows)`` orthonormal.
+        HQ: ``(k, rows)`` their products.
+        seed: Seed of the sign vectors that sample the rest.
+        products: Number of products taken.
+    """
+
+    space: RowSpace
+    Q: Tensor
+    HQ: Tensor
+    seed: int
+    products: int
+
+    def without(self, v: Tensor) -> Tensor:
+        """P v, the vector without these directions."""
+        return _without(self.space, self.Q, v)
+
+    def probes(self, products: int) -> Iterator[Tensor]:
+        """Yield sign vectors for the rest of the products; none where no rest is left."""
+        if len(self.Q) < self.space.size:
+            for i in range(products - self.products):
+                yield _signs(self.space, self.seed + i)
+
+    def diagonal(self) -> Tensor:
+        """This process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
+        Q, HQ = self.Q.double(), self.HQ.double()
+        inner = self.space.total(Q @ HQ.t())
+        return (Q * (2 * HQ - inner @ Q)).sum(0)
+
+
+def _steep(space: RowSpace, count: int, seed: int) -> _Steep:
+    found = [space.apply(_signs(space, seed + i)) for i in range(count)]
+    none = torch.zeros_like(space.random(seed, 1.0)).expand(0, -1)
+    Q = _orthonormal(space, found) if found else none
+    HQ = torch.stack([space.apply(q) for q in Q]) if len(Q) else none
+    return _Steep(space, Q, HQ, seed + count, count + len(Q))
 
 
 def _signs(space: RowSpace, seed: int) -> Tensor:
