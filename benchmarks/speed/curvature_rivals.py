@@ -44,7 +44,7 @@ from second_order.lanczos import (
 )
 
 LARGEST, TOL = 10, 1e-3
-PRODUCTS, PROBES, REPEATS, ITERATIONS = 48, 64, 4, 64
+PRODUCTS, REPEATS, ITERATIONS = 96, 4, 64
 
 Found = tuple[Any, int]
 """An estimate, and the products it took."""
@@ -170,17 +170,25 @@ def tasks(model: nn.Module, x: Tensor, y: Tensor) -> list[Task]:
         found = trace(closure, model, products=PRODUCTS, seed=1000 * seed, curvature="gauss-newton")
         return found.value, found.products
 
-    def their_trace(seed: int) -> Found:
-        torch.manual_seed(seed)
-        return float(lib.hutchpp_trace(operator("gauss-newton"), PRODUCTS)), PRODUCTS
+    def their_trace(name: str) -> Callable[[int], Found]:
+        def theirs(seed: int) -> Found:
+            torch.manual_seed(seed)
+            return float(getattr(lib, name)(operator("gauss-newton"), PRODUCTS)), PRODUCTS
+
+        return theirs
 
     def our_diagonal(seed: int) -> Found:
-        found = diagonal(closure, model, probes=PROBES, seed=1000 * seed, curvature="gauss-newton")
+        found = diagonal(
+            closure, model, products=PRODUCTS, seed=1000 * seed, curvature="gauss-newton"
+        )
         return found.values, found.products
 
-    def their_diagonal(seed: int) -> Found:
-        torch.manual_seed(seed)
-        return lib.hutchinson_diag(operator("gauss-newton"), PROBES), PROBES
+    def their_diagonal(name: str) -> Callable[[int], Found]:
+        def theirs(seed: int) -> Found:
+            torch.manual_seed(seed)
+            return getattr(lib, name)(operator("gauss-newton"), PRODUCTS), PRODUCTS
+
+        return theirs
 
     bounds = 0.0, float(values[0])
     grid = torch.linspace(-0.05, 1.05, 1024).double() * bounds[1]
@@ -211,11 +219,17 @@ def tasks(model: nn.Module, x: Tensor, y: Tensor) -> list[Task]:
         product("gauss-newton"),
         top("hessian"),
         top("gauss-newton"),
-        Task(f"trace, {PRODUCTS} products", our_trace, their_trace,
-             lambda found: abs(found / total - 1)),
-        Task(f"diagonal, {PROBES} products", our_diagonal, their_diagonal,
-             lambda found: relative(found, exact_diagonal)),
-        Task(f"density, {REPEATS} x {ITERATIONS} products", our_density, their_density,
+        *(
+            Task(f"trace, beside `{name}`", our_trace, their_trace(name),
+                 lambda found: abs(found / total - 1))
+            for name in ("hutchpp_trace", "xtrace")
+        ),
+        *(
+            Task(f"diagonal, beside `{name}`", our_diagonal, their_diagonal(name),
+                 lambda found: relative(found, exact_diagonal))
+            for name in ("hutchinson_diag", "xdiag")
+        ),
+        Task(f"density, {REPEATS} probes of {ITERATIONS}", our_density, their_density,
              lambda found: float(torch.trapezoid((found - density).abs(), grid))),
     ]  # fmt: skip
 

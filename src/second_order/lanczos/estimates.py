@@ -1,6 +1,6 @@
 """Trace and diagonal of a curvature matrix: the steep directions exactly, the rest by random signs.
 
-    Q = orth(H S) of some sign vectors S, P = I − QQᵀ;    H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
+    Q = orth(H S) of some normal vectors S, P = I − QQᵀ;  H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
     trace      tr(QᵀHQ), and the mean of zᵀPHPz over sign vectors z: Hutch++ (Meyer, Musco, Musco,
                Woodruff, 2021)
     diagonal   that of the first three terms, and the mean of z ∘ PHPz; without Q it is the
@@ -226,7 +226,7 @@ class _Steep:
 
 
 def _steep(space: RowSpace, count: int, seed: int) -> _Steep:
-    found = [space.apply(_signs(space, seed + i)) for i in range(count)]
+    found = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
     none = torch.zeros_like(space.random(seed, 1.0)).expand(0, -1)
     Q = _orthonormal(space, found) if found else none
     HQ = torch.stack([space.apply(q) for q in Q]) if len(Q) else none
