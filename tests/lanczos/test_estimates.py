@@ -238,7 +238,7 @@ def test_layers_within_layers_and_shared_ones() -> None:
 
     assert trace(loss, model, layers="a", products=9).size == 9
     assert trace(loss, model, layers=["a.1", "b"], products=9).size == 17
-    with pytest.raises(ValueError, match=r"layers='c' matches no layer .* a, a\.0, b"):
+    with pytest.raises(ValueError, match=r"layers='c' matches no layer .* a, a\.0, a\.1, b"):
         trace(loss, model, layers=["a", "c"])
     with pytest.raises(ValueError, match="names in a module"):
         trace(loss, model.parameters(), layers="a")

@@ -221,6 +221,8 @@ class _Steep:
     def diagonal(self) -> Tensor:
         """This process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
         Q, HQ = self.Q.double(), self.HQ.double()
+        if not len(Q):
+            return Q.sum(0)
         inner = self.space.total(Q @ HQ.t())
         return (Q * (2 * HQ - inner @ Q)).sum(0)
 
@@ -245,7 +247,7 @@ def _dot(space: RowSpace, a: Tensor, b: Tensor) -> float:
 
 def _without(space: RowSpace, Q: Tensor, v: Tensor) -> Tensor:
     """The vector v − QᵀQv, of orthonormal rows Q; twice, against rounding."""
-    for _ in range(2):
+    for _ in range(2 if len(Q) else 0):
         v = v - Q.t() @ space.total((Q @ v).double()).to(v.dtype)
     return v
 

@@ -21,7 +21,7 @@ from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace, ShardSpace
-from second_order.patterns import first_match, unmatched_patterns
+from second_order.patterns import first_match
 
 __all__ = [
     "Eigenpairs",
@@ -443,11 +443,11 @@ def _parameters(
 
 
 def _parameters_of(model: nn.Module, patterns: list[str]) -> list[Tensor]:
-    missing = unmatched_patterns(model, patterns)
-    if missing:
-        names = ", ".join(name for name, _ in model.named_modules() if name)
-        raise ValueError(f"layers={missing[0]!r} matches no layer of the model; it has {names}")
     everything = dict(model.named_modules(remove_duplicate=False))
+    for pattern in patterns:
+        if all(first_match([pattern], everything, name) is None for name in everything):
+            names = ", ".join(filter(None, everything))
+            raise ValueError(f"layers={pattern!r} matches no layer of the model; it has {names}")
     return [
         p
         for name, module in everything.items()
