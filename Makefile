@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates fosi-gain hidden asynchronous curvature bench against compiled budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain hidden asynchronous curvature bench against compiled rivals budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -91,6 +91,10 @@ against: venv ## step times against those of another commit, whose src ARGS name
 
 compiled: venv ## what hooks cost a compiled model, with statistics and without: some minutes
 	$(BIN)/python benchmarks/speed/compiled.py --json benchmarks/results/compiled.json $(ARGS)
+
+rivals: venv ## eigenvalues, trace, diagonal and density beside curvlinops, which it asks for: seconds
+	PYTHONPATH=examples $(BIN)/python benchmarks/speed/curvature_rivals.py \
+		--json benchmarks/results/curvature_rivals.json $(ARGS)
 
 budget: venv ## what intervals by budget cost, beside the overhead that was asked for: some minutes
 	$(BIN)/python benchmarks/speed/budget.py --json benchmarks/results/budget.json $(ARGS)

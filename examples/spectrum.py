@@ -9,7 +9,6 @@ their residuals, and draws the density of all of them. Under a minute on one cor
 """
 
 import argparse
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from digits import batches, conv_net, load_split, mlp
 from second_order.lanczos import Eigenpairs, SpectralDensity, eigenpairs, spectral_density
 
-BLACK, GREY, BLUE, RED = "#000000", "#8c8c8c", "#0072B2", "#D55E00"
+BLACK, BLUE, RED = "#000000", "#0072B2", "#D55E00"
 MODELS = {"conv": conv_net, "mlp": mlp}
 ROUNDING = 1e-6  # of float32: a residual below this share of its eigenvalue says no more
 
@@ -95,25 +94,16 @@ def report(look: Look) -> str:
 def draw(axes: Axes, look: Look) -> None:
     """The density on a logarithmic scale, and a mark for each eigenvalue that was computed."""
     values, largest = look.pairs.eigenvalues, look.pairs.largest
-    span = float(values.max() - values.min())
-    width = 0.006 * span
-    grid = torch.linspace(
-        float(values.min()) - 0.05 * span, float(values.max()) + 0.05 * span, 1500
-    )
-    density = look.density.on(grid, width)
-    one = 1 / (look.density.size * width * math.sqrt(2 * math.pi))
-    axes.fill_between(grid, density, one / 30, color=BLUE, alpha=0.25, linewidth=0)
-    axes.plot(grid, density, color=BLUE, linewidth=1.2)
-    axes.axhline(one, color=GREY, linewidth=0.8, zorder=1, label="height of one eigenvalue")
+    axes.set_prop_cycle(color=[BLUE])
+    look.density.plot(axes)
+    height = 2.5 * axes.get_ylim()[0]
     for some, name, colour in [
         (values[:largest], "largest", RED),
         (values[largest:], "smallest", BLACK),
     ]:
-        marks = torch.full_like(some, one / 12)
+        marks = torch.full_like(some, height)
         axes.plot(some, marks, "v", color=colour, markersize=5, label=f"the {len(some)} {name}")
-    axes.set_yscale("log")
-    axes.set_ylim(one / 30, 4 * float(density.max()))
-    axes.set_xlabel("eigenvalue")
+    axes.set_ylabel("")
     axes.set_title(f"after {look.step} steps, loss {look.loss:.2g}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=False)

@@ -1703,6 +1703,34 @@ MUTANTS = [
         "pass",
         "hvp::buffers_start_anew_at_each_evaluation",
     ),
+    _mutant(
+        "an empirical Fisher is a sum",
+        "lanczos/linearised.py",
+        "[u / len(u) for u in _whole(pushed, roots)]",
+        "_whole(pushed, roots)",
+        "gauss_newton::empirical_fisher_is_the_mean_of_outer_products",
+    ),
+    _mutant(
+        "a vector of losses counts as one example",
+        "lanczos/closure.py",
+        "examples = len(losses)",
+        "examples = 1.0",
+        "gauss_newton::micro_batches_are_one_batch",
+    ),
+    _mutant(
+        "the steep directions' diagonal counts them twice",
+        "lanczos/estimates.py",
+        "(2 * HQ - inner @ Q)",
+        "(2 * HQ)",
+        "estimates::a_matrix_of_low_rank_is_found_exactly",
+    ),
+    _mutant(
+        "a loader's batches weigh the same",
+        "lanczos/loader.py",
+        "lambda z: criterion(z, targets)), _count(targets)",
+        "lambda z: criterion(z, targets)), 1",
+        "estimates::a_loader_is_the_mean_over_its_examples",
+    ),
     # Two bases.
     _mutant(
         "two bases: the head is hidden",

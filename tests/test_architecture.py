@@ -36,7 +36,7 @@ BELOW: dict[str, set[str]] = {
     "stages": set(),
     "stopwatch": set(),
     "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
-    "lanczos": {"errors", "distributed", "sharded"},
+    "lanczos": {"errors", "distributed", "sharded", "patterns"},
     "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},
     "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},

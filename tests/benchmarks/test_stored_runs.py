@@ -195,6 +195,27 @@ def test_final_updates_of_mrdho2() -> None:
                 assert cell.endswith(counts)
 
 
+def test_curvature_beside_curvlinops() -> None:
+    records = {record["task"]: record for record in stored("curvature_rivals")["records"]}
+    table = rows("docs/spectrum.md", "estimate", "products", "ms", "theirs: products")
+    assert table.keys() == records.keys()
+    for label, cells in table.items():
+        record = records[label]
+        for who, (products, ms, error) in (("ours", cells[:3]), ("theirs", cells[3:6])):
+            assert int(products) == record[who]["products"], label
+            taken = 1000 * statistics.median(record[who]["seconds"])
+            assert float(ms) == pytest.approx(taken, abs=0.51), label
+            assert error == told_error(record[who].get("error")), label
+        assert cells[6] == told_error(record.get("difference")), label
+
+
+def told_error(error: float | None) -> str:
+    """0.0123 -> '0.012', 1.23e-9 -> '1e-9'."""
+    if error is None:
+        return ""
+    return f"{error:.2g}" if error >= 1e-4 else re.sub(r"e-0?", "e-", f"{error:.0e}")
+
+
 def number(text: str) -> float:
     return float(text.replace(",", ""))
 

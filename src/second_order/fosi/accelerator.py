@@ -245,7 +245,8 @@ class Accelerator:
             self._mailbox.post(name, tensors, finite=finite, products=pairs.iterations)
 
     def _pairs(self, loss_fn: Closures, epoch: int) -> Pairs:
-        options, measured = self._options, self._subject.vector.hessian(loss_fn, self._options.hvp)
+        options = self._options
+        measured = self._subject.vector.hessian(loss_fn, options.hvp, options.curvature)
         with self._subject.training.meter.stage("lanczos"), measured as space:
             return wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
 

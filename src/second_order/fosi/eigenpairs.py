@@ -33,7 +33,7 @@ from second_order.fosi.subspace import (
     rest_scale,
 )
 from second_order.fosi.vector import ParameterVector
-from second_order.lanczos.hvp import LossFn
+from second_order.lanczos.closure import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace
 from second_order.options import AUTO, check_interval, value_at
@@ -198,7 +198,7 @@ class Eigenpairs:
         training, options, tally = self._training, self._options, self.tally
         self.drop_unsound()
         had = self.subspace is not None
-        measured = self._vector.hessian(loss_fn, options.hvp)
+        measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
         with training.meter.stage("lanczos"), measured as space:
             self.budget.warm_up(space)
             pairs = wanted_pairs(space, self._start(space), options)

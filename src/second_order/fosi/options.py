@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from second_order.errors import CurvatureError
+from second_order.lanczos.closure import CurvatureKind, check_curvature
 from second_order.lanczos.hvp import ProductMode
 from second_order.options import (
     AUTO,
@@ -75,6 +76,7 @@ class FOSIOptions:
     subspace_momentum: float | Literal["average", "base"]
     warm_start: bool
     hvp: ProductMode
+    curvature: CurvatureKind
     layout: Layout
     seed: int
 
@@ -120,6 +122,12 @@ class FOSIOptions:
         check_flag("lr_scale_guard", self.lr_scale_guard)
         check_flag("warm_start", self.warm_start)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
+        check_curvature(self.curvature)
+        if self.smallest > 0 and self.curvature != "hessian":
+            raise ValueError(
+                f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
+                f"eigenvalues to find; use smallest=0, or curvature='hessian'"
+            )
         check_choice("layout", self.layout, ("row", "column"))
         check_seed("seed", self.seed)
         if self.lanczos_dtype not in (None, torch.float32, torch.float64):
@@ -233,6 +241,12 @@ def check_shards(params: Sequence[Tensor], options: FOSIOptions) -> None:
         raise TypeError(
             f"DHO2: hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has "
             f"first ones only; use hvp='differences'"
+        )
+    if options.curvature != "hessian":
+        raise TypeError(
+            f"DHO2: curvature={options.curvature!r} takes derivatives of outputs, and fully_shard "
+            f"(FSDP2) has those of a loss only; use curvature='hessian', or "
+            f"DistributedDataParallel"
         )
 
 

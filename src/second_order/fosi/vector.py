@@ -20,7 +20,8 @@ from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
 from second_order.fosi.pieces import Chunk, FlatLayout, Piece, ShardedLayout, chunks_of
 from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
-from second_order.lanczos.hvp import LossFn, ProductMode
+from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.hvp import ProductMode
 from second_order.lanczos.spectrum import Measured, MeasuredShards
 from second_order.sharded import is_dtensor, reshard
 
@@ -133,15 +134,18 @@ class ParameterVector:
         """The module whose train/eval mode is to be kept, if it is known."""
         return self._training.model if self._training.known else None
 
-    def hessian(self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode) -> Measured:
-        """The Hessian of a loss at the parameters, over all processes' batches."""
+    def hessian(
+        self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode, curvature: CurvatureKind
+    ) -> Measured:
+        """The curvature of a loss at the parameters, over all processes' batches."""
         world, rank = self._training.world, self._training.world.rank
         if self.sharded:
             reshard(self._training.model)
             mine = partial(self.layout.part, rank=rank)
-            shared = self.params, world, self.dtype, self.model, self.sign
-            return MeasuredShards(loss_fn, *shared, mine)
-        return Measured(loss_fn, self.params, world, self.dtype, hvp, self.model, self.sign)
+            of_shards = self.params, world, self.dtype, self.model, self.sign
+            return MeasuredShards(loss_fn, *of_shards, mine)
+        shared = self.params, world, self.dtype, hvp, self.model, self.sign
+        return Measured(loss_fn, *shared, curvature)
 
     @property
     def rows(self) -> slice:

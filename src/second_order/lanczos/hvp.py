@@ -1,42 +1,48 @@
-"""Products of the Hessian of a loss with vectors, without forming it (Pearlmutter, 1994).
+"""Products of the curvature of a loss with vectors, without forming it (Pearlmutter, 1994).
 
     retained     one forward, g = ∇L with its graph; then H v = ∇(gᵀv), one backward a product
     recomputed   the same for each micro-batch, forward and all, at every product: one graph at a
                  time in memory
-    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice
+    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice;
+                 Gauss-Newton: J v alike, from outputs, then J'H as it is
 
+What curvature there is beside the Hessian, `linearised.py` tells.
 Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import CheckpointFunction
 
 from second_order.distributed.collectives import World
-from second_order.errors import CurvatureError
+from second_order.lanczos.closure import (
+    CurvatureKind,
+    Evaluation,
+    LossFn,
+    check_closure,
+    check_curvature,
+    evaluated,
+)
+from second_order.lanczos.differentiable import derivatives, explained
+from second_order.lanczos.linearised import Graph, Parts, linearised, outputs_curvature
 from second_order.lanczos.undisturbed import RandomState, undisturbed
 from second_order.sharded import local
 
 __all__ = ["Hessian", "LossFn", "ProductMode", "ShardedHessian", "check_closure"]
 
-LossFn: TypeAlias = Callable[[], Any]
-Parts: TypeAlias = Sequence[Tensor | None]
-"""A part for each parameter; None for zeros."""
 ProductMode: TypeAlias = Literal["auto", "retained", "recomputed", "differences"]
 
 
 class Hessian:
     """The Hessian of a mean loss at the parameters as they are: a context to multiply in.
+
+    Or a curvature matrix in its place, as ``curvature`` says.
 
         with Hessian(lambda: criterion(model(x), y), params) as H:
             h = H.product(v)
@@ -45,11 +51,16 @@ class Hessian:
         loss_fns: Evaluates the loss of a batch, and does not call ``backward``; or a sequence of
             such functions, one a micro-batch. Each returns a scalar, or a pair of it and the number
             of examples it is the mean over, by which micro-batches (and processes) are weighted.
+            In place of the loss it may return :class:`~second_order.lanczos.Outputs`.
         params: The parameters to differentiate with respect to, any of the model.
         mode: How to multiply, see above. "auto": "retained" for one function, "recomputed" for
             several. "recomputed" and "differences" evaluate every function again at each product,
             with the random numbers of the first time: the batch must be the same.
         model: The module whose train/eval mode is kept as it is.
+        curvature: "hessian"; "gauss-newton" for J'HJ, with J the Jacobian of the outputs and H the
+            Hessian of the loss with respect to them; "empirical-fisher" for the mean of ggᵀ over
+            the examples' gradients. The last two need closures that return Outputs; they have no
+            negative eigenvalue, "gauss-newton" where the loss is convex in the outputs.
 
     Attributes:
         size: n, the number of unknowns.
@@ -69,7 +80,10 @@ class Hessian:
         *,
         mode: ProductMode = "auto",
         model: nn.Module | None = None,
+        curvature: CurvatureKind = "hessian",
     ) -> None:
+        check_curvature(curvature)
+        self._curvature = curvature
         self._loss_fns: list[LossFn] = (
             list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
         )
@@ -87,7 +101,7 @@ class Hessian:
         self.examples = 0.0
         self.loss: Tensor | float = 0.0
         self.products = 0
-        self._graphs: list[tuple[float, list[Tensor | None]]] = []
+        self._graphs: list[tuple[float, Graph]] = []
 
     def __enter__(self) -> Hessian:
         check_closure(self._loss_fns)  # here, where all processes hear of it
@@ -97,7 +111,7 @@ class Hessian:
         try:
             self._random = RandomState(self.params)
             if self._mode == "retained":
-                self._graphs = [self._gradient(f, twice=True) for f in self._loss_fns]
+                self._graphs = [self._linearised(f) for f in self._loss_fns]
         except BaseException:
             self.__exit__()
             raise
@@ -124,17 +138,19 @@ class Hessian:
         total: Tensor | None = None
         with torch.enable_grad(), self._outside_autocast():
             if self._mode == "differences":
-                total = self._differences(directions, v.dtype)
+                whole = self._curvature == "hessian"
+                differences = self._differences if whole else self._output_differences
+                total = differences(directions, v.dtype)
             elif self._mode == "retained":
-                for examples, gradients in self._graphs:
-                    parts = self._product(gradients, directions, retain=True)
+                for examples, graph in self._graphs:
+                    parts = graph.product(directions, retain=True)
                     total = self._add(total, parts, examples, v.dtype)
             else:
                 self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
                     self._rewind()
-                    examples, gradients = self._gradient(loss_fn, twice=True)
-                    parts = self._product(gradients, directions, retain=False)
+                    examples, graph = self._linearised(loss_fn)
+                    parts = graph.product(directions, retain=False)
                     total = self._add(total, parts, examples, v.dtype)
         return torch.zeros_like(v) if total is None else total
 
@@ -153,42 +169,70 @@ class Hessian:
             flat.mul_(factor)
         return flat if total is None else total.add_(flat)
 
-    def _product(self, gradients: Parts, directions: Sequence[Tensor], *, retain: bool) -> Parts:
-        """Compute ∇(gᵀv); a gradient without a graph counts as constant."""
-        pairs = zip(gradients, directions, strict=True)
-        curved = [(g, v) for g, v in pairs if g is not None and g.requires_grad]
-        if not curved:
-            return [None] * len(self.params)
-        with _explained():
-            return torch.autograd.grad(
-                [g for g, _ in curved],
-                self.params,
-                [v for _, v in curved],
-                retain_graph=retain,
-                allow_unused=True,
-            )
-
     def _differences(self, directions: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-        norm = float(torch.stack([v.double().norm() for v in directions]).norm())
-        if norm == 0.0:
-            return None
-        size = float(torch.stack([p.detach().double().norm() for p in self.params]).norm())
-        step = self._step(norm, size)
-        before = [p.detach().clone() for p in self.params]
+        """H v from the gradients at w ± εv."""
+        step = self._step_along(directions)
         total: Tensor | None = None
-        try:
-            for sign in (1.0, -1.0):
-                for p, w, v in zip(self.params, before, directions, strict=True):
-                    p.data.copy_(w).add_(v, alpha=sign * step)
+        with self._movable() as move:
+            for sign in (1.0, -1.0) if step else ():
+                move(directions, sign * step)
                 self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
                     self._rewind()
-                    examples, gradients = self._gradient(loss_fn, twice=False)
-                    total = self._add(total, gradients, sign * examples / (2 * step), dtype)
+                    found = self._evaluate(loss_fn)
+                    gradients = derivatives([found.loss], self.params, twice=False)
+                    factor = sign * found.examples / (2 * step)
+                    total = self._add(total, gradients, factor, dtype)
+        return total
+
+    def _output_differences(
+        self, directions: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor | None:
+        """J'HJ v, with J v from the outputs at w ± εv."""
+        step = self._step_along(directions)
+        if not step:
+            return None
+        pushed: list[list[Tensor]] = [[] for _ in self._loss_fns]
+        with self._movable() as move:
+            for sign in (1.0, -1.0):
+                move(directions, sign * step)
+                for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
+                    self._rewind()
+                    outputs = [z.detach() for z in self._called(loss_fn).roots]
+                    pairs = zip(terms, outputs, strict=bool(terms))
+                    terms[:] = [(a - b) / (2 * step) for a, b in pairs] or outputs
+        total: Tensor | None = None
+        self.examples = self.loss = 0.0
+        for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
+            self._rewind()
+            found = self._evaluate(loss_fn)
+            bent = outputs_curvature(found)(terms)
+            parts = derivatives(found.roots, self.params, bent, twice=False)
+            total = self._add(total, parts, found.examples, dtype)
+        return total
+
+    @contextmanager
+    def _movable(self) -> Iterator[Callable[[Sequence[Tensor], float], None]]:
+        """Yield a function that sets the parameters w to w + εv; they are w again at the end."""
+        before = [p.detach().clone() for p in self.params]
+
+        def move(directions: Sequence[Tensor], step: float) -> None:
+            for p, w, v in zip(self.params, before, directions, strict=True):
+                p.data.copy_(w).add_(v, alpha=step)
+
+        try:
+            yield move
         finally:
             for p, w in zip(self.params, before, strict=True):
                 p.data.copy_(w)
-        return total
+
+    def _step_along(self, directions: Sequence[Tensor]) -> float:
+        """ε for a direction; 0 for one of length 0."""
+        norm = float(torch.stack([v.double().norm() for v in directions]).norm())
+        if norm == 0.0:
+            return 0.0
+        size = float(torch.stack([p.detach().double().norm() for p in self.params]).norm())
+        return self._step(norm, size)
 
     def _step(self, norm: float, size: float) -> float:
         """ε for a direction and parameters of these lengths."""
@@ -205,39 +249,30 @@ class Hessian:
             self._rewind()
             self._evaluate(loss_fn)
 
-    def _evaluate(self, loss_fn: LossFn) -> tuple[Tensor, float]:
-        """The loss and its examples, under the autocast that was on where this object was made."""
+    def _called(self, loss_fn: LossFn) -> Evaluation:
+        """The loss, evaluated under the autocast that was on where this object was made."""
         device, (enabled, dtype) = self.params[0].device.type, self._autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            loss, examples = _checked(loss_fn())
+            return evaluated(loss_fn(), self._curvature)
+
+    def _evaluate(self, loss_fn: LossFn) -> Evaluation:
+        """The loss, which counts in :attr:`loss` and :attr:`examples`."""
+        found = self._called(loss_fn)
+        loss, examples = found.loss, found.examples
         self.examples += examples
         self.loss += examples * loss.detach().double()
-        return loss, examples
+        return found
 
     def _rewind(self) -> None:
         """Set random state and buffers back to those of the first evaluation."""
         self._random.restore()
         self._modules.rewind()
 
-    def _gradient(self, loss_fn: LossFn, *, twice: bool) -> tuple[float, list[Tensor | None]]:
-        """The pair (examples, ∇L), with the graph of ∇L if it is to be differentiated again."""
-        loss, examples = self._evaluate(loss_fn)
-        custom = _custom_functions(loss)
-        used: list[Any] = []
-        hooks = [node.register_prehook(partial(_note, used, f)) for node, f in custom]
-        try:
-            with _explained(), self._outside_autocast():
-                gradients = torch.autograd.grad(
-                    loss, self.params, create_graph=twice, allow_unused=True
-                )
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if twice:
-            _require_second_derivatives(used)
-        if any(g is None for g in gradients) and any(f is CheckpointFunction for _, f in custom):
-            raise CurvatureError(_REENTRANT)
-        return examples, list(gradients)
+    def _linearised(self, loss_fn: LossFn) -> tuple[float, Graph]:
+        """The number of examples of a batch, and what multiplies by its curvature."""
+        found = self._evaluate(loss_fn)
+        with self._outside_autocast():
+            return found.examples, linearised(found, self.params)
 
 
 class ShardedHessian(Hessian):
@@ -306,9 +341,9 @@ class ShardedHessian(Hessian):
         with torch.enable_grad(), self._outside_autocast():
             for loss_fn in self._loss_fns:
                 self._rewind()
-                loss, examples = self._evaluate(loss_fn)
-                with _explained():
-                    (loss * examples).backward()
+                found = self._evaluate(loss_fn)
+                with explained():
+                    (found.loss * found.examples).backward()
         everyone = torch.tensor(self.examples, dtype=torch.float64, device=self.params[0].device)
         self._world.all_reduce([everyone]).wait()
         rows = [
@@ -319,145 +354,3 @@ class ShardedHessian(Hessian):
         for p in self.params:
             p.grad = None
         return flat.mul_(self._world.size / float(everyone))  # FSDP2 has divided by the processes
-
-
-def check_closure(given: Any) -> None:
-    """Raise unless ``given`` is a function that evaluates a loss, or a sequence of some.
-
-    Raises:
-        TypeError: If an element is no function.
-        ValueError: If the sequence is empty.
-    """
-    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    for each in given if several else [given]:
-        if not callable(each):
-            raise TypeError(
-                f"the curvature closure is {each!r}; give a function that returns the loss of the "
-                f"curvature batch, or a sequence of such functions"
-            )
-    if several and not given:
-        raise ValueError(
-            "the curvature closure is an empty sequence; give a function that returns the loss of "
-            "the curvature batch, or one a micro-batch"
-        )
-
-
-def _checked(value: Any) -> tuple[Tensor, float]:
-    """The loss and its number of examples, from what a loss function has returned."""
-    examples: Any = 1.0
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        value, examples = value
-    if not isinstance(value, Tensor):
-        raise CurvatureError(
-            f"the curvature closure returned {type(value).__name__}, not the loss; return the "
-            f"scalar tensor, or (loss, number of examples)"
-        )
-    if value.numel() != 1:
-        raise CurvatureError(
-            f"the curvature closure returned a tensor of shape {tuple(value.shape)}, not a scalar; "
-            f"return its mean or its sum"
-        )
-    if not value.requires_grad:
-        raise CurvatureError(
-            "the curvature closure returned a loss without a graph; do not detach it, and do not "
-            "evaluate it under torch.no_grad()"
-        )
-    try:
-        examples = float(examples)
-    except (TypeError, ValueError, RuntimeError):
-        raise CurvatureError(
-            f"the curvature closure returned (loss, {type(examples).__name__}); return the loss "
-            f"alone, or (loss, number of examples)"
-        ) from None
-    if not 0.0 < examples < float("inf"):
-        raise CurvatureError(
-            f"the curvature closure returned {examples:g} examples; return (loss, number of "
-            f"examples), at least one"
-        )
-    return value.reshape(()), examples
-
-
-_DIFFERENCES = 'or use hvp="differences"'
-_REENTRANT = (
-    "reentrant checkpointing cannot be differentiated by torch.autograd.grad; use "
-    "checkpoint(..., use_reentrant=False)"
-)
-_COMPILED = (
-    "a torch.compile-d function cannot be differentiated twice; evaluate the module that is not "
-    f"compiled in the curvature closure, {_DIFFERENCES}"
-)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn autograd's errors on second derivatives into CurvatureErrors with a remedy."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        if "modified by an inplace operation" in text:
-            raise CurvatureError(
-                "the loss was evaluated before the parameters were last changed; let the curvature "
-                "closure evaluate it anew each time it is called"
-            ) from error
-        if "a second time" in text:
-            raise CurvatureError(
-                "the graph of the curvature closure's loss is already freed; let the closure "
-                "evaluate the loss and return it, without calling backward()"
-            ) from error
-        if "rnn" in text.lower() and "cudnn" in text.lower():
-            raise CurvatureError(
-                "cuDNN's recurrent layers cannot be differentiated twice; set "
-                f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"
-            ) from error
-        if "donated buffer" in text:
-            raise CurvatureError(_COMPILED) from error
-        if "use_reentrant=True" in text:
-            raise CurvatureError(_REENTRANT) from error
-        missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", text)
-        if missing:
-            raise CurvatureError(
-                f"{missing[1]} has no derivative in torch, so that the loss cannot be "
-                f"differentiated twice; replace the operation in the curvature closure, "
-                f"{_DIFFERENCES}"
-            ) from error
-        raise CurvatureError(f"the loss could not be differentiated: {text}") from error
-
-
-_ONCE = once_differentiable(lambda ctx: None).__code__
-
-
-def _custom_functions(loss: Tensor) -> list[tuple[Any, Any]]:
-    """The nodes of a graph that are custom autograd functions, each with its function."""
-    found = []
-    stack: list[Any] = [loss.grad_fn]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        function = getattr(node, "_forward_cls", None)
-        if function is not None:
-            found.append((node, function))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return found
-
-
-def _note(used: list[Any], function: Any, _: Any) -> None:
-    used.append(function)
-
-
-def _require_second_derivatives(functions: Sequence[Any]) -> None:
-    """Raise if a function has none: torch takes it for constant if the loss is linear in it."""
-    for function in functions:
-        if function.__name__ == "CompiledFunction":
-            raise CurvatureError(_COMPILED)
-        if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
-            raise CurvatureError(
-                f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
-                f"marked with @once_differentiable; write its backward in differentiable "
-                f"operations, {_DIFFERENCES}"
-            )

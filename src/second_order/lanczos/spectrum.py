@@ -1,10 +1,7 @@
-"""Extreme eigenpairs and the spectral density of a Hessian, by the Lanczos recurrence.
+"""Extreme eigenpairs of a curvature matrix, by the Lanczos recurrence.
 
-    m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair has
-    β_m |s_{mi}| <= tol |θᵢ|;  V̂ = D U[:, last k ∪ first l]
-
-The density is stochastic Lanczos quadrature: tr f(H)/n ≈ mean over random probes of
-Σᵢ s_{1i}² f(θᵢ) (Ghorbani, Krishnan, Xiao, 2019).
+m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair has
+β_m |s_{mi}| <= tol |θᵢ|;  V̂ = D U[:, last k ∪ first l]
 """
 
 from __future__ import annotations
@@ -20,19 +17,21 @@ from torch import Tensor, nn
 
 from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
-from second_order.lanczos.hvp import Hessian, LossFn, ProductMode, ShardedHessian
+from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace, ShardSpace
+from second_order.patterns import first_match
 
 __all__ = [
     "Eigenpairs",
     "Pairs",
-    "SpectralDensity",
     "default_iterations",
     "eigenpairs",
+    "everybodys_ritz",
     "extreme_pairs",
     "mean_loss",
-    "spectral_density",
+    "measurement",
 ]
 
 UNDECOMPOSED = (
@@ -140,7 +139,7 @@ def extreme_pairs(
             f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or "
             f"use a wider dtype",
         )
-    ritz, picked = _everybodys_ritz(space, run, start.device), chosen(done)
+    ritz, picked = everybodys_ritz(space, run, start.device), chosen(done)
     if not bool(torch.cat([ritz.values, ritz.vectors.flatten()]).isfinite().all()):
         return _no_pairs(run, start, UNDECOMPOSED)
     values, residuals = ritz.values, ritz.residuals
@@ -155,7 +154,7 @@ def _no_pairs(run: Tridiagonal, start: Tensor, why: str) -> Pairs:
     return Pairs(nothing, nothing, 0, done, False, 0.0, run.basis, none, why)
 
 
-def _everybodys_ritz(space: Space, run: Tridiagonal, device: torch.device) -> Ritz:
+def everybodys_ritz(space: Space, run: Tridiagonal, device: torch.device) -> Ritz:
     """The first process's Ritz pairs, so that signs, degenerate vectors and failures agree."""
     ritz = run.ritz()
     packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
@@ -206,6 +205,8 @@ def eigenpairs(
     hvp: ProductMode = "auto",
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
+    curvature: CurvatureKind = "hessian",
+    layers: str | Iterable[str] = (),
 ) -> Eigenpairs:
     """The largest and smallest eigenvalues of the Hessian of a loss, with their eigenvectors.
 
@@ -218,7 +219,8 @@ def eigenpairs(
         loss_fn: Evaluates the loss of a batch and returns it, without calling ``backward``; or a
             sequence of such functions, one a micro-batch, of which only one graph at a time is in
             memory. A function may return (loss, number of examples), by which micro-batches and
-            processes are weighted; they weigh the same otherwise.
+            processes are weighted; they weigh the same otherwise. In place of a loss it may return
+            :class:`Outputs`. :func:`losses_over` makes such functions of a data loader.
         params: A module, for its trainable parameters, or any of its parameters: the eigenpairs are
             then those of that block of the Hessian.
         largest: Number k of algebraically largest pairs.
@@ -236,6 +238,13 @@ def eigenpairs(
         dtype: Dtype of the Lanczos vectors; None for float64 where a parameter is, else float32.
         process_group: Processes that call this together, each with its own batch: the Hessian is
             that of the union, and vectors are kept in parts. None: this process alone.
+        curvature: "hessian"; "gauss-newton", the Hessian with the outputs linear in the parameters,
+            which has no negative eigenvalues where the loss is convex in the outputs;
+            "empirical-fisher", the mean of ggᵀ over examples' gradients. The last two need
+            :class:`Outputs`.
+        layers: Patterns of the names or classes of layers of a module given as ``params``, such as
+            "head", "blocks.*.mlp" or "Conv*": their block of the Hessian alone, the other layers
+            held fixed. None given: all layers.
 
     Returns:
         The pairs, on every process.
@@ -243,21 +252,17 @@ def eigenpairs(
     Raises:
         CurvatureError: If the loss is no scalar, cannot be differentiated twice, or gives numbers
             that are not finite.
-        ValueError: For counts outside their bounds.
+        ValueError: For counts outside their bounds, or a pattern that matches no layer.
     """
-    params, model = _parameters(params)
-    size = sum(p.numel() for p in params)
+    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
+    size = measured.size
     _check_counts(largest, smallest, size, iterations)
-    world = _world(process_group)
-    dtype = dtype or lanczos_dtype(params)
     if start is not None and start.shape != (size,):
         raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {size} unknowns")
-    with Measured(loss_fn, params, world, dtype, hvp, model) as space:
-        rows = (
-            space.random(seed, 1.0)
-            if start is None
-            else start.to(params[0].device, dtype)[space.rows].clone()
-        )
+    with measured as space:
+        rows = space.random(seed, 1.0)
+        if start is not None:
+            rows = start.to(rows.device, rows.dtype)[space.rows].clone()
         pairs = extreme_pairs(
             space, rows, largest, smallest, iterations=iterations, tol=tol, seed=seed
         )
@@ -265,7 +270,7 @@ def eigenpairs(
         vectors = None
         if pairs.finite:
             rows = pairs.vectors()
-            alone = world.size == 1
+            alone = process_group is None
             vectors = rows if alone else torch.stack([space.gathered(v) for v in rows])
     if vectors is None:
         raise CurvatureError(pairs.trouble)
@@ -273,93 +278,6 @@ def eigenpairs(
     return Eigenpairs(
         pairs.values, vectors, pairs.bounds(), converged, pairs.iterations, pairs.largest
     )
-
-
-@dataclass(frozen=True)
-class SpectralDensity:
-    """A quadrature of the density of a Hessian's eigenvalues.
-
-    Attributes:
-        nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early is padded
-            with nodes of weight 0.
-        weights: ``(probes, m)`` weights of the nodes; those of each probe sum to 1.
-        size: n, the number of eigenvalues.
-        products: Number of Hessian-vector products taken.
-    """
-
-    nodes: Tensor
-    weights: Tensor
-    size: int
-    products: int
-
-    def expectation(self, function: Any) -> float:
-        """The value of tr f(H) / n; ``lambda x: x`` gives the mean eigenvalue."""
-        return float((self.weights * function(self.nodes)).sum() / len(self.nodes))
-
-    def on(self, grid: Tensor, width: float) -> Tensor:
-        """The density on a grid, each node a Gaussian of a standard deviation of ``width``.
-
-        Args:
-            grid: Points to evaluate at, ``(g,)``, in units of eigenvalues.
-            width: Standard deviation, in units of eigenvalues.
-
-        Returns:
-            The density, ``(g,)``, with an integral of 1.
-        """
-        grid = grid.to("cpu", torch.float64)
-        distance = (grid[:, None, None] - self.nodes[None]) / width
-        bumps = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
-        return (bumps * self.weights).sum(dim=(1, 2)) / len(self.nodes)
-
-
-def spectral_density(
-    loss_fn: LossFn | Sequence[LossFn],
-    params: ParamsOrModel,
-    *,
-    probes: int = 4,
-    iterations: int = 64,
-    seed: int = 0,
-    hvp: ProductMode = "auto",
-    dtype: torch.dtype | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> SpectralDensity:
-    """Estimate the density of all eigenvalues of the Hessian of a loss.
-
-    Args:
-        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
-        params: A module or its parameters, as for :func:`eigenpairs`.
-        probes: Random vectors to average over.
-        iterations: Products for each; details finer than the spectrum's width divided by it blur.
-        seed: Seed of the random vectors.
-        hvp: How products are made, as for :func:`eigenpairs`.
-        dtype: Dtype of the Lanczos vectors, as for :func:`eigenpairs`.
-        process_group: Processes that call together, as for :func:`eigenpairs`.
-
-    Raises:
-        CurvatureError: As :func:`eigenpairs` does.
-        ValueError: For counts outside their bounds.
-    """
-    params, model = _parameters(params)
-    if probes < 1 or iterations < 1:
-        raise ValueError(f"probes={probes}, iterations={iterations}: both are at least 1")
-    dtype = dtype or lanczos_dtype(params)
-    nodes, weights, products = [], [], 0
-    with Measured(loss_fn, params, _world(process_group), dtype, hvp, model) as space:
-        length = min(iterations, space.size)
-        for probe in range(probes):
-            run = tridiagonalise(space, space.random(seed + probe, 1.0), length)
-            space.raise_together()
-            if not run.finite:
-                raise CurvatureError("a Hessian-vector product is not finite; look at the loss")
-            ritz = _everybodys_ritz(space, run, params[0].device)
-            if not bool(ritz.vectors.isfinite().all()):
-                raise CurvatureError(UNDECOMPOSED)
-            products += len(ritz.values)
-            padding = (0, length - len(ritz.values))
-            nodes.append(nn.functional.pad(ritz.values, padding))
-            weights.append(nn.functional.pad(ritz.vectors[0].square(), padding))
-        size = space.size
-    return SpectralDensity(torch.stack(nodes), torch.stack(weights), size, products)
 
 
 def mean_loss(
@@ -401,11 +319,17 @@ class Measured:
         hvp: ProductMode,
         model: nn.Module | None,
         sign: float = 1.0,
+        curvature: CurvatureKind = "hessian",
     ) -> None:
         self._world = world
         self._sign = sign
-        self._hessian = Hessian(loss_fn, params, mode=hvp, model=model)
+        self._hessian = Hessian(loss_fn, params, mode=hvp, model=model, curvature=curvature)
         self._dtype = dtype
+
+    @property
+    def size(self) -> int:
+        """The number n of unknowns, on all processes together."""
+        return self._hessian.size
 
     def _space(self) -> RowSpace:
         return RowSpace(self._hessian, self._world, self._dtype, self._sign)
@@ -469,15 +393,38 @@ def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
 
 
-def _world(group: dist.ProcessGroup | None) -> World:
-    return World.alone() if group is None else World(group)
+def measurement(
+    loss_fn: LossFn | Sequence[LossFn],
+    params: ParamsOrModel,
+    layers: str | Iterable[str],
+    curvature: CurvatureKind,
+    hvp: ProductMode,
+    dtype: torch.dtype | None,
+    process_group: dist.ProcessGroup | None,
+) -> Measured:
+    """Check what :func:`eigenpairs` and its kin are given, and make their context.
+
+    Raises:
+        ValueError: If no parameter is left, or they are no vector with a Hessian.
+    """
+    chosen, model = _parameters(params, layers)
+    world = World.alone() if process_group is None else World(process_group)
+    dtype = dtype or lanczos_dtype(chosen)
+    return Measured(loss_fn, chosen, world, dtype, hvp, model, curvature=curvature)
 
 
-def _parameters(given: ParamsOrModel) -> tuple[list[Tensor], nn.Module | None]:
+def _parameters(
+    given: ParamsOrModel, layers: str | Iterable[str]
+) -> tuple[list[Tensor], nn.Module | None]:
+    patterns = [layers] if isinstance(layers, str) else list(layers)
     model = given if isinstance(given, nn.Module) else None
+    if patterns and model is None:
+        raise ValueError(f"layers={layers!r} are names in a module; give it in place of parameters")
     each: Iterable[Any] = given.parameters() if isinstance(given, nn.Module) else given
     if isinstance(given, Tensor):
         each = [given]
+    if model is not None and patterns:
+        each = _parameters_of(model, patterns)
     named = (p[1] if isinstance(p, tuple) else p for p in each)
     params = [p for p in dict.fromkeys(named) if p.requires_grad]
     if not params:
@@ -493,6 +440,20 @@ def _parameters(given: ParamsOrModel) -> tuple[list[Tensor], nn.Module | None]:
             f"device"
         )
     return params, model
+
+
+def _parameters_of(model: nn.Module, patterns: list[str]) -> list[Tensor]:
+    everything = dict(model.named_modules(remove_duplicate=False))
+    for pattern in patterns:
+        if all(first_match([pattern], everything, name) is None for name in everything):
+            names = ", ".join(filter(None, everything))
+            raise ValueError(f"layers={pattern!r} matches no layer of the model; it has {names}")
+    return [
+        p
+        for name, module in everything.items()
+        if first_match(patterns, everything, name) is not None
+        for p in module.parameters(recurse=False)
+    ]
 
 
 def _check_counts(largest: int, smallest: int, size: int, iterations: int | None) -> None:

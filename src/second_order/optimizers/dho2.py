@@ -30,7 +30,8 @@ from second_order.contract.training import Training
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.options import Layout
 from second_order.fosi.presets import PresetName, check_given, suited
-from second_order.lanczos.hvp import LossFn, ProductMode
+from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.hvp import ProductMode
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
 from second_order.options import AutoInterval, Schedule, own_keywords
@@ -99,6 +100,10 @@ class DHO2(EigenpairOptimizer):
             cannot be differentiated twice. "auto": retained, or recomputed for several closures,
             or differences where FSDP2 has sharded the model.
             The last two need a closure that takes the same batch each time within a refresh.
+        curvature: Whose eigenpairs: "hessian"; "gauss-newton", the Hessian of the loss with the
+            model's outputs linear in the weights, which has no negative eigenvalues where the loss
+            is convex in the outputs; "empirical-fisher", the mean of ggᵀ over examples' gradients.
+            For the last two the closure returns :class:`second_order.lanczos.Outputs`.
         layout: "row" keeps n/P rows of the eigenvectors and of the base's state on each process,
             and suits bases that work element by element: SGD, Adam, AdamW, RMSprop. "column" keeps
             r/P of the eigenvectors and all of the base's state, and suits every base.
@@ -146,6 +151,7 @@ class DHO2(EigenpairOptimizer):
         subspace_momentum: float | Literal["average", "base"] | None = None,
         warm_start: bool = True,
         hvp: ProductMode = "auto",
+        curvature: CurvatureKind = "hessian",
         layout: Layout = "row",
         seed: int = 0,
         curvature_closure: LossFn | Sequence[LossFn] | None = None,

@@ -27,7 +27,8 @@ from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.fosi.divided import Divided, Helper, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate
-from second_order.lanczos.hvp import LossFn, ProductMode
+from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.hvp import ProductMode
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
 from second_order.options import Schedule, own_keywords
@@ -75,6 +76,7 @@ class MRDHO2(EigenpairOptimizer):
         lanczos_dtype: Dtype of the eigenvectors, as for DHO2.
         eigenvalue_floor: Least relative size that eigenvalues count with, as for DHO2.
         hvp: How Hessian-vector products are made, as for DHO2.
+        curvature: Whose eigenpairs, as for DHO2; the loss function may return Outputs there, too.
         seed: Seed of the start vectors.
         curvature_closure: The closure, as for DHO2, if accelerators run the usual loop or are none.
         grad_scaler: The ``GradScaler``, as for DHO2.
@@ -115,6 +117,7 @@ class MRDHO2(EigenpairOptimizer):
         lanczos_dtype: torch.dtype | None = None,
         eigenvalue_floor: float = 1e-2,
         hvp: ProductMode = "auto",
+        curvature: CurvatureKind = "hessian",
         seed: int = 0,
         curvature_closure: LossFn | Sequence[LossFn] | None = None,
         grad_scaler: Any = None,

@@ -1,0 +1,267 @@
+"""Trace and diagonal of a curvature matrix: the steep directions exactly, the rest by random signs.
+
+    Q = orth(H S) of some normal vectors S, P = I − QQᵀ;  H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
+    trace      tr(QᵀHQ), and the mean of zᵀPHPz over sign vectors z: Hutch++ (Meyer, Musco, Musco,
+               Woodruff, 2021)
+    diagonal   that of the first three terms, and the mean of z ∘ PHPz; without Q it is the
+               estimator of Bekas, Kokiopoulou, Saad, 2007
+
+What is left to chance is a mean of independent samples, and so has a standard error.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from second_order.errors import CurvatureError
+from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.hvp import ProductMode
+from second_order.lanczos.spectrum import ParamsOrModel, measurement
+from second_order.lanczos.vector_space import RowSpace
+
+__all__ = ["Diagonal", "Trace", "diagonal", "trace"]
+
+LEAST_SAMPLES = 2  # for a standard error
+NOT_FINITE = (
+    "a Hessian-vector product is not finite; look at the loss of the batch, or use a wider dtype"
+)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An estimate of a trace.
+
+    Attributes:
+        value: tr H, the sum of all eigenvalues.
+        standard_error: Standard error of ``value``; 0 where nothing was left to chance.
+        size: n, the number of eigenvalues; ``value / size`` is their mean.
+        products: Number of Hessian-vector products taken.
+    """
+
+    value: float
+    standard_error: float
+    size: int
+    products: int
+
+
+def trace(
+    loss_fn: LossFn | Sequence[LossFn],
+    params: ParamsOrModel,
+    *,
+    products: int = 48,
+    directions: int | None = None,
+    seed: int = 0,
+    hvp: ProductMode = "auto",
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    curvature: CurvatureKind = "hessian",
+    layers: str | Iterable[str] = (),
+) -> Trace:
+    """Estimate the trace of the Hessian of a loss.
+
+    A third of the products looks for the steep directions, a third takes their share of the trace
+    exactly, and a third samples the rest, which is little where few eigenvalues stand out.
+
+    Args:
+        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as for :func:`eigenpairs`.
+        products: m, Hessian-vector products at most.
+        directions: Steep directions to take out of chance's way, two products each; None for m / 3,
+            0 for none, which is better only where no eigenvalues stand out.
+        seed: Seed of the random vectors.
+        hvp: How products are made, as for :func:`eigenpairs`.
+        dtype: Dtype of the vectors, as for :func:`eigenpairs`.
+        process_group: Processes that call together, as for :func:`eigenpairs`.
+        curvature: Which matrix, as for :func:`eigenpairs`.
+        layers: A block of it, as for :func:`eigenpairs`.
+
+    Raises:
+        CurvatureError: As :func:`eigenpairs` does.
+        ValueError: For too few products, or a pattern that matches no layer.
+    """
+    directions = _checked(products, directions)
+    with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
+        steep = _steep(space, min(directions, space.size), seed)
+        captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
+        rest = []
+        for z in steep.probes(products):
+            Pz = steep.without(z)
+            rest.append(_dot(space, Pz, space.apply(Pz)))
+        space.raise_together()
+        size = space.size
+    value = math.fsum(captured) + (statistics.fmean(rest) if rest else 0.0)
+    if not math.isfinite(value):
+        raise CurvatureError(NOT_FINITE)
+    error = statistics.stdev(rest) / math.sqrt(len(rest)) if rest else 0.0
+    return Trace(value, error, size, steep.products + len(rest))
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """An estimate of a diagonal.
+
+    Attributes:
+        values: ``(n,)`` over the flattened parameters, in their order; float64.
+        standard_errors: ``(n,)`` standard error of each value; float64.
+        products: Number of Hessian-vector products taken.
+    """
+
+    values: Tensor
+    standard_errors: Tensor
+    products: int
+
+    def parts(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The values a parameter at a time, each in its shape."""
+        shapes = [p.shape for p in params]
+        pieces = self.values.split([shape.numel() for shape in shapes])
+        return [v.reshape(shape) for v, shape in zip(pieces, shapes, strict=True)]
+
+
+def diagonal(
+    loss_fn: LossFn | Sequence[LossFn],
+    params: ParamsOrModel,
+    *,
+    products: int = 96,
+    directions: int | None = None,
+    seed: int = 0,
+    hvp: ProductMode = "auto",
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    curvature: CurvatureKind = "hessian",
+    layers: str | Iterable[str] = (),
+) -> Diagonal:
+    """Estimate the diagonal of the Hessian of a loss.
+
+    As for :func:`trace`, steep directions are taken exactly, and the rest is sampled. Of samples,
+    an element's variance is the sum of the squares of the others in its row, over their number.
+
+    Args:
+        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as for :func:`eigenpairs`.
+        products: m, Hessian-vector products at most.
+        directions: Steep directions to take out of chance's way, as for :func:`trace`.
+        seed: Seed of the random vectors.
+        hvp: How products are made, as for :func:`eigenpairs`.
+        dtype: Dtype of the vectors, as for :func:`eigenpairs`.
+        process_group: Processes that call together, as for :func:`eigenpairs`.
+        curvature: Which matrix, as for :func:`eigenpairs`.
+        layers: A block of it, as for :func:`eigenpairs`.
+
+    Raises:
+        CurvatureError: As :func:`eigenpairs` does.
+        ValueError: For too few products, or a pattern that matches no layer.
+    """
+    directions = _checked(products, directions)
+    with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
+        steep = _steep(space, min(directions, space.size), seed)
+        known = steep.diagonal()
+        mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
+        for z in steep.probes(products):
+            sample = (z * steep.without(space.apply(steep.without(z)))).double()
+            count += 1  # mean and sum of squared deviations, updated (Welford, 1962)
+            deviation = sample - mean
+            mean += deviation / count
+            squares += deviation * (sample - mean)
+        space.raise_together()
+        values = space.gathered(known + mean)
+        errors = space.gathered((squares / max(count - 1, 1) / max(count, 1)).sqrt())
+    if not bool(values.isfinite().all()):
+        raise CurvatureError(NOT_FINITE)
+    return Diagonal(values, errors, steep.products + count)
+
+
+def _checked(products: int, directions: int | None) -> int:
+    """The number of steep directions to look for."""
+    directions = products // 3 if directions is None else directions
+    least = 2 * directions + LEAST_SAMPLES
+    if directions < 0 or products < least:
+        raise ValueError(
+            f"products={products} with directions={directions}: directions are at least 0 and take "
+            f"two products each, and {LEAST_SAMPLES} samples more make a standard error; use "
+            f"products={max(least, 6)} or more"
+        )
+    return directions
+
+
+@dataclass(frozen=True)
+class _Steep:
+    """Directions that are taken exactly.
+
+    Attributes:
+        space: The space of the vectors.
+        Q: ``(k, rows)`` orthonormal.
+        HQ: ``(k, rows)`` their products.
+        seed: Seed of the sign vectors that sample the rest.
+        products: Number of products taken.
+    """
+
+    space: RowSpace
+    Q: Tensor
+    HQ: Tensor
+    seed: int
+    products: int
+
+    def without(self, v: Tensor) -> Tensor:
+        """P v, the vector without these directions."""
+        return _without(self.space, self.Q, v)
+
+    def probes(self, products: int) -> Iterator[Tensor]:
+        """Yield sign vectors for the rest of the products; none where no rest is left."""
+        if len(self.Q) < self.space.size:
+            for i in range(products - self.products):
+                yield _signs(self.space, self.seed + i)
+
+    def diagonal(self) -> Tensor:
+        """This process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
+        Q, HQ = self.Q.double(), self.HQ.double()
+        if not len(Q):
+            return Q.sum(0)
+        inner = self.space.total(Q @ HQ.t())
+        return (Q * (2 * HQ - inner @ Q)).sum(0)
+
+
+def _steep(space: RowSpace, count: int, seed: int) -> _Steep:
+    found = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
+    none = torch.zeros_like(space.random(seed, 1.0)).expand(0, -1)
+    Q = _orthonormal(space, found) if found else none
+    HQ = torch.stack([space.apply(q) for q in Q]) if len(Q) else none
+    return _Steep(space, Q, HQ, seed + count, count + len(Q))
+
+
+def _signs(space: RowSpace, seed: int) -> Tensor:
+    """This process's rows of a seeded vector of ones with random signs."""
+    normal = space.random(seed, 1.0)
+    return torch.ones_like(normal).copysign_(normal)
+
+
+def _dot(space: RowSpace, a: Tensor, b: Tensor) -> float:
+    return float(space.total((a.double() @ b.double()).reshape(1)))
+
+
+def _without(space: RowSpace, Q: Tensor, v: Tensor) -> Tensor:
+    """The vector v − QᵀQv, of orthonormal rows Q; twice, against rounding."""
+    for _ in range(2 if len(Q) else 0):
+        v = v - Q.t() @ space.total((Q @ v).double()).to(v.dtype)
+    return v
+
+
+def _orthonormal(space: RowSpace, vectors: Sequence[Tensor]) -> Tensor:
+    """An orthonormal basis of the vectors' span, a row each; a zero or dependent one adds none."""
+    Q = torch.stack(list(vectors))
+    found, largest = 0, 0.0
+    for v in vectors:
+        length = math.sqrt(_dot(space, v, v))
+        largest = max(largest, length)
+        rest = _without(space, Q[:found], v)
+        left = math.sqrt(_dot(space, rest, rest))
+        if left > 100 * torch.finfo(v.dtype).eps * largest:
+            Q[found] = _without(space, Q[:found], rest / left)
+            found += 1
+    return Q[:found]

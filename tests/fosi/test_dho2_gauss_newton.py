@@ -1,0 +1,162 @@
+"""DHO2 and MRDHO2 on Gauss-Newton products, as on the Hessian of a loss that has such a Hessian.
+
+With z linear in w around the point w₀ where it is evaluated, the Hessian of the loss at w₀ is the
+Gauss-Newton matrix: `linear` evaluates that.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerated import mrdho2
+from pairs import BATCHES, BRIEF, CURVED, OPTIONS, RAGGED, dho2, go, network, shards, vector
+from ranks import agreed, assert_same_trajectory
+from reference import cross_entropy, ggn
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+from torch.nn import functional
+
+from second_order import DHO2, CurvatureError
+from second_order.lanczos import Outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import World
+
+GAUSS_NEWTON = {"curvature": "gauss-newton", "smallest": 0}
+
+
+def linear(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of outputs that are linear in the parameters around where they are."""
+    params = dict(model.named_parameters())
+    here = {name: p.detach() for name, p in params.items()}
+    moved = {name: p - here[name] for name, p in params.items()}
+    z, dz = jvp(lambda w: functional_call(model, w, (x,)), (here,), (moved,))
+    return cross_entropy(z + dz, y)
+
+
+def outputs(model: nn.Module, x: Tensor, y: Tensor) -> Outputs:
+    return Outputs(model(x), lambda z: cross_entropy(z, y))
+
+
+def part(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    a, b = RAGGED[world_size][rank : rank + 2]
+    return CURVED[0][a:b], CURVED[1][a:b]
+
+
+def train(rank: int, world_size: int, layout: str, hvp: str = "auto") -> list[Tensor]:
+    model, (x, y) = network(), part(rank, world_size)
+    optimizer = DHO2(
+        model, lr=0.05, momentum=0.9, layout=layout, hvp=hvp,
+        curvature_closure=lambda: (outputs(model, x, y), len(y)),
+        **{**BRIEF, **GAUSS_NEWTON},
+    )  # fmt: skip
+    return go(model, optimizer, shards(BATCHES, rank, world_size))
+
+
+def train_linear(curvature: str = "hessian") -> list[Tensor]:
+    model = network()
+    loss: Callable[[], Any] = lambda: linear(model, *CURVED)  # noqa: E731
+    if curvature == "true":
+        loss = lambda: cross_entropy(model(CURVED[0]), CURVED[1])  # noqa: E731
+    options = {**BRIEF, "smallest": 0, "lr": 0.05, "momentum": 0.9}
+    return go(model, dho2(model, curvature_closure=loss, **options), BATCHES)
+
+
+def test_it_trains_as_on_a_loss_with_that_hessian() -> None:
+    expected = train_linear()
+    assert_same_trajectory(train(0, 1, "row"), expected, rtol=1e-9)
+    assert_same_trajectory(train(0, 1, "row", "recomputed"), expected, rtol=1e-9)
+    assert_same_trajectory(train(0, 1, "row", "differences"), expected, rtol=1e-4)
+    assert not torch.allclose(train_linear("true")[-1], expected[-1], rtol=1e-3)
+
+
+def train_both(rank: int, world_size: int) -> list[list[Tensor]]:
+    return [train(rank, world_size, layout) for layout in ("row", "column")]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_processes_train_as_one(world: World, world_size: int) -> None:
+    results = world.run(train_both, world_size)
+    expected = train_linear()
+    for i in range(2):
+        assert_same_trajectory(agreed([found[i] for found in results]), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gauss-newton", "empirical-fisher"])
+def test_its_eigenvalues_are_not_negative(kind: Any) -> None:
+    """All of them, where the Hessian has negative ones in their place."""
+    model, (x, y) = network(), CURVED
+
+    def closure() -> Outputs:
+        return Outputs(model(x), lambda z: functional.cross_entropy(z, y, reduction="none"))
+
+    def values(curvature: Any) -> Tensor:
+        size = sum(p.numel() for p in model.parameters())
+        options = {**OPTIONS, "largest": size, "smallest": 0, "warmup_steps": 0, "lr": 1e-6}
+        optimizer = dho2(model, curvature_closure=closure, curvature=curvature, **options)
+        go(model, optimizer, BATCHES[:1])
+        return optimizer.curvature.eigenvalues
+
+    found = values(kind)
+    assert float(found.min()) > -1e-12 * float(found.max())
+    hessian = values("hessian")
+    assert float(hessian.min()) < -1e-3 * float(hessian.max())
+    if kind == "gauss-newton":
+        expected = torch.linalg.eigvalsh(ggn(network(), x, y, cross_entropy)).flip(0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected[0]))
+
+
+def accelerated(rank: int, world_size: int, curved: bool) -> Any:
+    """The trajectory of the worker, with outputs or with the linear loss."""
+    model = network()
+    options = {**GAUSS_NEWTON} if curved else {"smallest": 0}
+    loss = outputs if curved else linear
+    with mrdho2(model, final_update="paper", **options) as optimizer:
+        if optimizer.role == "accelerator":
+            return optimizer.serve([CURVED], lambda batch: loss(model, *batch))
+        trajectory = []
+        for x, y in BATCHES:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            trajectory.append(vector(model))
+        assert any(report.applied for report in optimizer.epochs)
+        return trajectory
+
+
+def test_accelerators_take_outputs_too(world: World) -> None:
+    found, _ = world.run(accelerated, 2, True)
+    expected, _ = world.run(accelerated, 2, False)
+    assert_same_trajectory(found, expected, rtol=1e-9)
+
+
+def test_a_loss_alone_is_refused_before_anything_changes() -> None:
+    model = network()
+    optimizer = dho2(model, **GAUSS_NEWTON)
+    go(model, optimizer, BATCHES[:2])
+    before = vector(model)
+    with pytest.raises(CurvatureError, match=r"curvature='gauss-newton' needs .*Outputs\(model"):
+        go(model, optimizer, BATCHES[2:3])
+    assert torch.equal(vector(model), before)
+    optimizer.curvature_closure = lambda: outputs(model, *CURVED)
+    go(model, optimizer, BATCHES[2:3])
+    assert optimizer.curvature.refreshes == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"curvature": "fisher"}, "is 'gauss-newton'"),
+        ({"curvature": "gn"}, "curvature='gn' is not one of"),
+        ({"curvature": "gauss-newton", "smallest": 2}, "smallest=2 .* use smallest=0"),
+    ],
+)
+def test_options_outside_their_bounds(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        DHO2(network(), lr=0.1, **options)

@@ -1,0 +1,343 @@
+"""Trace, diagonal, blocks of layers, loaders and pictures, against dense matrices.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.figure
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ZOO
+from reference import cross_entropy, empirical_fisher, ggn, hessian
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from second_order.errors import CurvatureError
+from second_order.lanczos import (
+    Diagonal,
+    Outputs,
+    Trace,
+    diagonal,
+    eigenpairs,
+    losses_over,
+    spectral_density,
+    trace,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import World
+
+MLP = ZOO["mlp"]
+few = settings(max_examples=15, deadline=None)
+
+
+def problem(rank: int, seed: int, size: int = 30) -> tuple[Tensor, Callable[[], Tensor], Tensor]:
+    """A matrix of a rank, with eigenvalues of both signs, a loss of this Hessian, its parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    Q = torch.linalg.qr(torch.randn(size, rank, generator=generator).double())[0]
+    A = Q @ torch.diag(torch.linspace(-2, 9, rank).double()) @ Q.T
+    w = nn.Parameter(torch.ones(size).double())
+    return A, lambda: 0.5 * w @ A @ w, w
+
+
+def of_mlp(size: int = 6) -> tuple[nn.Module, Callable[[], Outputs], dict[str, Tensor]]:
+    """A model, its outputs with a loss an example, and the three dense matrices."""
+    model, (x, y) = MLP.model(), MLP.batch(size)
+    dense = {
+        "hessian": hessian(model, x, y, cross_entropy),
+        "gauss-newton": ggn(model, x, y, cross_entropy),
+        "empirical-fisher": empirical_fisher(model, x, y, cross_entropy),
+    }
+    loss = lambda z: functional.cross_entropy(z, y, reduction="none")  # noqa: E731
+    return model, lambda: Outputs(model(x), loss), dense
+
+
+CURVATURES = ["hessian", "gauss-newton", "empirical-fisher"]
+
+
+# Trace.
+
+
+@few
+@given(st.integers(0, 8), st.integers(0, 99), st.integers(24, 40))
+def test_a_matrix_of_low_rank_is_found_exactly(rank: int, seed: int, products: int) -> None:
+    """As many directions as a third of the products are taken out of chance's way."""
+    A, loss, w = problem(rank, seed)
+    found = trace(loss, [w], products=products, seed=seed)
+    assert found.value == pytest.approx(float(A.trace()), abs=1e-10)
+    assert found.standard_error < 1e-10
+    assert (found.products, found.size) == (products, 30)
+    entries = diagonal(loss, [w], products=products, seed=seed)
+    torch.testing.assert_close(entries.values, A.diagonal(), rtol=0, atol=1e-10)
+    assert float(entries.standard_errors.max()) < 1e-10
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_a_trace_is_within_its_error(curvature: Any) -> None:
+    """Over many seeds: no bias, errors of the stated size, and smaller than Hutchinson's."""
+    model, closure, dense = of_mlp(12)
+    A = dense[curvature]
+    expected = float(A.trace())
+    found = [
+        trace(closure, model, products=18, seed=100 * i, curvature=curvature) for i in range(20)
+    ]
+    errors = torch.tensor([f.value - expected for f in found])
+    stated = torch.tensor([f.standard_error for f in found])
+    spread = float(errors.square().mean().sqrt())
+    assert abs(float(errors.mean())) < 3 * spread / math.sqrt(20)
+    assert 0.4 < spread / float(stated.square().mean().sqrt()) < 2.5
+    if curvature != "hessian":  # whose eigenvalues fall off slowly, before any training
+        off = A - torch.diag(A.diagonal())
+        assert spread < 0.6 * math.sqrt(2 * float(off.square().sum()) / 18)
+
+
+def test_a_trace_of_few_unknowns_is_exact() -> None:
+    """The sketch spans all of them."""
+    A, loss, w = problem(3, 0, 3)
+    found = trace(loss, [w], products=12)
+    assert (found.value, found.standard_error) == (pytest.approx(float(A.trace())), 0.0)
+    assert found.products == 6
+
+
+# Diagonal.
+
+
+@few
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=20), st.integers(0, 99))
+def test_a_diagonal_matrix_is_found_exactly(values: list[float], seed: int) -> None:
+    d, w = torch.tensor(values).double(), nn.Parameter(torch.ones(len(values)).double())
+    loss = lambda: 0.5 * (d * w * w).sum()  # noqa: E731
+    found = diagonal(loss, [w], products=2, directions=0, seed=seed)
+    torch.testing.assert_close(found.values, d, rtol=0, atol=1e-12)
+    assert float(found.standard_errors.max()) < 1e-12
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_a_diagonal_is_within_its_errors(curvature: Any) -> None:
+    """And steep directions that are taken exactly are no longer in them."""
+    model, closure, dense = of_mlp(12)
+    A = dense[curvature]
+    errors = {}
+    for directions in (0, 3):
+        found = diagonal(closure, model, products=150, directions=directions, curvature=curvature)
+        assert found.products == 150
+        clear = found.standard_errors > 1e-9 * float(found.standard_errors.max())
+        ratio = (found.values - A.diagonal())[clear] / found.standard_errors[clear]
+        assert 0.7 < float(ratio.square().mean().sqrt()) < 1.4
+        errors[directions] = float((found.values - A.diagonal()).norm())
+        if directions == 0:
+            off = A - torch.diag(A.diagonal())
+            expected = (off.square().sum(1) / 150).sqrt()  # of signs, by their formula
+            ratio = found.standard_errors[clear] / expected[clear]
+            assert 0.8 < float(ratio.square().mean().sqrt()) < 1.25
+    assert errors[3] < (1.2 if curvature == "hessian" else 0.6) * errors[0]
+    parts = found.parts(model.parameters())
+    assert [part.shape for part in parts] == [p.shape for p in model.parameters()]
+    assert torch.equal(torch.cat([part.flatten() for part in parts]), found.values)
+
+
+# On several processes.
+
+
+def on_shards(rank: int, world_size: int, sizes: list[int]) -> tuple[Trace, Diagonal]:
+    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
+    x, y = x.split(sizes)[rank], y.split(sizes)[rank]
+    options: Any = {"process_group": dist.group.WORLD if world_size > 1 else None}
+    closure = lambda: (cross_entropy(model(x), y), len(y))  # noqa: E731
+    return (
+        trace(closure, model, products=15, **options),
+        diagonal(closure, model, products=9, layers="4", **options),
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_processes_find_what_one_finds(world: World, world_size: int) -> None:
+    sizes = [[3, 8], [1, 4, 6]][world_size - 2]
+    results = world.run(on_shards, world_size, sizes)
+    of_trace, of_diagonal = on_shards(0, 1, [11])
+    for found, diagonals in results:
+        assert found == results[0][0]
+        assert found.value == pytest.approx(of_trace.value)
+        assert found.standard_error == pytest.approx(of_trace.standard_error)
+        assert torch.equal(diagonals.values, results[0][1].values)
+        torch.testing.assert_close(diagonals.values, of_diagonal.values)
+        torch.testing.assert_close(diagonals.standard_errors, of_diagonal.standard_errors)
+
+
+def failing(rank: int, world_size: int, estimate: str) -> None:
+    model, (x, y) = MLP.model(), MLP.batch(6)
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls > 2:
+            raise ZeroDivisionError
+        return cross_entropy(model(x), y)
+
+    try:
+        {"trace": trace, "diagonal": diagonal}[estimate](
+            closure, model, hvp="recomputed", process_group=dist.group.WORLD
+        )  # type: ignore[operator]
+    finally:
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("estimate", ["trace", "diagonal"])
+def test_a_failure_on_one_process_is_everyones(world: World, estimate: str) -> None:
+    errors = world.run(failing, 2, estimate, expect_errors=True, timeout=20)
+    assert [type(error) for error in errors] == [CurvatureError, ZeroDivisionError]
+
+
+# Some of the layers.
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"),
+    [
+        ("0", ["0.weight", "0.bias"]),
+        (["4", "2"], ["2.weight", "2.bias", "4.weight", "4.bias"]),
+        ("Linear", ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]),
+    ],
+)
+def test_layers_have_their_block(layers: Any, chosen: list[str]) -> None:
+    model, closure, dense = of_mlp()
+    names = [name for name, _ in model.named_parameters()]
+    parts = torch.arange(111).split([p.numel() for p in model.parameters()])
+    rows = torch.cat([parts[names.index(name)] for name in chosen])
+    block = dense["hessian"][rows][:, rows]
+    options: Any = {"layers": layers, "largest": 3, "iterations": 60, "tol": 1e-9}
+    found = eigenpairs(closure, model, **options)
+    assert found.eigenvectors.shape[1] == len(rows)
+    expected = torch.linalg.eigvalsh(block).flip(0)[:3]
+    torch.testing.assert_close(found.eigenvalues, expected)
+    density = spectral_density(closure, model, layers=layers, probes=2, iterations=5)
+    assert density.size == len(rows)
+
+
+def test_layers_within_layers_and_shared_ones() -> None:
+    """By a name above, once each; frozen parameters stay out."""
+    shared = nn.Linear(3, 3).double()
+    model = nn.ModuleDict({"a": nn.Sequential(shared, shared), "b": nn.Linear(3, 2).double()})
+    shared.bias.requires_grad_(False)
+    x = torch.randn(5, 3).double()
+
+    def loss() -> Tensor:
+        return model["b"](model["a"](x).tanh()).square().mean()
+
+    assert trace(loss, model, layers="a", products=9).size == 9
+    assert trace(loss, model, layers=["a.1", "b"], products=9).size == 17
+    with pytest.raises(ValueError, match=r"layers='c' matches no layer .* a, a\.0, a\.1, b"):
+        trace(loss, model, layers=["a", "c"])
+    with pytest.raises(ValueError, match="names in a module"):
+        trace(loss, model.parameters(), layers="a")
+
+
+# A loader.
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_a_loader_is_the_mean_over_its_examples(curvature: Any) -> None:
+    """The last batch is shorter, and the loader shuffles."""
+    model, _, dense = of_mlp(11)
+    loader = DataLoader(TensorDataset(*MLP.batch(11)), batch_size=4, shuffle=True)
+    criterion = nn.CrossEntropyLoss(reduction="none" if curvature == "empirical-fisher" else "mean")
+    losses = losses_over(model, loader, criterion)
+    assert len(losses) == 3
+    options: Any = {"largest": 3, "iterations": 60, "tol": 1e-9, "curvature": curvature}
+    found = eigenpairs(losses, model, **options)
+    expected = torch.linalg.eigvalsh(dense[curvature]).flip(0)[:3]
+    torch.testing.assert_close(found.eigenvalues, expected, rtol=1e-7, atol=1e-12)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return self.layer(x + shift)
+
+
+def test_inputs_of_several_arguments() -> None:
+    model = Pair().double()
+    x, shift, y = torch.randn(3, 4, 3).double().unbind()
+    plain = trace(lambda: (model(x, shift) - y[:, :2]).square().mean(), model, products=30)
+    for inputs in ((x, shift), [x, shift], {"shift": shift, "x": x}):
+        losses = losses_over(model, [(inputs, y[:, :2])], functional.mse_loss)
+        assert trace(losses, model, products=30).value == pytest.approx(plain.value)
+
+
+@pytest.mark.parametrize(
+    ("batches", "criterion", "told"),
+    [
+        ([], cross_entropy, "there is no batch"),
+        ([{"x": 1}], cross_entropy, "batch 0 is a dict, not a pair"),
+        ([(1, 2, 3)], cross_entropy, "a tuple of 3, not a pair"),
+        ([(torch.ones(2), torch.tensor(1.0))], cross_entropy, "an example a row"),
+        ([(torch.ones(0, 5), torch.ones(0))], cross_entropy, "has no targets"),
+        ([MLP.batch(2)], nn.CrossEntropyLoss(reduction="sum"), "use reduction='mean'"),
+    ],
+)
+def test_what_is_no_loader(batches: Any, criterion: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        losses_over(MLP.model(), batches, criterion)
+
+
+# Bad numbers.
+
+
+def test_too_few_products() -> None:
+    _, loss, w = problem(3, 0)
+    for estimate in (trace, diagonal):
+        with pytest.raises(ValueError, match=r"products=1 .*use products=6 or more"):
+            estimate(loss, [w], products=1)  # type: ignore[operator]
+        with pytest.raises(ValueError, match=r"products=9 with directions=4: .*products=10"):
+            estimate(loss, [w], products=9, directions=4)  # type: ignore[operator]
+        with pytest.raises(ValueError, match="directions=-1"):
+            estimate(loss, [w], directions=-1)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("estimate", [trace, diagonal])
+def test_numbers_that_are_not_finite(estimate: Any) -> None:
+    w = nn.Parameter(torch.ones(4).double())
+    with pytest.raises(CurvatureError, match="not finite"):
+        estimate(lambda: (w * math.inf).square().sum(), [w])
+
+
+# Pictures.
+
+
+def test_a_density_is_drawn() -> None:
+    """Its curve, and a line at the height of one eigenvalue."""
+    _, loss, w = problem(8, 0)
+    density = spectral_density(loss, [w], probes=2, iterations=20)
+    axes = matplotlib.figure.Figure().add_subplot()
+    assert density.plot(axes, width=0.1) is axes
+    assert axes.get_yscale() == "log"
+    curve, one = axes.get_lines()
+    grid = torch.tensor(curve.get_xdata())
+    torch.testing.assert_close(torch.tensor(curve.get_ydata()), density.on(grid, 0.1))
+    assert float(grid[0]) < float(density.nodes.min()) < float(density.nodes.max()) < grid[-1]
+    assert one.get_ydata()[0] == pytest.approx(1 / (30 * 0.1 * math.sqrt(2 * math.pi)))
+    with pytest.raises(ValueError, match="width=0 is not above 0"):
+        density.plot(axes, width=0)
+
+
+def test_without_matplotlib_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, loss, w = problem(8, 0)
+    density = spectral_density(loss, [w], probes=1, iterations=5)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        density.plot()
