@@ -212,13 +212,12 @@ class Worker(_Team):
 
     def parameters_changed(self) -> None:
         """Drop the final update: other parameters train now than at the epoch's start."""
-        super().parameters_changed()
         if self.epochs.start is not None:
-            self.training.warn(
-                "the parameters that train have changed: this epoch has no final update"
-            )
+            what = "eigenpairs" if self.options.within else "final update"
+            self.training.warn(f"the parameters that train have changed: this epoch has no {what}")
             self.epochs.let_go()
             publish(self.training)
+        super().parameters_changed()
 
     def precondition(self, average: Callable[[], None]) -> None:
         """Add the step's gradients to p, or split them by the last epoch's eigenpairs."""

@@ -25,7 +25,7 @@ from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, Patience
 from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
+from second_order.fosi.checkpoint import START, SUM, UNIT, counts_of, load_vector
 from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions
 from second_order.fosi.pieces import Chunk
@@ -173,20 +173,15 @@ class Epochs:
         refused = mailbox.refused
         sound = self._sound(mailbox, found, len(self.start))
         if not self._agreed(sound):
-            if not self._unsound:
-                self._warn(
-                    f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
-                    f"refused; the base goes on alone until sound ones come"
-                )
-            self._unsound = True
-            reason = UNSOUND if mailbox.refused == refused else REFUSED
-            return EpochReport(self.number, waited, False, reason)
+            return self._unusable(waited, UNSOUND if mailbox.refused == refused else REFUSED)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
         vector, adds = self._subject.vector, self._options.final_update == "additive"
         parts = [tensors[2].to(self.start.device, vector.dtype) for tensors, _ in found]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if self.total is None:
+            if not self._agreed(_have_unit_length(rows)):
+                return self._unusable(waited, REFUSED)
             self.fresh = self._alike(values, residuals, rows, note["loss"])
             return EpochReport(self.number, waited, True, products=products)
         before = vector.flat()
@@ -206,6 +201,16 @@ class Epochs:
             vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
         return self._ask(mailbox, before, after, waited, products)
+
+    def _unusable(self, waited: float, reason: str) -> EpochReport:
+        """Use no eigenpairs at the end of this epoch; the first time with a warning."""
+        if not self._unsound:
+            self._warn(
+                f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
+                f"refused; the base goes on alone until sound ones come"
+            )
+        self._unsound = True
+        return EpochReport(self.number, waited, False, reason)
 
     def _alike(self, values: Tensor, residuals: Tensor, rows: Tensor, loss: float) -> Found:
         """Eigenpairs for the next steps, whose numbers are worker 0's: all step by the same."""
@@ -316,6 +321,12 @@ class Epochs:
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}
         return {**self.__dict__, **alone, "_parts": []}
+
+
+def _have_unit_length(rows: Tensor) -> bool:
+    """Whether vectors, a row each, are of length 1, up to a rounding of narrow numbers."""
+    squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+    return bool(((squares - 1.0).abs() <= UNIT).all())
 
 
 def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
