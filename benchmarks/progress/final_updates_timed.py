@@ -22,6 +22,7 @@ judged after as many steps as the base.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,11 +136,21 @@ def tasks() -> list[Task]:
         noisy = fine_tuning.noisy(data.train_images[indices], noise)
         return cross_entropy(model(noisy), data.train_labels[indices])
 
-    count = len(data.train_images)
+    count, heavy = len(data.train_images), {"lr": 0.1, "momentum": 0.9}
+    mlp, deep, head = digits.mlp, digits.autoencoder, partial(fine_tuning.fine_tuned, "linear")
+    shared = {"within": {"warmup_steps": 20}}
     return [
-        Task("MLP", digits.mlp, classify, count, 512, 512, 300, 50, SGD, {ALONE: {"lr": 0.1, "momentum": 0.9}}),
-        Task("autoencoder", digits.autoencoder, reconstruct, len(images), 512, 512, 600, 50, Adam, {ALONE: {"lr": 0.01}}),
-        Task("fine-tuning", lambda: fine_tuning.fine_tuned("linear"), tune, count, 256, 512, 150, 25, Adam, {ALONE: {"lr": 0.01}}),
+        Task("MLP", mlp, classify, count, 512, 256, 200, 20, SGD, {ALONE: heavy, **shared}),
+        Task(
+            *("autoencoder", deep, reconstruct, len(images)),
+            *(512, 512, 300, 30, SGD),
+            {ALONE: {**heavy, "lr": 0.03}, **shared},
+        ),
+        Task(
+            *("fine-tuning", head, tune, count),
+            *(256, 512, 100, 20, Adam),
+            {ALONE: {"lr": 0.01}},
+        ),
     ]
 
 
@@ -362,7 +374,17 @@ def table(every: list[Task], runs: list[Run]) -> Table:
     """A row a task and rule."""
     title = "Training loss at the time that the base takes, medians over the seeds"
     result = Table(title=title)
-    headers = ("task", "rule", "loss", "to base", "mean log", "± its error", "step", "helper", "made")
+    headers = (
+        "task",
+        "rule",
+        "loss",
+        "to base",
+        "mean log",
+        "± its error",
+        "step",
+        "helper",
+        "made",
+    )
     for header in headers:
         result.add_column(header, justify="left" if header in headers[:2] else "right")
     for task in every:
@@ -382,6 +404,14 @@ def table(every: list[Task], runs: list[Run]) -> Table:
     return result
 
 
+def store(path: Path, runs: list[Run]) -> None:
+    """Set "timed" in a JSON file to the runs."""
+    machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
+    record = json.loads(path.read_text())
+    record["timed"] = {"machine": machine, "runs": [asdict(run) for run in runs]}
+    path.write_text(json.dumps(record, indent=1))
+
+
 def main() -> None:
     """Run everything, print the table and add the runs to the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -389,34 +419,31 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--seeds", type=int, default=7)
-    parser.add_argument("--scan", action="store_true", help="compare settings, on seeds from 100 on")
-    parser.add_argument("--output", type=Path, help='set "timed" in this JSON file to the runs')
+    parser.add_argument("--scan", action="store_true", help="compare settings, on seeds from 100")
+    parser.add_argument("--output", type=Path, help='a JSON file, whose "timed" is set to the runs')
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     runs: list[Run] = []
-    chosen = [task for task in tasks() if task.name in arguments.only]
-    for task in chosen:
-        for k in range(arguments.seeds):
-            for rule in arguments.rules:
-                settings = {**task.settings[ALONE], **task.settings.get(rule, {})}
-                others = task.scan.get(rule, [{}]) if arguments.scan else [{}]
-                for other in others:
-                    seed = 100 + k if arguments.scan else k
-                    run = trained(task, rule, seed, {**settings, **other})
-                    dist.barrier()
-                    if run is None:
-                        continue
-                    runs.append(run)
-                    if arguments.scan:
-                        print(task.name, rule, other, f"{run.losses[-1]:.4g}", run.seconds, flush=True)
+    every = [task for task in tasks() if task.name in arguments.only]
+    first = 100 if arguments.scan else 0
+    seeds = range(first, first + arguments.seeds)
+    # What is compared takes turns.
+    for seed, task, rule in itertools.product(seeds, every, arguments.rules):
+        settings = {**task.settings[ALONE], **task.settings.get(rule, {})}
+        for other in task.scan.get(rule, [{}]) if arguments.scan else [{}]:
+            run = trained(task, rule, seed, {**settings, **other})
+            dist.barrier()
+            if run is None:
+                continue
+            runs.append(run)
+            if arguments.scan:
+                cost = f"{1000 * run.seconds / task.steps:.2f} ms a step"
+                print(task.name, rule, other, *(f"{x:.4g}" for x in run.losses[9::10]), cost)
+            elif arguments.output:
+                store(arguments.output, runs)
     if dist.get_rank() == 0 and not arguments.scan:
-        Console(width=120).print(table(chosen, runs))
-        if arguments.output:
-            machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-            record = json.loads(arguments.output.read_text())
-            record["timed"] = {"machine": machine, "runs": [asdict(run) for run in runs]}
-            arguments.output.write_text(json.dumps(record, indent=1))
+        Console(width=120).print(table(every, runs))
     dist.destroy_process_group()
 
 

@@ -29,7 +29,7 @@ from accelerated import (
     write,
 )
 from ranks import agreed, assert_same_trajectory, replaced, vector
-from scripted import MOMENTUM, play, serve, told_once, trajectory_of, worker_part
+from scripted import MOMENTUM, play, serve, told_once, worker_part
 from torch import Tensor, nn
 
 from second_order import SecondOrderWarning
@@ -104,16 +104,17 @@ def by_the_book(
     return trajectory
 
 
+# Options, and what the book is told.
 CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (WITHIN, {"lr": 0.05, "momentum": 0.9}),
-    ({**WITHIN, **ADAM}, {**ADAM, "beta": 0.8, "clip": 1.0}),
-    ({**WITHIN, "warmup_steps": 3, "newton_scale": 0.3}, {**MOMENTUM, "warmup": 3, "alpha": 0.3}),
+    (MOMENTUM, MOMENTUM),
+    (ADAM, {**ADAM, "beta": 0.8, "clip": 1.0}),
+    ({**MOMENTUM, "warmup_steps": 3, "newton_scale": 0.3}, {**MOMENTUM, "warmup": 3, "alpha": 0.3}),
 ]
 
 
 def chosen(rank: int, world_size: int, accelerators: int) -> list[dict[str, Any]]:
-    choices = [{k: v for k, v in o.items() if k != "momentum" or "base" not in o} for o, _ in CHOICES]
-    return [train(rank, world_size, {**o, "accelerators": accelerators}) for o in choices]
+    common = {"final_update": "within", "accelerators": accelerators}
+    return [train(rank, world_size, {**options, **common}) for options, _ in CHOICES]
 
 
 @pytest.mark.parametrize(("world_size", "accelerators"), [(2, 1), (3, 1), (3, 2)])
@@ -126,8 +127,7 @@ def test_the_next_epochs_steps_are_those_of_dense_hessians(
     for i, (options, book) in enumerate(CHOICES):
         found = [result[i] for result in results[:workers]]
         trajectory = agreed([each["trajectory"] for each in found])
-        if accelerators == 1:  # two halve no batch here, and have the same one
-            assert_same_trajectory(trajectory, by_the_book(**book), rtol=1e-7, hint=options)
+        assert_same_trajectory(trajectory, by_the_book(**book), rtol=1e-7, hint=options)
         alone = {k: v for k, v in book.items() if k in ("base", "lr", "momentum", "betas")}
         base = base_alone(workers=workers, **alone)
         first = EPOCH + options.get("warmup_steps", 0)
@@ -334,8 +334,8 @@ def test_a_checkpoint_continues_with_the_pairs_in_use(world: World, workers: int
             assert_same_trajectory(found, whole[step:], rtol=1e-7, hint=(again, step))
 
 
-def test_a_copy_goes_on_as_the_base() -> None:
-    """Without accelerators it is DHO2 with an interval of an epoch, with "within" too."""
+def test_without_accelerators_it_is_dho2() -> None:
+    """With an interval of an epoch, whatever the final update."""
     model = CASE.model()
     with pytest.warns(SecondOrderWarning, match="as DHO2 does"):
         optimizer = mrdho2(model, curvature_closure=lambda: loss_of(model, CURVED[0]), **WITHIN)

@@ -214,8 +214,8 @@ class Epochs:
 
     def _alike(self, values: Tensor, residuals: Tensor, rows: Tensor, loss: float) -> Found:
         """Eigenpairs for the next steps, whose numbers are worker 0's: all step by the same."""
-        numbers = torch.cat([values.double(), residuals.double(), torch.tensor([loss]).double()])
-        numbers = numbers.to(rows.device)
+        last = torch.tensor([loss], dtype=torch.float64)
+        numbers = torch.cat([values.double(), residuals.double(), last]).to(rows.device)
         self._team.broadcast_from_first([numbers])
         count, numbers = len(values), numbers.cpu()
         return Found(numbers[:count], numbers[count:-1], rows, float(numbers[-1]))
@@ -317,6 +317,7 @@ class Epochs:
             self.start = load_vector(saved, START, vector.params, vector.layout.dtype)
             if not self._options.within:
                 self.total = load_vector(saved, SUM, vector.params, vector.dtype)
+                self.start = None if self.total is None else self.start  # of "within"
 
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}
