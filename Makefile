@@ -70,6 +70,10 @@ fosi-gain: venv ## what DHO2 gains over a tuned Adam, where it may and where not
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/fosi_gain.py \
 		--json benchmarks/results/fosi_gain.json $(ARGS)
 
+final-updates-timed: venv ## MRDHO2 beside the base alone at equal time: some minutes
+	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
+		benchmarks/progress/final_updates_timed.py --output benchmarks/results/final_updates.json $(ARGS)
+
 hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
 		benchmarks/speed/hidden.py --json benchmarks/results/hidden.json $(ARGS)

@@ -254,7 +254,9 @@ def main() -> None:
         if arguments.output:
             machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
             record = {"machine": machine, "runs": [asdict(run) for run in runs]}
-            arguments.output.write_text(json.dumps(record, indent=1))
+            path = arguments.output
+            others = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**others, **record}, indent=1))  # final_updates_timed.py's
     dist.destroy_process_group()
 
 

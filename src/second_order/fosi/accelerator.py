@@ -3,7 +3,8 @@
 worker 0         first accelerator         the others
 point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together
                  order/k: skip        ->   where the point was malformed: no pairs, instead
-                 pairs/i/j/a: û, residuals, and worker j's vectors, accelerator a's rows of them
+                 pairs/i/j/a: û, residuals, and worker j's vectors, accelerator a's rows of them;
+                              in the note, the loss of all batches at c
 try/i        ->  order/k: judge       ->   w_E without and with V̂'s, too; then the loss of each
                  verdict/i/j: the losses of all batches
 goodbye      ->  order/k: leave       ->
@@ -212,8 +213,8 @@ class Accelerator:
             return closure_at(note["epoch"])
 
         self._loss_fn = self._together(prepare)
-        pairs = self._pairs(self._loss_fn, note["epoch"])
-        self._together(partial(self._deliver, pairs))
+        pairs, loss = self._pairs(self._loss_fn, note["epoch"])
+        self._together(partial(self._deliver, pairs, loss))
         self.answered += 1
 
     def _take_over(self, point: Tensor, rest: Sequence[Tensor], train: Sequence[bool]) -> None:
@@ -227,11 +228,12 @@ class Accelerator:
         self._loss_fn = None
         for j in range(self._workers):
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
-            self._mailbox.post(name, [], finite=False, products=0)
+            self._mailbox.post(name, [], finite=False, products=0, loss=None)
         self.answered += 1
 
-    def _deliver(self, pairs: Pairs) -> None:
+    def _deliver(self, pairs: Pairs, loss: float) -> None:
         cuts = row_bounds(len(pairs.values), self._workers)
+        said = loss if math.isfinite(loss) else None
         rows = None
         if pairs.finite:
             with self._subject.vector.plain():
@@ -242,13 +244,16 @@ class Accelerator:
             if finite and rows is not None:
                 tensors = [pairs.values, pairs.bounds(), rows[cuts[j] : cuts[j + 1]]]
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
-            self._mailbox.post(name, tensors, finite=finite, products=pairs.iterations)
+            note = {"finite": finite, "products": pairs.iterations, "loss": said}
+            self._mailbox.post(name, tensors, **note)
 
-    def _pairs(self, loss_fn: Closures, epoch: int) -> Pairs:
+    def _pairs(self, loss_fn: Closures, epoch: int) -> tuple[Pairs, float]:
+        """The eigenpairs of the accelerators' batches, and the loss of these."""
         options = self._options
         measured = self._subject.vector.hessian(loss_fn, options.hvp, options.curvature)
         with self._subject.training.meter.stage("lanczos"), measured as space:
-            return wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
+            pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
+            return pairs, space.loss()
 
     def _judge(self, tensors: Sequence[Tensor], train: Sequence[bool]) -> None:
         """Send the losses of the accelerators' batches without and with the update."""

@@ -27,6 +27,7 @@ __all__ = [
     "READ_BY_ALL",
     "START",
     "SUM",
+    "UNIT",
     "Loaded",
     "check_saved_pairs",
     "counts_of",

@@ -82,7 +82,7 @@ class FOSICurvature(Curvature):
     read_by_all = READ_BY_ALL
 
     computes_pairs = True
-    """Whether eigenpairs are this process's to renew; if not, none are taken over either."""
+    """Whether eigenpairs are this process's to renew."""
 
     refused = 0
     """How many messages and connections of other processes this one has refused."""
@@ -110,6 +110,11 @@ class FOSICurvature(Curvature):
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: Tensor | None = None  # V̂ᵀg of this step
         self._before: list[Tensor] = []  # the parameters before the base's step
+
+    @property
+    def steps_by_pairs(self) -> bool:
+        """Whether eigenpairs are of use here; if not, none are taken over from a checkpoint."""
+        return self.computes_pairs and not self.closed
 
     @property
     def subspace(self) -> Subspace | None:
@@ -215,7 +220,7 @@ class FOSICurvature(Curvature):
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
         gradients = self.vector.gradients()
         c = subspace.basis.coefficients(gradients, witness=subspace.momentum * subspace.rates)
-        if self.pairs.tally.step == self.training.steps:
+        if self.pairs.first_used == self.training.steps:
             rows = self.options.layout == "row"
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
         sound = subspace.basis.add(gradients, [-c])
@@ -275,7 +280,7 @@ class FOSICurvature(Curvature):
         """Take over counts, and eigenpairs if the same parameters trained."""
         self._share = None
         self.vector.restart()
-        self.pairs.resume(saved, taken=self.computes_pairs and not self.closed)
+        self.pairs.resume(saved, taken=self.steps_by_pairs)
 
     @property
     def kept_elsewhere(self) -> str:

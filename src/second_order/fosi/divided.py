@@ -180,17 +180,17 @@ class _Team(Divided):
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and its part of c and p, or zeros in their place."""
-        parts, start, total = super().state(), self.epochs.start, self.epochs.total
-        if start is None or total is None:
-            if not parts or not is_sharded_checkpoint():
-                return parts
-            start = total = torch.zeros(self.vector.layout.size, dtype=self.vector.dtype)
-        vectors = vector_parts({START: start, SUM: total}, self.vector.params)
+        parts, here = super().state(), {START: self.epochs.start, SUM: self.epochs.total}
+        kept = {name: vector for name, vector in here.items() if vector is not None}
+        if parts and len(kept) < len(here) and is_sharded_checkpoint():  # read in place
+            zeros = torch.zeros(self.vector.layout.size, dtype=self.vector.dtype)
+            kept = dict.fromkeys(here, zeros) | kept
+        vectors = vector_parts(kept, self.vector.params)
         return {p: {**part, **vectors[p]} for p, part in parts.items()}
 
     def awake(self) -> None:
-        """Find the processes of this kind again, in an unpickled copy."""
-        world = self.training.world
+        """Find the processes of this kind again, in an unpickled copy, whose base goes on alone."""
+        self.pairs.subspace, world = None, self.training.world
         if world.size == self._roles.size:
             self.training.world = self._roles.team(world, self.options.helper_timeout)
 
@@ -205,17 +205,22 @@ class Worker(_Team):
         """Begin the first epoch."""
         self.epochs.connect(mailbox)
 
+    @property
+    def steps_by_pairs(self) -> bool:
+        """Whether the steps of an epoch use the last one's eigenpairs."""
+        return self.options.within and self.epochs.helped
+
     def parameters_changed(self) -> None:
         """Drop the final update: other parameters train now than at the epoch's start."""
         if self.epochs.start is not None:
-            self.training.warn(
-                "the parameters that train have changed: this epoch has no final update"
-            )
+            what = "eigenpairs" if self.options.within else "final update"
+            self.training.warn(f"the parameters that train have changed: this epoch has no {what}")
             self.epochs.let_go()
             publish(self.training)
+        super().parameters_changed()
 
     def precondition(self, average: Callable[[], None]) -> None:
-        """Add the step's gradients to p."""
+        """Add the step's gradients to p, or split them by the last epoch's eigenpairs."""
         super().precondition(average)
         self.epochs.add()
 
@@ -229,6 +234,12 @@ class Worker(_Team):
         tally.failures += report.reason == UNSOUND
         if report.products:
             tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
+        if self.epochs.fresh is not None:
+            with self.training.meter.stage("final_update"):
+                self.pairs.take(self.epochs.fresh)
+            self.epochs.fresh = None
+        elif self.subspace is not None:
+            self.pairs.drop()  # those before are two epochs old by now
         publish(self.training)  # frees c and p
         if self.line is not None:
             self.line.tell(self.training)

@@ -44,6 +44,7 @@ __all__ = [
     "Closures",
     "CurvatureClosure",
     "Eigenpairs",
+    "Found",
     "Tally",
     "publish",
     "wanted_pairs",
@@ -127,6 +128,23 @@ class Tally:
         self.refreshes += 1
 
 
+@dataclass(frozen=True)
+class Found:
+    """Eigenpairs that other processes have computed.
+
+    Attributes:
+        values: ``(r,)`` û, the largest first; float64 on the CPU.
+        residuals: ``(r,)`` residuals, float64 on the CPU.
+        vectors: ``(r_p, n)`` this process's share of the eigenvectors, whole.
+        loss: The loss of the batch that they were computed on, at the same point.
+    """
+
+    values: Tensor
+    residuals: Tensor
+    vectors: Tensor
+    loss: float
+
+
 class Eigenpairs:
     """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``.
 
@@ -141,6 +159,7 @@ class Eigenpairs:
         batch_loss: Loss of the curvature batch at the last refresh.
         bound: The bound on s that the guard allows.
         budget: Tells when refreshes are due, if their interval is "auto".
+        first_used: The first step that uses the newest eigenpairs; -1 before there are any.
     """
 
     def __init__(self, training: Training, options: FOSIOptions, vector: ParameterVector) -> None:
@@ -148,6 +167,7 @@ class Eigenpairs:
         self.subspace: Subspace | None = None
         self.tally = Tally()
         self.batch_loss, self.bound = math.inf, 1.0
+        self.first_used = -1
         self._first_loss: float | None = None
         self.budget = RefreshBudget(training, options)
 
@@ -175,10 +195,11 @@ class Eigenpairs:
         Raises:
             CurvatureError: As :meth:`renew` does.
         """
-        measured = self._vector.hessian(loss_fn, self._options.hvp)
+        options = self._options
+        measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
         meter, probing = self._training.meter, self.budget.probing()
         with meter.stage("lanczos"), probing as probe, measured as space:
-            probe.take(space, self._options.seed)
+            probe.take(space, options.seed)
 
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
@@ -204,6 +225,7 @@ class Eigenpairs:
             pairs = wanted_pairs(space, self._start(space), options)
             loss = space.loss()
         tally.add(training.steps, pairs.iterations)
+        self.first_used = training.steps
         if pairs.finite and math.isfinite(loss):
             self._guard(loss)
             with self._vector.plain():
@@ -244,9 +266,7 @@ class Eigenpairs:
 
     def _adopt(self, pairs: Pairs) -> bool:
         """Use new eigenpairs if they are finite on all processes; returns whether they are."""
-        chunks, world, momentum = self._vector.chunks, self._training.world, None
-        if self.subspace is not None and self.momentum_rule()[0] > 0.0:
-            momentum = self.subspace.momentum_vector(chunks)
+        chunks, world, momentum = self._vector.chunks, self._training.world, self._momentum()
         self.drop()  # the old vectors, before there are new ones
         rows = pairs.vectors()
         if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
@@ -256,11 +276,41 @@ class Eigenpairs:
             basis = RowBasis(rows, chunks, world)
         else:
             basis = ColumnBasis.of_rows(rows, chunks, self._vector.layout.size, world)
-        self.subspace = self._span(basis, pairs.values, pairs.bounds(), pairs.largest)
-        if momentum is not None:
-            self.subspace.carry(momentum, chunks)
-        publish(self._training)
+        self._use(self._span(basis, pairs.values, pairs.bounds(), pairs.largest), momentum)
         return True
+
+    def take(self, found: Found) -> None:
+        """Use eigenpairs that other processes have computed. A collective.
+
+        Args:
+            found: The eigenpairs, finite on all processes.
+        """
+        self.drop_unsound()
+        self.first_used = self._training.steps + 1
+        self._guard(found.loss)
+        vector, world = self._vector, self._training.world
+        with vector.plain():
+            momentum, count = self._momentum(), len(found.values)
+            self.drop()
+            basis: Basis
+            if self._by_rows:
+                basis = RowBasis(found.vectors, vector.chunks, world)
+            else:
+                basis = ColumnBasis(found.vectors, vector.chunks, world, count)
+            largest = min(self._options.largest, count)
+            self._use(self._span(basis, found.values, found.residuals, largest), momentum)
+
+    def _momentum(self) -> Tensor | None:
+        """This process's part of the momentum in R^n; None if there is none to carry over."""
+        if self.subspace is None or self.momentum_rule()[0] <= 0.0:
+            return None
+        return self.subspace.momentum_vector(self._vector.chunks)
+
+    def _use(self, subspace: Subspace, momentum: Tensor | None) -> None:
+        self.subspace = subspace
+        if momentum is not None:
+            subspace.carry(momentum, self._vector.chunks)
+        publish(self._training)
 
     @property
     def _by_rows(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ REST_CLIP = 3.0
 """FOSI's bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
 
 
-FinalUpdate: TypeAlias = Literal["guarded", "paper", "additive"]
+FinalUpdate: TypeAlias = Literal["within", "guarded", "paper", "additive"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +178,20 @@ class EpochOptions(FOSIOptions):
 
     def __post_init__(self) -> None:
         check_count("epoch_steps", self.epoch_steps, "steps")
-        check_choice("final_update", self.final_update, ("guarded", "paper", "additive"))
+        check_choice("final_update", self.final_update, get_args(FinalUpdate))
         check_timeout("helper_timeout", self.helper_timeout)
         check_whole("accelerators", self.accelerators, 0, "0 for none")
         super().__post_init__()
+
+    @property
+    def within(self) -> bool:
+        """Whether the next epoch's steps use the eigenpairs, in place of one update."""
+        return self.final_update == "within"
+
+    @property
+    def first_epoch(self) -> int:
+        """The step of the first epoch that accelerators help in: W, 0 if it is not given."""
+        return self.warmup_steps or 0
 
 
 def check_newton_scale(value: Any) -> None:

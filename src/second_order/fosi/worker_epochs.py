@@ -4,6 +4,9 @@ begin   c <- w, p <- 0; worker 0 sends c and what does not train; all listen for
 add     p <- p + g, every step
 end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" asks for a verdict first
 
+With "within" there is no p, and no update at the end: the next epoch's steps use û and V̂, those of
+:class:`~second_order.fosi.curvature.FOSICurvature`. The first `warmup_steps` are of no epoch.
+
 The workers agree on each of these, so that their weights stay equal.
 """
 
@@ -22,7 +25,8 @@ from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, Patience
 from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
+from second_order.fosi.checkpoint import START, SUM, UNIT, counts_of, load_vector
+from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions
 from second_order.fosi.pieces import Chunk
 from second_order.fosi.subject import Subject
@@ -57,6 +61,8 @@ class Epochs:
         total: p, the sum of gradients, flat; None if there is to be no final update.
         helped: Whether accelerators are at work for this worker.
         found: û and the residuals of the last eigenpairs that came.
+        fresh: The eigenpairs for the next epoch's steps; None but at the end of an epoch that has
+            found some, with "within".
         reports: Reports of the last epochs. Workers wait until they agree on what has come, so
             ``waited`` is long on all where one waits.
     """
@@ -72,6 +78,7 @@ class Epochs:
         self._parts: list[Tensor] = []  # views of p with the parameters' shapes
         self.helped = False
         self.found: tuple[Tensor, Tensor] | None = None
+        self.fresh: Found | None = None
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
         self._asked = -1  # the epoch whose eigenpairs are under way
         self._request = -1  # number of the message with these
@@ -86,9 +93,15 @@ class Epochs:
     def _team(self) -> World:
         return self._subject.training.world
 
+    @property
+    def _warming_up(self) -> bool:
+        """Whether the base steps alone, before the first epoch."""
+        begun = self.number or self.step
+        return not begun and self._subject.training.steps < self._options.first_epoch
+
     def add(self) -> None:
         """Take in a step's gradients, and begin an epoch with its first."""
-        if not self.helped:
+        if not self.helped or self._warming_up:
             return
         if self._asked != self.number:
             self._begin()
@@ -110,7 +123,8 @@ class Epochs:
         subject, vector = self._subject, self._subject.vector
         if self.start is None or self.step == 0:
             self.start, self._parts = vector.flat(), []
-            self.total = torch.zeros_like(self.start, dtype=vector.dtype)
+            if not self._options.within:
+                self.total = torch.zeros_like(self.start, dtype=vector.dtype)
         self._asked, self._request = self.number, self._request + 1
         if self._team.rank == 0:
             tensors = [self.start, *subject.rest()]
@@ -132,7 +146,8 @@ class Epochs:
         if not self.helped:
             return None
         assert self._mailbox is not None
-        self.step, self._taken, report = self.step + 1, self._taken + 1, None
+        self.fresh = None
+        self.step, self._taken, report = self.step + (not self._warming_up), self._taken + 1, None
         if self.step >= self._options.epoch_steps:
             with self._subject.training.meter.stage("final_update"), self._subject.vector.plain():
                 report = self._end(self._mailbox, scales())
@@ -143,7 +158,7 @@ class Epochs:
         return report
 
     def _end(self, mailbox: Mailbox, scales: Sequence[float | Tensor]) -> EpochReport:
-        """End the epoch, with the final update if every worker has sound eigenpairs."""
+        """End the epoch, and use its eigenpairs if every worker has sound ones."""
         begun, patience = time.monotonic(), Patience(self._patience)
         messages = [self._await(mailbox, name, patience) for name in self._expected()]
         found = [message for message in messages if message is not None]
@@ -153,24 +168,22 @@ class Epochs:
         if not agreed:
             self._give_up(mailbox)
             return EpochReport(self.number, waited, False, GONE)
-        if self.start is None or self.total is None:
+        if self.start is None or (self.total is None and not self._options.within):
             return EpochReport(self.number, waited, False, "other parameters train now")
         refused = mailbox.refused
         sound = self._sound(mailbox, found, len(self.start))
         if not self._agreed(sound):
-            if not self._unsound:
-                self._warn(
-                    f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
-                    f"refused; the base goes on alone until sound ones come"
-                )
-            self._unsound = True
-            reason = UNSOUND if mailbox.refused == refused else REFUSED
-            return EpochReport(self.number, waited, False, reason)
+            return self._unusable(waited, UNSOUND if mailbox.refused == refused else REFUSED)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
         vector, adds = self._subject.vector, self._options.final_update == "additive"
         parts = [tensors[2].to(self.start.device, vector.dtype) for tensors, _ in found]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if self.total is None:
+            if not self._agreed(_have_unit_length(rows)):
+                return self._unusable(waited, REFUSED)
+            self.fresh = self._alike(values, residuals, rows, note["loss"])
+            return EpochReport(self.number, waited, True, products=products)
         before = vector.flat()
         change, sound_step = correction(
             None if adds else before - self.start,
@@ -188,6 +201,24 @@ class Epochs:
             vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
         return self._ask(mailbox, before, after, waited, products)
+
+    def _unusable(self, waited: float, reason: str) -> EpochReport:
+        """Use no eigenpairs at the end of this epoch; the first time with a warning."""
+        if not self._unsound:
+            self._warn(
+                f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
+                f"refused; the base goes on alone until sound ones come"
+            )
+        self._unsound = True
+        return EpochReport(self.number, waited, False, reason)
+
+    def _alike(self, values: Tensor, residuals: Tensor, rows: Tensor, loss: float) -> Found:
+        """Eigenpairs for the next steps, whose numbers are worker 0's: all step by the same."""
+        last = torch.tensor([loss], dtype=torch.float64)
+        numbers = torch.cat([values.double(), residuals.double(), last]).to(rows.device)
+        self._team.broadcast_from_first([numbers])
+        count, numbers = len(values), numbers.cpu()
+        return Found(numbers[:count], numbers[count:-1], rows, float(numbers[-1]))
 
     def _ask(
         self, mailbox: Mailbox, before: Tensor, after: Tensor, waited: float, products: int
@@ -226,6 +257,8 @@ class Epochs:
         for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
             try:
                 finite = _pairs_in(message, wanted, (mine, bounds[a + 1] - bounds[a]))
+                if self._options.within and not math.isfinite(_loss_in(message)):
+                    finite = False
             except MalformedError as why:
                 mailbox.refuse(name, why)
                 finite = False
@@ -263,6 +296,7 @@ class Epochs:
 
     def resume(self, number: int, step: int) -> None:
         """Go on in the middle of an epoch, without c; eigenpairs under way are not used."""
+        self.fresh = None
         under_way = self._asked == self.number
         self.number, self.step, self._asked = number, step, -1
         self.let_go()
@@ -281,11 +315,19 @@ class Epochs:
         self.resume(counts.get("epoch", 0), counts.get("epoch_step", 0))
         if self.step and counts.get("epoch_sums", 1.0) and self.helped:
             self.start = load_vector(saved, START, vector.params, vector.layout.dtype)
-            self.total = load_vector(saved, SUM, vector.params, vector.dtype)
+            if not self._options.within:
+                self.total = load_vector(saved, SUM, vector.params, vector.dtype)
+                self.start = None if self.total is None else self.start  # of "within"
 
     def __getstate__(self) -> dict[str, Any]:
-        alone = {"_mailbox": None, "helped": False, "start": None, "total": None}
+        alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}
         return {**self.__dict__, **alone, "_parts": []}
+
+
+def _have_unit_length(rows: Tensor) -> bool:
+    """Whether vectors, a row each, are of length 1, up to a rounding of narrow numbers."""
+    squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+    return bool(((squares - 1.0).abs() <= UNIT).all())
 
 
 def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
@@ -302,6 +344,17 @@ def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
     if not all(t.is_floating_point() for t in tensors):
         raise MalformedError("its tensors are no real numbers")
     return bool(note["finite"])
+
+
+def _loss_in(message: Message) -> float:
+    """The loss that comes with eigenpairs; NaN where there is none.
+
+    Raises:
+        MalformedError: If the message has no such entry.
+    """
+    require_form(message[1], loss=float | int | None)
+    loss = message[1]["loss"]
+    return math.nan if loss is None else float(loss)
 
 
 def _losses_in(message: Message) -> tuple[float, float]:

@@ -163,7 +163,7 @@ class DHO2(EigenpairOptimizer):
         values = dict(locals())
         check_given(values)
 
-        def curvature(training: Training) -> FOSICurvature:
+        def steps_of(training: Training) -> FOSICurvature:
             options, settings = suited(values, training)
             return FOSICurvature(training, options, curvature_closure, settings)
 
@@ -173,7 +173,7 @@ class DHO2(EigenpairOptimizer):
             base=base,
             base_kwargs={"lr": lr, **base_kwargs},
             own_keywords=own_keywords(DHO2),
-            curvature=curvature,
+            curvature=steps_of,
             needs_model=False,
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,

@@ -64,7 +64,10 @@ class MRDHO2(EigenpairOptimizer):
         epoch_steps: E, steps between two final updates.
         final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
             batches falls by at least half with it. "additive" adds a Newton step on the mean of
-            the last gradients to what the base has done.
+            the last gradients to what the base has done. "within" makes no update at the end: each
+            step of the next epoch is DHO2's, with these eigenpairs.
+        warmup_steps: W, steps of the base alone before the first epoch that accelerators help in;
+            None for 0. Without accelerators as for DHO2.
         helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch (for
             eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
             up.
@@ -108,6 +111,7 @@ class MRDHO2(EigenpairOptimizer):
         accelerators: int = 1,
         epoch_steps: int = 100,
         final_update: FinalUpdate = "guarded",
+        warmup_steps: int | None = None,
         helper_timeout: float = 60.0,
         largest: int = 10,
         smallest: int = 0,
