@@ -310,7 +310,7 @@ class World:
             # Most are forked from one process that has imported torch. One that is not has a hash
             # seed of its own, so that the order of a set of names is not the same everywhere.
             context = multiprocessing.get_context("spawn" if rank == 1 else "forkserver")
-            context.set_forkserver_preload(["second_order"])
+            context.set_forkserver_preload(["second_order", "pytest", "hypothesis"])
             ours, theirs = context.Pipe()
             stacks = Path(self._directory.name) / f"stacks{rank}"
             process = context.Process(

@@ -14,6 +14,7 @@ Imports are read from the source, those inside functions and under TYPE_CHECKING
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 from pathlib import Path
@@ -72,7 +73,8 @@ def part(module: str) -> str:
     return f"{module}.".split(".")[1]
 
 
-def imported(source: str) -> set[str]:
+@functools.cache
+def imported(source: str) -> frozenset[str]:
     """The modules of this package that a source imports; a relative import is refused."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -84,7 +86,7 @@ def imported(source: str) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             inner = names & MODULES
             found |= inner or {node.module}
-    return {name for name in found if name.split(".")[0] == "second_order"}
+    return frozenset(name for name in found if name.split(".")[0] == "second_order")
 
 
 MODULES = {module_name(path) for path in FILES}

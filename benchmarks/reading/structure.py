@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import sys
@@ -81,6 +82,7 @@ def lines_in_self(System: type[SecondOrderOptimizer]) -> int:
     return sum(len(inspect.getsourcelines(kind)[0]) for kind in ours)
 
 
+@functools.cache
 def private_names() -> dict[str, set[Path]]:
     """By private name, the files in which a class sets or defines it."""
     found: dict[str, set[Path]] = {}

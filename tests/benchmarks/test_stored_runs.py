@@ -581,16 +581,22 @@ def test_what_jumps_near_zero() -> None:
     after = []
     for found in losses("reported", {}):
         low = min(found)
-        assert low < 3e-4
+        assert low < 1.1e-3
         after.append(max(found[found.index(low) :]))
     assert len(after) >= 5
-    assert max(after) == pytest.approx(0.076, abs=0.001)
-    assert len([rise for rise in after if rise > 0.01]) == len(after) // 5  # of one seed
+    assert max(after) == pytest.approx(0.108, abs=0.001)
+    assert len([rise for rise in after if rise > 0.01]) == 2 * len(after) // 5  # of two seeds
     calm = losses("tried", {"factor_decay": {"decay": 0.978, "share": None}})
     assert len(calm) == 2
     assert all(max(found[-20:]) < 1.1e-4 for found in calm)
-    forgetful = losses("tried", {"factor_decay": {"decay": 0.95, "share": None}})
-    assert max(max(found[found.index(min(found)) :]) for found in forgetful) > 16
+    alone = [
+        run["losses"]
+        for run in record["reported"]
+        if (run["job"]["task"], run["job"]["optimizer"]) == (task, "Adam")
+    ]
+    assert max(max(found[found.index(min(found)) :]) for found in alone) == pytest.approx(
+        0.041, abs=0.001
+    )
 
 
 def test_the_defaults_beside_their_base() -> None:

@@ -203,13 +203,15 @@ def test_every_option_gives_the_trajectory_of_one_process(
     world: World, placement: Placement, options: dict[str, Any]
 ) -> None:
     expected = by_reference(MLP, LONG, options)
-    hows: dict[str, list[tuple[int, dict[str, Any]]]] = {
-        "KAISA": [(4, {"grad_worker_fraction": 0.25}), (4, {"grad_worker_fraction": 0.5})],
-        "reduce": [(3, {"colocate_factors": True})],
-        "DPKFAC": [(3, {}), (3, DPKFAC_ALL_REDUCE.options)],
+    hows: dict[str, tuple[int, list[dict[str, Any]]]] = {
+        "KAISA": (4, [{"grad_worker_fraction": 0.25}, {"grad_worker_fraction": 0.5}]),
+        "reduce": (3, [{"colocate_factors": True}]),
+        "DPKFAC": (3, [{}, DPKFAC_ALL_REDUCE.options]),
     }
-    for world_size, how in hows[placement.name]:
-        parallel = world.run(train_placed, world_size, placement, MLP, LONG, {**options, **how})
+    world_size, choices = hows[placement.name]
+    each = [{**options, **how} for how in choices]
+    results = world.run(train_each_placed, world_size, placement, MLP, LONG, each)
+    for how, parallel in zip(choices, zip(*results, strict=True), strict=True):
         assert_same_trajectory(agreed(parallel), expected, hint=how)
 
 
@@ -405,6 +407,13 @@ def test_a_group_trains_by_itself(
 # Copies.
 
 
+def train_copies(
+    rank: int, world_size: int, placement: Placement, how: str, choices: Sequence[dict[str, Any]]
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Of each of several choices of options."""
+    return [train_copy(rank, world_size, placement, how, options) for options in choices]
+
+
 def train_copy(
     rank: int, world_size: int, placement: Placement, how: str, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -440,9 +449,9 @@ def test_copies_of_model_and_optimizer_go_on(
     world: World, world_size: int, placement: Placement, how: str
 ) -> None:
     """Whether inverses are due at the next step or not."""
-    for interval in (1, 2, 3):
-        options = {"momentum": 0.9, "inv_update_steps": interval}
+    choices = [{"momentum": 0.9, "inv_update_steps": interval} for interval in (1, 2, 3)]
+    results = world.run(train_copies, world_size, placement, how, choices)
+    for options, ranks in zip(choices, zip(*results, strict=True), strict=True):
         expected = train(0, 1, MLP, LONG, options)[2:]
-        results = world.run(train_copy, world_size, placement, how, options)
-        assert_same_trajectory(agreed([original for _, original in results]), expected)
-        assert_same_trajectory(agreed([copied for copied, _ in results]), expected)
+        for mine in zip(*ranks, strict=True):  # of the copy, and of the original
+            assert_same_trajectory(agreed(mine), expected, hint=options)

@@ -7,7 +7,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import io
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,6 +33,7 @@ from ranks import agreed, assert_same_trajectory, counted, train
 from second_order import SecondOrderError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pool import World
@@ -56,23 +56,55 @@ def whose(placement: Placement) -> int:
     return 0 if placement.spread else -1
 
 
+Checkpoints = list[tuple[bytes, dict[str, Any]]]  # each with the options to go on with
+
+
+def save_all(
+    rank: int, world_size: int, placement: Placement, choices: Sequence[dict[str, Any]]
+) -> list[bytes]:
+    """`saved` with each of several choices of options, on as few ranks as it can be."""
+    fewest = placement.fewest(world_size)
+    return [saved(rank, world_size, placement, {**options, **fewest}) for options in choices]
+
+
+def resume_all(
+    rank: int, world_size: int, placements: Sequence[Placement], checkpoints: Checkpoints
+) -> list[list[tuple[list[Tensor], list[str]]]]:
+    """`resumed_each` from each of several checkpoints."""
+    return [resumed_each(rank, world_size, placements, *each) for each in checkpoints]
+
+
+def warnings_as_all_go_on(
+    world: World,
+    sizes: Sequence[int],
+    placements: Sequence[Placement],
+    checkpoints: Checkpoints,
+    hint: object = "",
+) -> list[str]:
+    """As one process that has not stopped; what they have warned of."""
+    warned = []
+    for after in sizes:
+        results = world.run(resume_all, after, placements, checkpoints)
+        for (_, options), parts in zip(checkpoints, zip(*results, strict=True), strict=True):
+            expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
+            for other, ranks in zip(placements, zip(*parts, strict=True), strict=True):
+                found = agreed([trajectory for trajectory, _ in ranks])
+                where = f"on {after} with {other}, {options}, {hint}"
+                assert_same_trajectory(found, expected, hint=where)
+                warned += [message for _, messages in ranks for message in messages]
+    return warned
+
+
 @each_placement
-@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 def test_a_checkpoint_continues_on_any_number_of_processes(
-    world: World, before: int, base: str, placement: Placement
+    world: World, before: int, placement: Placement
 ) -> None:
-    """Wherever the work is placed then."""
-    options = {**INTERVALS, **BASES[base]}
-    expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
-    shares = placement.fewest(before)
-    data = world.run(saved, before, placement, {**options, **shares})[whose(placement)]
-    for after in (1, 2, 3, 4):
-        results = world.run(resumed_each, after, PLACEMENTS, data, options)
-        for other, ranks in zip(PLACEMENTS, zip(*results, strict=True), strict=True):
-            found = agreed([trajectory for trajectory, _ in ranks])
-            assert_same_trajectory(found, expected, hint=f"on {after} with {other}")
-            assert not any(messages for _, messages in ranks)
+    """Wherever the work is placed then, with each base."""
+    choices = [{**INTERVALS, **each} for each in BASES.values()]
+    data = world.run(save_all, before, placement, choices)[whose(placement)]
+    checkpoints = list(zip(data, choices, strict=True))
+    assert warnings_as_all_go_on(world, (1, 2, 3, 4), PLACEMENTS, checkpoints) == []
 
 
 @each_placement
@@ -90,21 +122,14 @@ def test_the_checkpoints_of_all_placements_have_the_same_entries(
 def test_triangles_and_squares_read_each_others_checkpoints(
     world: World, triangular: bool, placement: Placement
 ) -> None:
-    for solver in ("eigen", "inverse"):
-        options = {**INTERVALS, "momentum": 0.9, "solver": solver}
-        expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
-        ours, others = (
-            {**options, "symmetry_aware": each} for each in (triangular, not triangular)
-        )
-        for before in (2, 4):
-            shares = placement.fewest(before)
-            data = world.run(saved, before, placement, {**ours, **shares})[whose(placement)]
-            readers = placement, KAISA_ALL_REDUCE
-            for choice, after in itertools.product((ours, others), (1, 2, 3)):
-                results = world.run(resumed_each, after, readers, data, choice)
-                for other, ranks in zip(readers, zip(*results, strict=True), strict=True):
-                    found = agreed([trajectory for trajectory, _ in ranks])
-                    assert_same_trajectory(found, expected, hint=f"on {after} with {other}")
+    plain = [{**INTERVALS, "momentum": 0.9, "solver": each} for each in ("eigen", "inverse")]
+    ours = [{**options, "symmetry_aware": triangular} for options in plain]
+    others = [{**options, "symmetry_aware": not triangular} for options in plain]
+    for before in (2, 4):
+        data = world.run(save_all, before, placement, ours)[whose(placement)]
+        checkpoints = list(zip([*data, *data], [*ours, *others], strict=True))
+        readers = placement, KAISA_ALL_REDUCE
+        warnings_as_all_go_on(world, (1, 2, 3), readers, checkpoints, hint=f"from {before}")
 
 
 @each_placement
