@@ -183,8 +183,8 @@ def head(kind: str, target: float) -> Goal:
 def cached_features(target: float) -> Goal:
     """The linear head alone: what it sees never changes."""
     data = digits.load_split()
-    with torch.no_grad():
-        x, y = fine_tuning.known_body()(data.train_images), data.train_labels
+    body = fine_tuning.known_body(fine_tuning.BODY_STEPS)
+    x, y = body(data.train_images).detach(), data.train_labels
     task = Task(
         lambda: fine_tuning.head("linear"),
         lambda seed: digits.batches(len(x), 256, seed=seed),
