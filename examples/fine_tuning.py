@@ -24,9 +24,10 @@ from digits import batches, load_split
 from processes import processes, spread
 from second_order import DHO2
 
-__all__ = ["HEADS", "fine_tuned", "judged", "known_body", "noisy"]
+__all__ = ["BODY_STEPS", "HEADS", "fine_tuned", "judged", "known_body", "noisy"]
 
 KNOWN = 5  # classes that the body learns
+BODY_STEPS = 200
 FEATURES = 256
 NOISE = 0.1  # standard deviation; that of the pixels is 1
 HEADS = ("linear", "two-layer")
@@ -61,9 +62,9 @@ def noisy(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @cache
-def known_body(steps: int = 200) -> nn.Sequential:
+def known_body(steps: int = BODY_STEPS) -> nn.Sequential:
     """The body, trained on the digits 0 to 4, frozen; the same in each process."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(1000)
         net = nn.Sequential(body(), nn.Linear(FEATURES, KNOWN))
         generator = torch.Generator().manual_seed(1000)
@@ -80,7 +81,7 @@ def known_body(steps: int = 200) -> nn.Sequential:
     return frozen.requires_grad_(False)
 
 
-def fine_tuned(kind: str, body_steps: int = 200) -> nn.Sequential:
+def fine_tuned(kind: str, body_steps: int = BODY_STEPS) -> nn.Sequential:
     """The frozen body, and a new head, from torch's random numbers."""
     return nn.Sequential(known_body(body_steps), head(kind))
 
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--head", choices=HEADS, default="linear")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--body-steps", type=int, default=200)
+    parser.add_argument("--body-steps", type=int, default=BODY_STEPS)
     parser.add_argument("--batch-size", type=int, default=256, help="of all processes together")
     args = parser.parse_args()
     data = load_split()

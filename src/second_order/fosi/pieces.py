@@ -270,7 +270,7 @@ def _flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return flat.to(dtype)
 
 
-def _put_whole(tensors: Sequence[Tensor], flat: Tensor) -> None:
+def _put_whole(tensors: list[Tensor], flat: Tensor) -> None:
     """Write flat values to whole tensors."""
     with torch.no_grad():
         torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(flat, tensors))
