@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -117,7 +117,10 @@ class FOSIOptions:
         check_flag("lr_scale_guard", self.lr_scale_guard)
         check_flag("warm_start", self.warm_start)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
-        check_curvature(self.curvature)
+        named: Any = self.curvature
+        if named != "fisher":  # which may mean two, as is said next
+            check_choice("curvature", named, get_args(CurvatureKind))
+        check_curvature(named)
         if self.smallest > 0 and self.curvature != "hessian":
             raise ValueError(
                 f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
