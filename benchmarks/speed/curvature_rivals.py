@@ -91,7 +91,8 @@ def factor(model: nn.Module, x: Tensor) -> Tensor:
     p = model(x).detach().softmax(1)
     # diag(p) − pp' = LL' with L = (I − p1')diag(√p)
     L = (torch.eye(p.shape[1]) - p[:, :, None]) * p[:, None].sqrt()
-    return (L.mT @ J).flatten(0, 1) / math.sqrt(len(x))
+    F: Tensor = (L.mT @ J).flatten(0, 1) / math.sqrt(len(x))
+    return F
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:

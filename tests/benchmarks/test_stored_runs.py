@@ -197,7 +197,7 @@ def test_final_updates_of_mrdho2() -> None:
 
 def test_curvature_beside_curvlinops() -> None:
     records = {record["task"]: record for record in stored("curvature_rivals")["records"]}
-    table = rows("docs/spectrum.md", "estimate", "products", "ms", "theirs: products")
+    table = rows("docs/spectrum.md", "estimate", "products", "ms", "error")
     assert table.keys() == records.keys()
     for label, cells in table.items():
         record = records[label]

@@ -92,6 +92,8 @@ CHOICES: list[tuple[str, Any, str]] = [
     ),
     ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
     ("hvp", None, "hvp=None is not one of 'auto', 'retained', 'recomputed', 'differences'"),
+    ("curvature", "gauss", "'gauss-newton', 'empirical-fisher'; did you mean 'gauss-newton'"),
+    ("curvature", "fisher", "curvature='fisher' may mean two matrices.* is 'gauss-newton'"),
     ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
     ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),
     ("gradient_averaging", 1, "gradient_averaging=1 is not one of 'auto', True, False"),

@@ -122,7 +122,10 @@ class FOSIOptions:
         check_flag("lr_scale_guard", self.lr_scale_guard)
         check_flag("warm_start", self.warm_start)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
-        check_curvature(self.curvature)
+        named: Any = self.curvature
+        if named != "fisher":  # which may mean two, as is said next
+            check_choice("curvature", named, get_args(CurvatureKind))
+        check_curvature(named)
         if self.smallest > 0 and self.curvature != "hessian":
             raise ValueError(
                 f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
