@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates hidden asynchronous curvature bench against compiled budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates fosi-gain hidden asynchronous curvature bench against compiled budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -65,6 +65,10 @@ progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two proc
 final-updates: venv ## the three final updates of MRDHO2 beside the base alone: some minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
 		benchmarks/progress/final_updates.py --output benchmarks/results/final_updates.json $(ARGS)
+
+fosi-gain: venv ## what DHO2 gains over a tuned Adam, where it may and where not: some minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/fosi_gain.py \
+		--json benchmarks/results/fosi_gain.json $(ARGS)
 
 hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \

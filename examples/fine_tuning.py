@@ -28,7 +28,7 @@ __all__ = ["HEADS", "fine_tuned", "judged", "known_body", "noisy"]
 
 KNOWN = 5  # classes that the body learns
 FEATURES = 256
-NOISE = 0.3  # standard deviation; that of the pixels is 1
+NOISE = 0.1  # standard deviation; that of the pixels is 1
 HEADS = ("linear", "two-layer")
 
 

@@ -2254,4 +2254,33 @@ MUTANTS = [
         "if not self.measuring:",
         "refresh_budget::nothing_is_measured_while_all_is_frozen",
     ),
+    # Settings by preset.
+    _mutant(
+        "presets over what is given",
+        "fosi/presets.py",
+        "{**asdict(PRESETS[name]), **given}, values",
+        "{**given, **asdict(PRESETS[name])}, values",
+        "presets::what_is_given_goes_before_the_preset",
+    ),
+    _mutant(
+        "half a model as a frozen body",
+        "fosi/presets.py",
+        "LARGE_BODY = 0.75",
+        "LARGE_BODY = 0.4",
+        "presets::a_frozen_body_is_seen",
+    ),
+    _mutant(
+        "embeddings as a frozen body",
+        "fosi/presets.py",
+        " if id(p) not in looked_up]",
+        "]",
+        "presets::a_frozen_body_is_seen",
+    ),
+    _mutant(
+        "frozen parameters anywhere as a body",
+        "fosi/presets.py",
+        "for p in params[:first])",
+        "for p in params if id(p) not in trained)",
+        "presets::a_frozen_body_is_seen",
+    ),
 ]

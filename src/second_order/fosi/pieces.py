@@ -209,10 +209,10 @@ class Chunk:
 
     def put_values(self, flat: Tensor) -> None:
         """Write the parameters that have a gradient: the others stay, as with any optimizer."""
-        if self.whole and all(p.grad is not None for p in self.whole):
+        here = [piece for piece in self.pieces if piece.param.grad is not None]
+        if self.whole and len(here) == len(self.pieces):
             _put_whole(self.whole, flat)
             return
-        here = [piece for piece in self.pieces if piece.param.grad is not None]
         _put(here, [piece.param for piece in here], self._parts(flat, here))
 
     def overwrite(self, flat: Tensor) -> None:
@@ -234,12 +234,11 @@ class Chunk:
 
     def put_gradients(self, flat: Tensor) -> None:
         """Write the gradients of the parameters that have one."""
-        whole = self._whole_gradients()
-        if whole:
-            _put_whole(whole, flat)
-            return
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         gradients = [g for piece in here if (g := piece.param.grad) is not None]
+        if self.whole and len(here) == len(self.pieces):
+            _put_whole(gradients, flat)
+            return
         _put(here, gradients, self._parts(flat, here))
 
     def _parts(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -257,8 +256,8 @@ class Chunk:
 
     def _whole_gradients(self) -> list[Tensor]:
         """The gradients of :attr:`whole` parameters, if all have one."""
-        found = [p.grad for p in self.whole]
-        return [g.detach() for g in found if g is not None] if None not in found else []
+        found = [p.grad.detach() for p in self.whole if p.grad is not None]
+        return found if len(found) == len(self.whole) else []
 
 
 # Many small parameters are most of a small network, and a call for each most of a step: these are

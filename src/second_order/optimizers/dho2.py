@@ -69,9 +69,9 @@ class DHO2(EigenpairOptimizer):
             the first computation comes once it is paid for, and each that follows when it is; the
             costs, in steps of the base, are kept from then on, in checkpoints, too. Not used
             without "auto".
-        warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
-            or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
-            then they are paid for before the second ones.
+        warmup_steps: W, steps of the base before the first pairs. None for what ``preset`` sets: 0
+            for fine-tuning, 100 for full batches; in general ``curvature_interval``, or until the
+            first pairs are paid for.
         newton_scale: α, the length of a Newton step; 1.0 is a full one. 0.1, or 0.5 for fine-tuning
             and full batches. A number is α at the largest learning rate of the schedule and follows
             it from there; a callable of the step is taken as it is.
@@ -82,7 +82,8 @@ class DHO2(EigenpairOptimizer):
             loss of the curvature batch does not rise; halve it where that has risen. A learning
             rate that the base bears alone may be too long times 3. False for s as published.
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
-            max(4(k + l), 2 ln n), or 80 with the 50 pairs of fine-tuning.
+            max(4(k + l), 2 ln n), or 80 with the 50 pairs of fine-tuning. Where none is set, and l
+            is 0, a warm start takes max(2k, 20) of these at most.
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
         lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
         eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when

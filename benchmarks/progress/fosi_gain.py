@@ -1,0 +1,353 @@
+"""What DHO2 gains over its base, where it may and where it may not.
+
+    python benchmarks/progress/fosi_gain.py                                  all of it, some minutes
+    python benchmarks/progress/fosi_gain.py --only "linear head" PINN --seeds 3
+
+linear head      new on a frozen convolutional body, images with new noise in every batch
+two-layer head   the same, with 32 units between
+PINN             Poisson's equation on a square; judged by the relative error of the solution
+autoencoder      the deep autoencoder on the digits
+GRU              the digits, a row of pixels at a time
+cached features  the linear head on features that were computed once, without noise
+
+Both train to a target. The base is Adam, with the best of some learning rates on seeds that are not
+reported; DHO2 over Adam has the best of the same rates, and no option that is not named in
+:data:`SETTINGS`. Seconds are processor time of the whole training in one thread, with refreshes and
+without judging. Each seed's runs follow each other, so that what else the machine does counts for
+both. A ratio is DHO2's over the base's on the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import digits
+import fine_tuning
+import pinn
+from second_order import DHO2
+from tasks import TASKS, Task
+
+__all__ = ["SETTINGS", "Gained", "Goal", "goal", "ratios", "reach"]
+
+TUNED_ON = (100,)
+RATES = {
+    "linear head": (0.003, 0.01, 0.03),
+    "two-layer head": (0.003, 0.01, 0.03),
+    "PINN": (0.003, 0.005, 0.01),
+    "autoencoder": (0.002, 0.005, 0.01),
+    "GRU": (0.003, 0.01, 0.03),
+    "cached features": (0.003, 0.01, 0.03),
+}
+SETTINGS: dict[str, dict[str, Any]] = {"PINN": {"preset": "full-batch"}}
+"""Options of DHO2 where the defaults are not those for the task."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A training, and when it has arrived.
+
+    Attributes:
+        task: What is trained; ``task.steps`` are the most.
+        target: The loss, or error, that is to be met.
+        curved: Of the model and a seed: the curvature closure.
+    """
+
+    task: Task
+    target: float
+    curved: Callable[[nn.Module, int], Callable[[], Tensor]]
+
+
+@dataclass
+class Gained:
+    """A training done.
+
+    Attributes:
+        name: Of its goal.
+        optimizer: "Adam" or "DHO2".
+        lr: The learning rate.
+        seed: Of the model and of the order of the batches.
+        options: Those of DHO2.
+        steps: To the target; None if it was not met.
+        seconds: Of processor time, to the target or to the end.
+        best: The smallest loss, or error, that was seen.
+        diverged: Whether a loss was not finite, or more than ten times the first.
+        products: Hessian products of all refreshes.
+        refreshes: Their number.
+    """
+
+    name: str
+    optimizer: str
+    lr: float
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    seconds: float = 0.0
+    best: float = math.inf
+    diverged: bool = False
+    products: int = 0
+    refreshes: int = 0
+
+
+def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Gained:
+    """Train until the target is met, the loss is not finite, or the steps are used up."""
+    torch.set_num_threads(1)
+    aim = goal(name)
+    task, run = aim.task, Gained(name, optimizer, lr, seed, options)
+    torch.manual_seed(seed)
+    model = task.make()
+    made: torch.optim.Optimizer
+    if optimizer == "DHO2":
+        closure = aim.curved(model, seed)
+        made = DHO2(model, lr=lr, base=torch.optim.Adam, curvature_closure=closure, **options)
+    else:
+        made = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    first = math.inf
+    for step, batch in zip(range(1, task.steps + 1), task.batches(seed), strict=False):
+        start = time.process_time()
+        made.zero_grad()
+        task.loss_of(model, batch).backward()
+        made.step()
+        run.seconds += time.process_time() - start
+        if step % task.every:
+            continue
+        with torch.no_grad():
+            found = task.judge(model)
+        first = min(first, found) if step == task.every else first
+        run.best = min(run.best, found)
+        run.diverged |= not math.isfinite(found) or found > 10 * first
+        if found <= aim.target:
+            run.steps = step
+        if run.steps is not None or not math.isfinite(found):
+            break
+    run.seconds = round(run.seconds, 3)
+    if isinstance(made, DHO2):
+        run.products, run.refreshes = made.curvature.total_products, made.curvature.refreshes
+    return run
+
+
+# ---------------------------------------------------------------------------------------- the goals
+
+
+def of_batches(task: Task, examples: int, size: int) -> Callable[..., Callable[[], Tensor]]:
+    """The curvature closure that takes a new batch of a size at each refresh."""
+
+    def curved(model: nn.Module, seed: int) -> Callable[[], Tensor]:
+        drawn = digits.batches(examples, size, seed=seed + 1)
+        return lambda: task.loss_of(model, next(drawn))
+
+    return curved
+
+
+@cache
+def goal(name: str) -> Goal:
+    """A goal by its name."""
+    return GOALS[name]()
+
+
+def head(kind: str, target: float) -> Goal:
+    """A head on the frozen body of the example, in batches of 256."""
+    data = digits.load_split()
+    x, y = data.train_images, data.train_labels
+
+    def noisy(indices: Tensor) -> Tensor:
+        return fine_tuning.noisy(x[indices], torch.default_generator)
+
+    task = Task(
+        lambda: fine_tuning.fine_tuned(kind),
+        lambda seed: digits.batches(len(x), 256, seed=seed),
+        lambda model, i: cross_entropy(model(noisy(i)), y[i]),
+        lambda model: cross_entropy(model(x), y).item(),
+        600,
+        5,
+    )
+    return Goal(task, target, of_batches(task, len(x), 512))
+
+
+def cached_features(target: float) -> Goal:
+    """The linear head alone: what it sees never changes."""
+    data = digits.load_split()
+    with torch.no_grad():
+        x, y = fine_tuning.known_body()(data.train_images), data.train_labels
+    task = Task(
+        lambda: fine_tuning.head("linear"),
+        lambda seed: digits.batches(len(x), 256, seed=seed),
+        lambda model, i: cross_entropy(model(x[i]), y[i]),
+        lambda model: cross_entropy(model(x), y).item(),
+        600,
+        5,
+    )
+    return Goal(task, target, of_batches(task, len(x), 512))
+
+
+def poisson() -> Goal:
+    """The example's network; its points are one batch, which is the curvature batch, too."""
+    points = pinn.Points()
+
+    def endless(_: int) -> Iterator[int]:
+        return count()
+
+    task = Task(
+        pinn.network,
+        endless,
+        lambda model, _: pinn.loss_of(model, points),
+        lambda model: pinn.relative_error(model, points),
+        4000,
+        20,
+    )
+    return Goal(task, 1e-3, lambda model, _: lambda: pinn.loss_of(model, points))
+
+
+def deep_autoencoder() -> Goal:
+    """That of `tasks.py`, with more steps."""
+    usual = TASKS["autoencoder"]()
+    task = Task(usual.make, usual.batches, usual.loss_of, usual.judge, 1500, 5)
+    return Goal(task, 17.0, of_batches(task, len(digits.autoencoder_images()), 512))
+
+
+class Rows(nn.Module):
+    """A GRU over the eight rows of an image, and a linear layer on what it ends with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 32, batch_first=True)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Of (N, 64), the logits (N, 10)."""
+        outputs, _ = self.gru(images.unflatten(1, (8, 8)))
+        result: Tensor = self.head(outputs[:, -1])
+        return result
+
+
+def rows() -> Goal:
+    """The digits by a GRU, in batches of 128."""
+    data = digits.load_split()
+    x, y = data.train_images, data.train_labels
+    task = Task(
+        Rows,
+        lambda seed: digits.batches(len(x), 128, seed=seed),
+        lambda model, i: cross_entropy(model(x[i]), y[i]),
+        lambda model: cross_entropy(model(x), y).item(),
+        600,
+        5,
+    )
+    return Goal(task, 0.1, of_batches(task, len(x), 256))
+
+
+GOALS: dict[str, Callable[[], Goal]] = {
+    "linear head": lambda: head("linear", 0.03),
+    "two-layer head": lambda: head("two-layer", 0.01),
+    "PINN": poisson,
+    "autoencoder": deep_autoencoder,
+    "GRU": rows,
+    "cached features": lambda: cached_features(0.03),
+}
+
+
+# ---------------------------------------------------------------------------------------- the table
+
+
+def ratios(runs: Sequence[Gained], key: str) -> list[float]:
+    """DHO2's steps or seconds over Adam's, seed by seed; infinite where DHO2 has not arrived."""
+    found = []
+    for ours in (run for run in runs if run.optimizer == "DHO2"):
+        (base,) = (r for r in runs if r.optimizer == "Adam" and r.seed == ours.seed)
+        if base.steps is None:
+            continue
+        met = ours.steps is not None
+        found.append(getattr(ours, key) / getattr(base, key) if met else math.inf)
+    return found
+
+
+def best_rate(runs: Sequence[Gained]) -> float:
+    """The rate with the fewest seconds over the tuning seeds."""
+    taken: dict[float, float] = {}
+    for run in runs:
+        seconds = run.seconds if run.steps is not None else math.inf
+        taken[run.lr] = taken.get(run.lr, 0.0) + seconds
+    return min(taken, key=lambda lr: taken[lr])
+
+
+def middle(runs: Sequence[Gained]) -> str:
+    """Median steps, and seconds."""
+    steps = statistics.median(math.inf if r.steps is None else r.steps for r in runs)
+    seconds = statistics.median(r.seconds for r in runs)
+    return f"{steps:,.0f}, {seconds:.2f} s" if math.isfinite(steps) else "not met"
+
+
+def spread(found: Sequence[float]) -> str:
+    """Median, and the least and the largest."""
+    if not found:
+        return "-"
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
+def main() -> None:
+    """Tune, train, print, and store."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", choices=list(GOALS), default=list(GOALS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the runs there, after each task")
+    arguments = parser.parse_args()
+    tuning: list[Gained] = []
+    reported: list[Gained] = []
+    table = Table(title="steps and processor seconds to the target, medians")
+    for column in ("task", "target", "Adam", "DHO2", "steps, ratio", "seconds, ratio", "diverged"):
+        table.add_column(column)
+    for name in arguments.only:
+        given = {"Adam": {}, "DHO2": SETTINGS.get(name, {})}
+        rates = {}
+        for optimizer, options in given.items():
+            tried = [
+                reach(name, optimizer, lr, seed, **options)
+                for lr in RATES[name]
+                for seed in TUNED_ON
+            ]
+            rates[optimizer] = best_rate(tried)
+            tuning += tried
+        runs = [
+            reach(name, optimizer, rates[optimizer], seed, **options)
+            for seed in range(arguments.seeds)
+            for optimizer, options in given.items()
+        ]
+        reported += runs
+        of = {o: [run for run in runs if run.optimizer == o] for o in given}
+        lost = sum(run.diverged for run in of["DHO2"])
+        table.add_row(
+            name,
+            f"{goal(name).target:g}",
+            f"{middle(of['Adam'])} (lr {rates['Adam']:g})",
+            f"{middle(of['DHO2'])} (lr {rates['DHO2']:g})",
+            spread(ratios(runs, "steps")),
+            spread(ratios(runs, "seconds")),
+            f"{lost} of {len(of['DHO2'])}",
+        )
+        if arguments.json:
+            record = {
+                "machine": f"{platform.machine()}, torch {torch.__version__}, one thread",
+                "tuning": [asdict(run) for run in tuning],
+                "runs": [asdict(run) for run in reported],
+            }
+            arguments.json.write_text(json.dumps(record) + "\n", "utf-8")
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The benchmark of DHO2's gain: each goal can be trained, and ratios are seed by seed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import fosi_gain
+from fosi_gain import GOALS, Gained, goal, ratios, reach
+
+
+def test_ratios_are_of_the_same_seed() -> None:
+    base = Gained("x", "Adam", 0.1, 0, steps=100, seconds=2.0)
+    ours = Gained("x", "DHO2", 0.1, 0, steps=50, seconds=1.5)
+    others = [replace(base, seed=1, steps=200), replace(ours, seed=1, steps=None)]
+    unmet = [replace(base, seed=2, steps=None), replace(ours, seed=2)]
+    assert ratios([base, ours, *others, *unmet], "steps") == [0.5, math.inf]
+    assert ratios([ours, base], "seconds") == [0.75]
+
+
+def test_a_rate_that_does_not_arrive_is_not_the_best() -> None:
+    slow = Gained("x", "Adam", 0.1, 100, steps=50, seconds=9.0)
+    lost = Gained("x", "Adam", 0.3, 100, steps=None, seconds=1.0, diverged=True)
+    assert fosi_gain.best_rate([slow, lost]) == 0.1
+
+
+@pytest.mark.parametrize("name", [n for n in GOALS if n not in ("PINN", "autoencoder")])
+def test_a_goal_is_trained_to_its_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An easy target, refreshes included."""
+    easy = replace(goal(name), target=2.2)
+    monkeypatch.setattr(fosi_gain, "goal", lambda _: easy)
+    run = reach(name, "DHO2", 0.01, 0, warmup_steps=1)
+    assert run.steps is not None
+    assert 0.0 < run.best <= 2.2
+    assert run.refreshes == 1
+    assert run.products > 2
+    assert not run.diverged
