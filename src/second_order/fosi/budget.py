@@ -25,7 +25,6 @@ from second_order.contract.training import Training
 from second_order.distributed.agreement import mean_over
 from second_order.fosi.checkpoint import BUDGET
 from second_order.fosi.options import FOSIOptions
-from second_order.lanczos.spectrum import default_iterations
 from second_order.lanczos.vector_space import RowSpace
 from second_order.options import AUTO
 from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
@@ -130,13 +129,9 @@ class RefreshBudget:
             [self._base_step(), lap[Account.REFRESH], lap[Account.REFRESH] + lap[Account.APART]],
         )
         T = max(T, LEAST)
-        self.cost = max(product, LEAST) / T * (self._most_products(probe.size) + 1)
+        most = self._options.most_products(probe.size, warm=False)
+        self.cost = max(product, LEAST) / T * (most + 1)
         self.spent += whole / T
-
-    def _most_products(self, size: int) -> int:
-        wanted = min(self._options.wanted, size)
-        given = self._options.lanczos_iterations
-        return min(size, max(wanted, given or default_iterations(size, wanted)))
 
     def warm_up(self, space: RowSpace) -> None:
         """Make a product that does not count, if the first to be measured would be the first."""
