@@ -150,7 +150,8 @@ CASES = {
 
 def angles(exact: Tensor, span: Tensor) -> Tensor:
     """The angle of each exact eigenvector to a span, both in orthonormal rows."""
-    return (exact @ span.t()).norm(dim=1).clamp(max=1).arccos()
+    cosines: Tensor = torch.linalg.vector_norm(exact @ span.t(), dim=1)
+    return cosines.clamp(max=1).arccos()
 
 
 def measure(case: Case) -> dict[str, list[list[float]]]:
