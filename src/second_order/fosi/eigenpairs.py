@@ -200,7 +200,8 @@ class Eigenpairs:
         """
         with self.budget.on(Account.REFRESH):
             self._renew(loss_fn)
-        self.budget.refreshed(self.tally.products)
+        size, warm = self._vector.layout.size, self._options.warm_start
+        self.budget.refreshed(self.tally.products, self._options.most_products(size, warm=warm))
 
     def _renew(self, loss_fn: Closures) -> None:
         training, options, tally = self._training, self._options, self.tally
