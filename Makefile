@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain hidden asynchronous curvature bench against compiled rivals budget scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -102,6 +102,13 @@ rivals: venv ## eigenvalues, trace, diagonal and density beside curvlinops, whic
 
 budget: venv ## what intervals by budget cost, beside the overhead that was asked for: some minutes
 	$(BIN)/python benchmarks/speed/budget.py --json benchmarks/results/budget.json $(ARGS)
+
+warm-starts: venv ## how good eigenpairs are after few products, by where a refresh starts from: a minute
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/warm_starts.py $(ARGS)
+
+refresh-budget: venv ## what DHO2's refreshes by budget take, beside the overhead asked for: minutes
+	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/speed/refresh_budget.py \
+		--json benchmarks/results/refresh_budget.json $(ARGS)
 
 structure: venv ## files, functions and lines that a step of each system takes a reader through
 	$(BIN)/python benchmarks/reading/structure.py --json benchmarks/results/structure.json $(ARGS)

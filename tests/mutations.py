@@ -2317,6 +2317,13 @@ MUTANTS = [
         "for p in params if id(p) not in trained)",
         "presets::a_frozen_body_is_seen",
     ),
+    _mutant(
+        "a warm start that takes all products",
+        "fosi/options.py",
+        "if not warm or self.smallest:",
+        "if not warm or True:",
+        "curvature_corners::a_warm_start_takes_half_of_the_products",
+    ),
     # Refreshes by budget.
     _mutant(
         "refreshes whose probe is free",
@@ -2328,9 +2335,16 @@ MUTANTS = [
     _mutant(
         "refreshes that are not paid for",
         "fosi/budget.py",
-        "self.spent += self.cost",
+        "self.spent += self.price * (products + 1)",
         "pass",
         "refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards",
+    ),
+    _mutant(
+        "refreshes that wait for as many products as the first took",
+        "fosi/budget.py",
+        "expected = min(products, most)",
+        "expected = products",
+        "refresh_budget::a_warm_start_is_cheaper_than_the_first_refresh",
     ),
     _mutant(
         "refreshes in a burst once they are earned",

@@ -3,10 +3,9 @@
     python benchmarks/speed/refresh_budget.py --tasks mlp --overheads 0.2
 
 DHO2 with its default interval, "auto", on five small trainings of `examples/`, one process and one
-thread, until so many refreshes have followed the first. Measured is the time of these, beyond that
-of the steps around each, as a share of as many steps of the base alone as lie between the first and
-the last; the base takes turns with DHO2. "All" is the share of all refreshes and of the probe since
-the first step. Asked: the measured share is at most 3 points above or below the overhead.
+thread, until so many refreshes have followed the first. Measured is the time of all refreshes and
+of the probe, beyond that of the steps around each, as a share of as many steps of the base alone;
+the base takes turns with DHO2. Asked: it is at most 3 points above or below the overhead.
 
 All times are the processor's (``time.process_time``), since others may load the machine; the budget
 is given the same clock, where it reads ``time.perf_counter`` by itself.
@@ -185,7 +184,6 @@ def measure(name: str, overhead: float, refreshes: int, longest: float) -> Recor
     apart = {probe, *found}
     costs = [beyond(ours.times, at, apart) for at in found]
     once = beyond(ours.times, probe, apart) if probe >= 0 else 0.0
-    between = found[-1] - found[0] if len(found) > 1 else 0
     return {
         "task": name,
         "overhead": overhead,
@@ -194,8 +192,7 @@ def measure(name: str, overhead: float, refreshes: int, longest: float) -> Recor
         "products": products,
         "costs": [round(cost / base, 2) for cost in costs],
         "probe": round(once / base, 2),
-        "measured": sum(costs[1:]) / (base * between) if between else None,
-        "all": (once + sum(costs)) / (base * len(ours.times)),
+        "measured": (once + sum(costs)) / (base * len(ours.times)),
         "steps": len(ours.times),
         "milliseconds": {"base": base, "DHO2": statistics.median(ours.times)},
     }
@@ -204,18 +201,16 @@ def measure(name: str, overhead: float, refreshes: int, longest: float) -> Recor
 def table(rows: list[Record]) -> Table:
     """What was asked and what was found."""
     result = Table(title=f"Refreshes, % of the base's time; asked: within {100 * ASKED:g} points")
-    headers = ["task", "asked", "measured", "all", "within", "refreshes at", "products", "cost"]
+    headers = ["task", "asked", "measured", "within", "refreshes at", "products", "cost"]
     for header in [*headers, "price", "base ms", "DHO2 ms"]:
         result.add_column(header, justify="left" if header == "task" else "right")
     for row in rows:
-        share = row["measured"]
-        within = share is not None and abs(share - row["overhead"]) <= ASKED
+        within = abs(row["measured"] - row["overhead"]) <= ASKED
         result.add_row(
             row["task"],
             f"{100 * row['overhead']:g}",
-            "" if share is None else f"{100 * share:.1f}",
-            f"{100 * row['all']:.1f}",
-            "" if share is None else "yes" if within else "no",
+            f"{100 * row['measured']:.1f}",
+            "yes" if within else "no",
             *(", ".join(map(str, row[key])) for key in ("refreshes", "products")),
             ", ".join(f"{cost:.0f}" for cost in row["costs"]),
             f"{row['price']:.2g}",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import same
+from pairs import BATCHES, closure_of, network
+from pairs import take as take_step
 from ranks import agreed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -89,6 +91,64 @@ def test_a_warm_start_sees_curvature_outside_the_old_span() -> None:
         optimizer.step()
     expected = torch.tensor([100.0, 10.0], dtype=torch.float64)
     torch.testing.assert_close(optimizer.curvature.eigenvalues, expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [
+        ({}, [48, 24, 24]),
+        ({"warm_start": False}, [48, 48, 48]),
+        ({"smallest": 1}, [52, 52, 52]),
+        ({"lanczos_iterations": 30}, [30, 30, 30]),
+        ({"largest": 7}, [28, 20, 20]),
+        ({"largest": 3}, [12, 12, 12]),
+    ],
+    ids=["default", "cold", "smallest", "given", "no fewer than 20", "few"],
+)
+def test_a_warm_start_takes_half_of_the_products(
+    options: dict[str, Any], products: list[int]
+) -> None:
+    model = network()
+    often = {"warmup_steps": 0, "curvature_interval": 1, "lanczos_tol": 0.0, "largest": 12}
+    closure = closure_of(model)
+    optimizer = DHO2(model, lr=0.1, curvature_closure=closure, **{**often, **options})
+    found = []
+    for batch in BATCHES[:3]:
+        take_step(model, optimizer, batch)
+        found.append(optimizer.curvature.products)
+    assert found == products
+
+
+def warm_refresh(rank: int, world_size: int, layout: str) -> tuple[Tensor, int, Tensor]:
+    """Ten pairs among a hundred, and at the second refresh a steep direction that was flat."""
+    w = nn.Parameter(torch.ones(120, dtype=torch.float64))
+    d = torch.cat([torch.linspace(0.0, 1.0, 110), torch.linspace(5.0, 30.0, 10)]).double()
+    optimizer = DHO2(
+        [w], lr=1e-3, largest=10, layout=layout, warmup_steps=0, curvature_interval=2,
+        curvature_closure=lambda: 0.5 * (d * w * w).sum(),
+    )  # fmt: skip
+    for step in range(3):
+        if step == 2:
+            d[40] = 100.0
+        optimizer.zero_grad()
+        (0.5 * (d * w * w).sum()).backward()
+        optimizer.step()
+    report = optimizer.curvature
+    return report.eigenvalues, report.products, w.detach().clone()
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_half_of_the_products_find_new_directions_on_any_number_of_processes(
+    world: World, layout: str
+) -> None:
+    values, products, weights = warm_refresh(0, 1, layout)
+    assert products <= 20
+    expected = torch.tensor([100.0, *torch.linspace(30.0, 5.0, 10)[:9]]).double()
+    torch.testing.assert_close(values, expected, rtol=1e-3, atol=0)
+    for theirs, count, w in world.run(warm_refresh, 2, layout):
+        assert count == products
+        torch.testing.assert_close(theirs, values, rtol=1e-8, atol=0)
+        torch.testing.assert_close(w, weights, rtol=1e-8, atol=0)
 
 
 def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:

@@ -5,7 +5,7 @@ Refreshes are counted in products, and products in steps of the base alone:
 T       a step of the base: batches, passes, the mean of gradients, the base's own step; seconds
 R       the first refresh, of m products; seconds
 price   a product, R / ((m + 1) T): the evaluation counts as one more
-cost    the refresh to come: price (m + 1), with m products of the last one
+cost    the refresh to come: price (m + 1), with m products of the last one, or what it may take
 spent   all refreshes so far
 
 The next one comes at the first step t with  spent + cost <= overhead t  and  cost <= overhead
@@ -25,7 +25,6 @@ from second_order.contract.training import Training
 from second_order.distributed.agreement import mean_over
 from second_order.fosi.checkpoint import BUDGET
 from second_order.fosi.options import FOSIOptions
-from second_order.lanczos.spectrum import default_iterations
 from second_order.lanczos.vector_space import RowSpace
 from second_order.options import AUTO
 from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
@@ -66,6 +65,7 @@ class RefreshBudget:
         self._watch: Stopwatch | None = None
         self._laps = 0
         self._products = 0  # of a refresh whose price is not known yet
+        self._expected = 0  # of the one after it
 
     # ------------------------------------------------------------------------------ when
 
@@ -130,13 +130,9 @@ class RefreshBudget:
             [self._base_step(), lap[Account.REFRESH], lap[Account.REFRESH] + lap[Account.APART]],
         )
         T = max(T, LEAST)
-        self.cost = max(product, LEAST) / T * (self._most_products(probe.size) + 1)
+        most = self._options.most_products(probe.size, warm=False)
+        self.cost = max(product, LEAST) / T * (most + 1)
         self.spent += whole / T
-
-    def _most_products(self, size: int) -> int:
-        wanted = min(self._options.wanted, size)
-        given = self._options.lanczos_iterations
-        return min(size, max(wanted, given or default_iterations(size, wanted)))
 
     def warm_up(self, space: RowSpace) -> None:
         """Make a product that does not count, if the first to be measured would be the first."""
@@ -144,16 +140,22 @@ class RefreshBudget:
             with self.on(Account.APART):
                 space.apply(space.random(self._options.seed, 1.0 / math.sqrt(space.size)))
 
-    def refreshed(self, products: int) -> None:
-        """Count a refresh, whatever came of it."""
-        if self.price:
-            self._pay(products)
-        elif self.active:
-            self._products, self.cost = products, 0.0
+    def refreshed(self, products: int, most: int) -> None:
+        """Count a refresh, whatever came of it.
 
-    def _pay(self, products: int) -> None:
-        self.cost = self.price * (products + 1)
-        self.spent += self.cost
+        Args:
+            products: Number of its products.
+            most: Number of products that the next one may take.
+        """
+        expected = min(products, most)
+        if self.price:
+            self._pay(products, expected)
+        elif self.active:
+            self._products, self._expected, self.cost = products, expected, 0.0
+
+    def _pay(self, products: int, expected: int) -> None:
+        self.spent += self.price * (products + 1)
+        self.cost = self.price * (expected + 1)
 
     def lap(self) -> None:
         """End a step; a collective at the step from which on the price is known."""
@@ -165,7 +167,7 @@ class RefreshBudget:
             refresh = sum(lap[Account.REFRESH] for lap in self._watch.read())
             T, R = mean_over(self._training.world, [self._base_step(), refresh])
             self.price = max(R, LEAST) / (max(T, LEAST) * (self._products + 1))
-            self._pay(self._products)
+            self._pay(self._products, self._expected)
             self._restart()
 
     def _base_step(self) -> float:
@@ -186,7 +188,7 @@ class RefreshBudget:
         """What is known of the costs, which must be equal on all ranks."""
         if not self.active:
             return []
-        state = self.price, self.cost, self.spent, self._laps, self._products
+        state = self.price, self.cost, self.spent, self._laps, self._products, self._expected
         return [("refreshes by budget: price, cost, spent, steps measured, products", state)]
 
     def interval(self, last: int) -> float:
@@ -210,7 +212,7 @@ class RefreshBudget:
             return [f"{line}for about {self.cost:.3g} {base}, as two products tell"]
         return [
             f"{line}every {self.cost / self._options.overhead:.0f} steps or so; a product costs "
-            f"{self.price:.3g} {base}, the last refresh {self.cost:.3g}, all so far "
+            f"{self.price:.3g} {base}, the next refresh {self.cost:.3g}, all so far "
             f"{self.spent:.3g}"
         ]
 

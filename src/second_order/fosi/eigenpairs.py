@@ -1,6 +1,6 @@
 """Refreshes of the eigenpairs: Lanczos on the Hessian of a curvature batch, when due.
 
-    start from V̂1, and FRESH of everything else
+    start from V̂1, and FRESH of everything else; half as many products then
     û, V̂ <- the k largest and l smallest Ritz pairs          lanczos/
     the bound of s grows while the loss of the batch does not rise
 
@@ -61,8 +61,16 @@ FRESH = 0.1
 """The random share of the vector that a refresh starts from."""
 
 
-def wanted_pairs(space: RowSpace, start: Tensor, options: FOSIOptions) -> Pairs:
+def wanted_pairs(
+    space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False
+) -> Pairs:
     """The k largest and l smallest eigenpairs.
+
+    Args:
+        space: The product and the sums.
+        start: This process's rows of the start vector.
+        options: The options of the step.
+        warm: Whether the start is of eigenvectors: fewer products will do.
 
     Raises:
         CurvatureError: On every process, if the loss of one cannot be differentiated twice.
@@ -72,7 +80,7 @@ def wanted_pairs(space: RowSpace, start: Tensor, options: FOSIOptions) -> Pairs:
         start,
         options.largest,
         options.smallest,
-        iterations=options.lanczos_iterations,
+        iterations=options.most_products(space.size, warm=warm),
         tol=options.lanczos_tol,
         seed=options.seed,
     )
@@ -213,7 +221,8 @@ class Eigenpairs:
         """
         with self.budget.on(Account.REFRESH):
             self._renew(loss_fn)
-        self.budget.refreshed(self.tally.products)
+        size, warm = self._vector.layout.size, self._options.warm_start
+        self.budget.refreshed(self.tally.products, self._options.most_products(size, warm=warm))
 
     def _renew(self, loss_fn: Closures) -> None:
         training, options, tally = self._training, self._options, self.tally
@@ -222,7 +231,8 @@ class Eigenpairs:
         measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
         with training.meter.stage("lanczos"), measured as space:
             self.budget.warm_up(space)
-            pairs = wanted_pairs(space, self._start(space), options)
+            start, warm = self._start(space)
+            pairs = wanted_pairs(space, start, options, warm=warm)
             loss = space.loss()
         tally.add(training.steps, pairs.iterations)
         self.first_used = training.steps
@@ -239,16 +249,20 @@ class Eigenpairs:
             f"{tally.failures} of {tally.refreshes} refreshes)"
         )
 
-    def _start(self, space: RowSpace) -> Tensor:
-        """The start vector: the sum of the last vectors, and a little of every direction."""
+    def _start(self, space: RowSpace) -> tuple[Tensor, bool]:
+        """The start vector: the sum of the last vectors, and a little of every direction.
+
+        And whether it is that, and not a fresh one.
+        """
         seed, last = self._options.seed + self._training.steps, self.subspace
         fresh = space.random(seed, 1.0 / math.sqrt(space.size))
         if last is None or not self._options.warm_start:
-            return fresh
+            return fresh, False
         old = last.basis.rows_of_sum(space.rows) / math.sqrt(len(last.values))
         old.add_(fresh, alpha=FRESH)
         # From vectors that are not finite no others would ever come.
-        return old if math.isfinite(float(space.total(old.sum().double()))) else fresh
+        sound = math.isfinite(float(space.total(old.sum().double())))
+        return (old, True) if sound else (fresh, False)
 
     def _guard(self, loss: float) -> None:
         """Let s grow while the loss of the curvature batch does not rise."""

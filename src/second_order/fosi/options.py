@@ -12,6 +12,7 @@ from torch import Tensor
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, check_curvature
 from second_order.lanczos.hvp import ProductMode
+from second_order.lanczos.spectrum import default_iterations
 from second_order.options import (
     AUTO,
     PEAK_LR,
@@ -44,6 +45,9 @@ __all__ = [
 
 Options = TypeVar("Options", bound="FOSIOptions")
 Layout: TypeAlias = Literal["row", "column"]
+
+WARM_PRODUCTS = 20
+"""Products that a warm start may take whatever the number of pairs."""
 
 REST_CLIP = 3.0
 """FOSI's bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
@@ -143,6 +147,25 @@ class FOSIOptions:
     def wanted(self) -> int:
         """Number of eigenpairs asked for, k + l."""
         return self.largest + self.smallest
+
+    def most_products(self, size: int, *, warm: bool) -> int:
+        """Products of a refresh at most, m.
+
+        Between refreshes the steep directions turn further than what the second half of the
+        products would still correct, so a warm start takes half of them. The smallest eigenvalues,
+        among many others, need all.
+
+        Args:
+            size: Number n of parameters.
+            warm: Whether the refresh starts from the last eigenvectors.
+        """
+        wanted = min(self.wanted, size)
+        if self.lanczos_iterations is not None:
+            return min(size, max(self.lanczos_iterations, wanted))
+        usual = default_iterations(size, wanted)
+        if not warm or self.smallest:
+            return usual
+        return min(usual, max(2 * wanted, WARM_PRODUCTS))
 
     @property
     def first_refresh(self) -> int:

@@ -83,7 +83,8 @@ class DHO2(EigenpairOptimizer):
             loss of the curvature batch does not rise; halve it where that has risen. A learning
             rate that the base bears alone may be too long times 3. False for s as published.
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
-            max(4(k + l), 2 ln n), or 80 with the 50 pairs of fine-tuning.
+            max(4(k + l), 2 ln n), or 80 with the 50 pairs of fine-tuning. Where none is set, and l
+            is 0, a warm start takes max(2k, 20) of these at most.
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
         lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
         eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when
