@@ -65,7 +65,7 @@ class Loaded:
     carried: Tensor | None  # (n,)
     decayed: float
     last: Tensor | None  # (r,)
-    trust: Tensor | None  # (4,)
+    trust: Tensor | None  # (6,)
 
 
 def eigenpair_parts(

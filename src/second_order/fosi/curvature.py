@@ -209,13 +209,13 @@ class FOSICurvature(Curvature):
             terms = newton_terms(newton, step, c, subspace.last)
             sound = basis.add(gradients, [-c], along=terms)
             alpha, limit = largest_scale(scales), stability_limit(*rule)
+            back = -subspace.last * (self.pairs.trust.length / alpha)
             verdict = self.pairs.trust.judge(terms, alpha, limit, sound, health.isfinite())
             undo = verdict.undo
-            step = torch.where(undo, -subspace.last / alpha, step * verdict.share)
+            subspace.last = torch.where(sound, step, subspace.last).masked_fill(undo, 0.0)
+            step = torch.where(undo, back, step * verdict.share)
             sound = sound | undo
             momentum = momentum.masked_fill(undo, 0.0)
-            last = torch.where(sound, alpha * step, subspace.last)
-            subspace.last = last.masked_fill(undo, 0.0)
             self._silence(gradients, undo)
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)

@@ -311,7 +311,7 @@ class Subspace:
         rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
         rest_scale: s, by which the base's step is stretched.
         momentum: Coefficients of the vectors that are ``basis.mine``.
-        last: The last Newton step against its direction, with α, of the vectors ``basis.mine``.
+        last: |û|⁻¹ mom of the last step, of the vectors that are ``basis.mine``.
         carried: This process's part of the vector of earlier subspaces, or None for zero.
         decayed: The factor of ``carried`` that is left.
         unsound: Whether a step was not finite, a scalar tensor, equal on all processes.

@@ -2,12 +2,13 @@
 
     promise     q = nᵀ|û|⁻¹n, the square of a full Newton step's length, in units of the loss
     radius      τ <= Δ / √q, with Δ² a hundred times the usual q of the steps taken
-    curvature   κ = sᵀy / sᵀ|û|s over some steps, y being what V̂ᵀg has changed by
+    curvature   α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q over the last steps
     scale       where α τ κ comes near the limit of stability, τ is cut to half of it; then it grows
 
-n is what momentum makes of c = V̂ᵀg, and s = −α τ |û|⁻¹ n the step that is taken. With exact pairs
-of a quadratic κ is at most 1. A step of which κ says that c has been thrown far across, or after
-which the gradient is not finite, is taken back.
+n is what momentum makes of c = V̂ᵀg, c₊ the next step's c, and −α τ |û|⁻¹ n the step that is taken.
+So κ is the curvature along the steps over that which the eigenvalues tell: with exact pairs of a
+quadratic at most 1. A step of which κ says that c has been thrown far across, or after which the
+gradient is not finite, is taken back.
 
 The numbers are tensors, which stay on the device of the parameters: nobody waits for them.
 """
@@ -33,7 +34,7 @@ __all__ = [
 
 RADIUS = 100.0  # Δ² in usual promises: a step may be ten times as long as usual
 USUAL_DECAY = 0.99  # of the running mean of promises; Δ doubles in two steps at most
-SUMS_DECAY = 0.8  # of the sums of κ: one step of ten times the length outweighs the rest
+SUMS_DECAY = 0.8  # of the sums of κ: one step of three times the length outweighs the rest
 NEAR, AIM = 0.75, 0.5  # shares of the limit of stability: where τ is cut, and to what
 GROWTH = 1.05  # of τ, at a step below that
 EXPLODED = 100.0  # times the limit of stability
@@ -57,7 +58,7 @@ def largest_scale(scales: Sequence[float | Tensor]) -> float | Tensor:
     """The largest |α| of the groups."""
     tensors = [scale for scale in scales if isinstance(scale, Tensor)]
     if not tensors:
-        return max(abs(scale) for scale in scales)
+        return max(abs(float(scale)) for scale in scales)
     like = tensors[0]
     return torch.stack([torch.as_tensor(s).to(like).abs() for s in scales]).max()
 
@@ -69,19 +70,20 @@ def newton_terms(newton: Tensor, step: Tensor, c: Tensor, last: Tensor) -> Tenso
         newton: n, the coefficients with momentum.
         step: |û|⁻¹ n.
         c: V̂ᵀg.
-        last: −s of the last step.
+        last: |û|⁻¹ n of the last step.
     """
     return torch.stack([step @ newton, step @ c, last @ c])
 
 
 def check_numbers(part: SavedPart, key: str) -> None:
     """Raise ValueError unless an entry of a checkpoint has the numbers of a region."""
-    usual, scale, _, model = part.tensor(key, (4,)).tolist()
-    if not (usual >= 0.0 and 0.0 <= scale <= 1.0 and model >= 0.0):
+    usual, scale, _, model, share, alpha = part.tensor(key, (6,)).tolist()
+    if min(usual, scale, model, share, alpha) < 0.0 or scale > 1.0:
         raise part.wrong(
             key,
-            f"has a usual promise of {usual:g}, a scale of {scale:g} and a model of {model:g}, "
-            f"where numbers of at least 0 are needed, and a scale of at most 1",
+            f"has a usual promise of {usual:g}, a scale of {scale:g}, a sum of promises of "
+            f"{model:g} and a last step of {share:g} times {alpha:g}, where numbers of at least 0 "
+            f"are needed, and a scale of at most 1",
         )
 
 
@@ -103,9 +105,9 @@ class TrustRegion:
     """What the steps so far tell of the model.
 
     Attributes:
-        numbers: ``(4,)`` the usual promise, 0 before there is one; the bound on τ by the curvature
-            along the steps; Σ sᵀy without what the coming gradient adds, and Σ sᵀ|û|s, both with
-            decay.
+        numbers: ``(6,)`` the usual promise, 0 before there is one; the bound on τ by the curvature
+            along the steps; the two sums of κ, the first without what the coming c₊ adds; τ and α
+            of the last step, 0 if there is none.
         undone: How many steps have been taken back.
     """
 
@@ -115,7 +117,7 @@ class TrustRegion:
     @classmethod
     def new(cls) -> TrustRegion:
         """Make one that takes the model at its word."""
-        return cls(torch.tensor([0.0, 1.0, 0.0, 0.0]).double(), torch.zeros(()))
+        return cls(torch.tensor([0.0, 1.0, *[0.0] * 4]).double(), torch.zeros(()))
 
     def follow(self, like: Tensor) -> None:
         """Go on with numbers of a tensor's device and dtype."""
@@ -126,6 +128,11 @@ class TrustRegion:
         """Δ, in units of the root of the loss; infinite before the first step."""
         usual = float(self.numbers[0])
         return (RADIUS * usual) ** 0.5 if usual > 0.0 else torch.inf
+
+    @property
+    def length(self) -> Tensor:
+        """α τ of the last step, a scalar tensor; 0 if there is none, or it was taken back."""
+        return self.numbers[4] * self.numbers[5]
 
     @property
     def scale(self) -> float:
@@ -145,11 +152,11 @@ class TrustRegion:
             finite: Whether the gradient is.
         """
         promise, descent, last = terms.unbind()
-        usual, scale, change, model = self.numbers.unbind()
-        change = change - last
-        excess = alpha * scale * change / (model * limit)  # not a number without a last step
-        undo = ~finite | (excess > EXPLODED) | (sound & ~terms.isfinite().all())
-        undo = undo & (model > 0.0) & (alpha > 0.0)
+        usual, scale, change, model, before, _ = self.numbers.unbind()
+        change = change - before * last
+        excess = scale * change / (model * limit)  # not a number without a last step
+        undo = ~finite | (sound & ((excess > EXPLODED) | ~terms.isfinite().all()))
+        undo = undo & (self.length > 0.0) & (alpha > 0.0)
         grown = (scale * GROWTH).clamp(max=1.0)
         scale = torch.where(excess > NEAR, scale * AIM / excess, grown)
 
@@ -160,10 +167,9 @@ class TrustRegion:
         mean = USUAL_DECAY * usual + (1.0 - USUAL_DECAY) * taken
         usual = torch.where(usual > 0.0, mean, taken)
 
-        length = alpha * share
-        change = SUMS_DECAY * change + length * descent
-        model = SUMS_DECAY * model + length * length * promise
-        after = torch.stack([usual, scale, change, model])
+        change = SUMS_DECAY * change + share * descent
+        model = SUMS_DECAY * model + share * share * promise
+        after = torch.stack([usual, scale, change, model, share, torch.zeros_like(share) + alpha])
         sound = sound & after.isfinite().all()
         self.numbers = torch.where(undo, self._undone(), torch.where(sound, after, self.numbers))
         self.undone = self.undone + undo
@@ -171,9 +177,9 @@ class TrustRegion:
 
     def _undone(self) -> Tensor:
         """The numbers after a step has been taken back."""
-        usual, scale, *_ = self.numbers.unbind()
-        zero = torch.zeros_like(usual)
-        return torch.stack([usual * AFTER_UNDOING**2, scale * AFTER_UNDOING, zero, zero])
+        usual, scale, *others = self.numbers.unbind()
+        cut = usual * AFTER_UNDOING**2, scale * AFTER_UNDOING
+        return torch.stack([*cut, *map(torch.zeros_like, others)])
 
     def renewed(self, *, risen: bool) -> None:
         """Go on with new pairs, which get twice the trust that the last ones had at the end.
@@ -182,7 +188,6 @@ class TrustRegion:
             risen: Whether the loss of the curvature batch has risen since the last refresh, where
                 every step promised that it would fall. The new pairs get no more trust then.
         """
-        usual, scale, *_ = self.numbers.unbind()
+        usual, scale, *others = self.numbers.unbind()
         scale = scale if risen else (RENEWED * scale).clamp(max=1.0)
-        zero = torch.zeros_like(usual)
-        self.numbers = torch.stack([usual, scale, zero, zero])
+        self.numbers = torch.stack([usual, scale, *map(torch.zeros_like, others)])
