@@ -10,13 +10,16 @@ So κ is the curvature along the steps over that which the eigenvalues tell: wit
 quadratic at most 1. A step of which κ says that c has been thrown far across, or after which the
 gradient is not finite, is taken back.
 
-The numbers are tensors, which stay on the device of the parameters: nobody waits for them.
+On the CPU the numbers are plain ones, as fifty operations on tensors take as long as a step of a
+small model. On a device they are tensors, so that nobody waits for them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,10 +30,14 @@ __all__ = [
     "TrustRegion",
     "Verdict",
     "check_numbers",
+    "choose",
     "largest_scale",
     "newton_terms",
     "stability_limit",
 ]
+
+Number: TypeAlias = float | Tensor
+Flag: TypeAlias = bool | Tensor
 
 RADIUS = 100.0  # Δ² in usual promises: a step may be ten times as long as usual
 USUAL_DECAY = 0.99  # of the running mean of promises; Δ doubles in two steps at most
@@ -54,7 +61,7 @@ def stability_limit(decay: float, gain: float, nesterov: bool) -> float:
     return 2.0 * (1.0 + decay) / (gain * ahead)
 
 
-def largest_scale(scales: Sequence[float | Tensor]) -> float | Tensor:
+def largest_scale(scales: Sequence[Number]) -> Number:
     """The largest |α| of the groups."""
     tensors = [scale for scale in scales if isinstance(scale, Tensor)]
     if not tensors:
@@ -87,60 +94,85 @@ def check_numbers(part: SavedPart, key: str) -> None:
         )
 
 
+def choose(condition: Flag, yes: Number, no: Number) -> Number:
+    """One of two values, numbers or tensors."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def _no(flag: Flag) -> Flag:
+    return ~flag if isinstance(flag, Tensor) else not flag
+
+
+def _finite(x: Number) -> Flag:
+    return x.isfinite() if isinstance(x, Tensor) else math.isfinite(x)
+
+
+def _at_most(x: Number, bound: float) -> Number:
+    return choose(x > bound, bound, x)
+
+
+def _ratio(a: Number, b: Number) -> Number:
+    """The quotient a / b; a where b is 0."""
+    return a / (b + (b == 0.0))
+
+
 @dataclass
 class Verdict:
-    """What is to be done at a step.
+    """What is to be done at a step; plain values on the CPU, tensors elsewhere.
 
     Attributes:
         share: τ, the share of the Newton step to take.
         undo: Whether to take the last Newton step back instead.
     """
 
-    share: Tensor
-    undo: Tensor
+    share: Number
+    undo: Flag
 
 
-@dataclass
 class TrustRegion:
     """What the steps so far tell of the model.
 
     Attributes:
-        numbers: ``(6,)`` the usual promise, 0 before there is one; the bound on τ by the curvature
-            along the steps; the two sums of κ, the first without what the coming c₊ adds; τ and α
-            of the last step, 0 if there is none.
+        numbers: Six of them: the usual promise, 0 before there is one; the bound on τ by the
+            curvature along the steps; the two sums of κ, the first without what the coming c₊
+            adds; τ and α of the last step, 0 if there is none.
         undone: How many steps have been taken back.
     """
 
-    numbers: Tensor
-    undone: Tensor
-
-    @classmethod
-    def new(cls) -> TrustRegion:
-        """Make one that takes the model at its word."""
-        return cls(torch.tensor([0.0, 1.0, *[0.0] * 4]).double(), torch.zeros(()))
+    def __init__(self) -> None:
+        self.numbers: list[Number] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        self.undone: Number = 0
 
     def follow(self, like: Tensor) -> None:
         """Go on with numbers of a tensor's device and dtype."""
-        self.numbers, self.undone = self.numbers.to(like), self.undone.to(like.device)
+        if like.device.type == "cpu":
+            self.numbers, self.undone = [float(x) for x in self.numbers], int(self.undone)
+        else:
+            self.numbers = [torch.as_tensor(x).to(like) for x in self.numbers]
+
+    def saved(self) -> Tensor:
+        """The numbers for a checkpoint, ``(6,)``, on the CPU. Waits for the device."""
+        return torch.tensor([float(x) for x in self.numbers], dtype=torch.float64)
 
     @property
     def radius(self) -> float:
         """Δ, in units of the root of the loss; infinite before the first step."""
         usual = float(self.numbers[0])
-        return (RADIUS * usual) ** 0.5 if usual > 0.0 else torch.inf
-
-    @property
-    def length(self) -> Tensor:
-        """α τ of the last step, a scalar tensor; 0 if there is none, or it was taken back."""
-        return self.numbers[4] * self.numbers[5]
+        return math.sqrt(RADIUS * usual) if usual > 0.0 else math.inf
 
     @property
     def scale(self) -> float:
         """The bound on τ by the curvature along the steps."""
         return float(self.numbers[1])
 
+    def way_back(self, alpha: Number) -> Number:
+        """The share of |û|⁻¹n of the last step that takes it back at a step with this α."""
+        return -_ratio(self.numbers[4] * self.numbers[5], alpha)
+
     def judge(
-        self, terms: Tensor, alpha: float | Tensor, limit: float, sound: Tensor, finite: Tensor
+        self, terms: Tensor, alpha: Number, limit: float, sound: Flag, finite: Flag
     ) -> Verdict:
         """Look at what the last step has done, and bound the one to come.
 
@@ -151,35 +183,38 @@ class TrustRegion:
             sound: Whether c is finite.
             finite: Whether the gradient is.
         """
-        promise, descent, last = terms.unbind()
-        usual, scale, change, model, before, _ = self.numbers.unbind()
+        found: list[Number] = list(terms.unbind())
+        if terms.device.type == "cpu":
+            found, alpha = terms.tolist(), float(alpha)
+            sound, finite = bool(sound), bool(finite)
+        promise, descent, last = found
+        usual, scale, change, model, before, length = self.numbers
         change = change - before * last
-        excess = scale * change / (model * limit)  # not a number without a last step
-        undo = ~finite | (sound & ((excess > EXPLODED) | ~terms.isfinite().all()))
-        undo = undo & (self.length > 0.0) & (alpha > 0.0)
-        grown = (scale * GROWTH).clamp(max=1.0)
-        scale = torch.where(excess > NEAR, scale * AIM / excess, grown)
+        excess = scale * _ratio(change, model * limit)
+        far_off = (excess > EXPLODED) | _no(_finite(promise + descent + last))
+        undo = (_no(finite) | (sound & far_off)) & (before * length > 0.0) & (alpha > 0.0)
+        grown = _at_most(scale * GROWTH, 1.0)
+        scale = choose(excess > NEAR, scale * _ratio(AIM, excess), grown)
 
         square, bound = scale * scale * promise, RADIUS * usual
         far = (square > bound) & (usual > 0.0)
-        share = torch.where(far, scale * (bound / square).sqrt(), scale)
-        taken = torch.where(far, bound, square)
+        share = choose(far, scale * _ratio(bound, square) ** 0.5, scale)
+        taken = choose(far, bound, square)
         mean = USUAL_DECAY * usual + (1.0 - USUAL_DECAY) * taken
-        usual = torch.where(usual > 0.0, mean, taken)
+        usual = choose(usual > 0.0, mean, taken)
 
         change = SUMS_DECAY * change + share * descent
         model = SUMS_DECAY * model + share * share * promise
-        after = torch.stack([usual, scale, change, model, share, torch.zeros_like(share) + alpha])
-        sound = sound & after.isfinite().all()
-        self.numbers = torch.where(undo, self._undone(), torch.where(sound, after, self.numbers))
+        after = [usual, scale, change, model, share, alpha + 0.0 * share]
+        kept = sound & _finite(usual + change + model)
+        first, second, *others = self.numbers
+        less = [first * AFTER_UNDOING**2, second * AFTER_UNDOING, *(0.0 * each for each in others)]
+        self.numbers = [
+            choose(undo, cut, choose(kept, new, old))
+            for cut, new, old in zip(less, after, self.numbers, strict=True)
+        ]
         self.undone = self.undone + undo
         return Verdict(share, undo)
-
-    def _undone(self) -> Tensor:
-        """The numbers after a step has been taken back."""
-        usual, scale, *others = self.numbers.unbind()
-        cut = usual * AFTER_UNDOING**2, scale * AFTER_UNDOING
-        return torch.stack([*cut, *map(torch.zeros_like, others)])
 
     def renewed(self, *, risen: bool) -> None:
         """Go on with new pairs, which get twice the trust that the last ones had at the end.
@@ -188,6 +223,6 @@ class TrustRegion:
             risen: Whether the loss of the curvature batch has risen since the last refresh, where
                 every step promised that it would fall. The new pairs get no more trust then.
         """
-        usual, scale, *others = self.numbers.unbind()
-        scale = scale if risen else (RENEWED * scale).clamp(max=1.0)
-        self.numbers = torch.stack([usual, scale, *map(torch.zeros_like, others)])
+        usual, scale, *others = self.numbers
+        scale = scale if risen else _at_most(RENEWED * scale, 1.0)
+        self.numbers = [usual, scale, *(0.0 * other for other in others)]
