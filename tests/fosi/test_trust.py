@@ -21,7 +21,13 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from second_order import DHO2, MRDHO2, SecondOrderWarning
-from second_order.fosi.trust import TrustRegion, largest_scale, newton_terms, stability_limit
+from second_order.fosi.trust import (
+    TrustRegion,
+    judged,
+    largest_scale,
+    newton_terms,
+    stability_limit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,6 +162,30 @@ def test_new_pairs_get_twice_the_trust_unless_the_loss_has_risen() -> None:
     for _ in range(10):
         line.trust.renewed(risen=False)
     assert line.trust.scale == 1.0
+
+
+def test_the_rule_is_the_same_on_tensors() -> None:
+    """As on a device; over steps that are cut, bounded, taken back, and not finite."""
+    generator = torch.Generator().manual_seed(0)
+    plain: list[Any] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    tensors: list[Any] = list(torch.tensor(plain, dtype=torch.float64))
+    undone, shares = 0, set()
+    for step in range(200):
+        terms = (torch.rand(3, generator=generator).double() * 10 ** (step % 7 - 3)).tolist()
+        terms[2] *= -1.0 if step % 3 else 1.0
+        if step in (50, 51):
+            terms = [math.nan] * 3
+        good = step not in (50, 51), step != 50
+        plain, verdict = judged(plain, terms, 0.7, 2.0, *good)
+        as_tensors = list(torch.tensor(terms, dtype=torch.float64))
+        tensors, other = judged(tensors, as_tensors, 0.7, 2.0, *map(torch.tensor, good))
+        assert [float(x) for x in tensors] == pytest.approx(plain, rel=1e-12)
+        assert bool(other.undo) is bool(verdict.undo)
+        if step not in (50, 51):
+            assert float(other.share) == pytest.approx(verdict.share, rel=1e-12)
+        undone, shares = undone + verdict.undo, shares | {verdict.share}
+    assert undone > 1
+    assert len(shares) > 20
 
 
 def test_the_largest_scale_is_that_of_any_group() -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "Verdict",
     "check_numbers",
     "choose",
+    "judged",
     "largest_scale",
     "newton_terms",
     "stability_limit",
@@ -131,6 +132,48 @@ class Verdict:
     undo: Flag
 
 
+def judged(
+    numbers: Sequence[Number],
+    terms: Sequence[Number],
+    alpha: Number,
+    limit: float,
+    sound: Flag,
+    finite: Flag,
+) -> tuple[list[Number], Verdict]:
+    """The rule of :meth:`TrustRegion.judge`, on plain numbers or on tensors.
+
+    Returns:
+        The region's numbers after the step, and what to do.
+    """
+    promise, descent, last = terms
+    usual, scale, change, model, before, length = numbers
+    change = change - before * last
+    excess = scale * _ratio(change, model * limit)
+    far_off = (excess > EXPLODED) | _no(_finite(promise + descent + last))
+    undo = (_no(finite) | (sound & far_off)) & (before * length > 0.0) & (alpha > 0.0)
+    grown = _at_most(scale * GROWTH, 1.0)
+    scale = choose(excess > NEAR, scale * _ratio(AIM, excess), grown)
+
+    square, bound = scale * scale * promise, RADIUS * usual
+    far = (square > bound) & (usual > 0.0)
+    share = choose(far, scale * _ratio(bound, square) ** 0.5, scale)
+    taken = choose(far, bound, square)
+    mean = USUAL_DECAY * usual + (1.0 - USUAL_DECAY) * taken
+    usual = choose(usual > 0.0, mean, taken)
+
+    change = SUMS_DECAY * change + share * descent
+    model = SUMS_DECAY * model + share * share * promise
+    after = [usual, scale, change, model, share, alpha + 0.0 * share]
+    kept = sound & _finite(usual + change + model)
+    first, second, *others = numbers
+    less = [first * AFTER_UNDOING**2, second * AFTER_UNDOING, *(0.0 * each for each in others)]
+    chosen = [
+        choose(undo, cut, choose(kept, new, old))
+        for cut, new, old in zip(less, after, numbers, strict=True)
+    ]
+    return chosen, Verdict(share, undo)
+
+
 class TrustRegion:
     """What the steps so far tell of the model.
 
@@ -187,34 +230,9 @@ class TrustRegion:
         if terms.device.type == "cpu":
             found, alpha = terms.tolist(), float(alpha)
             sound, finite = bool(sound), bool(finite)
-        promise, descent, last = found
-        usual, scale, change, model, before, length = self.numbers
-        change = change - before * last
-        excess = scale * _ratio(change, model * limit)
-        far_off = (excess > EXPLODED) | _no(_finite(promise + descent + last))
-        undo = (_no(finite) | (sound & far_off)) & (before * length > 0.0) & (alpha > 0.0)
-        grown = _at_most(scale * GROWTH, 1.0)
-        scale = choose(excess > NEAR, scale * _ratio(AIM, excess), grown)
-
-        square, bound = scale * scale * promise, RADIUS * usual
-        far = (square > bound) & (usual > 0.0)
-        share = choose(far, scale * _ratio(bound, square) ** 0.5, scale)
-        taken = choose(far, bound, square)
-        mean = USUAL_DECAY * usual + (1.0 - USUAL_DECAY) * taken
-        usual = choose(usual > 0.0, mean, taken)
-
-        change = SUMS_DECAY * change + share * descent
-        model = SUMS_DECAY * model + share * share * promise
-        after = [usual, scale, change, model, share, alpha + 0.0 * share]
-        kept = sound & _finite(usual + change + model)
-        first, second, *others = self.numbers
-        less = [first * AFTER_UNDOING**2, second * AFTER_UNDOING, *(0.0 * each for each in others)]
-        self.numbers = [
-            choose(undo, cut, choose(kept, new, old))
-            for cut, new, old in zip(less, after, self.numbers, strict=True)
-        ]
-        self.undone = self.undone + undo
-        return Verdict(share, undo)
+        self.numbers, verdict = judged(self.numbers, found, alpha, limit, sound, finite)
+        self.undone = self.undone + verdict.undo
+        return verdict
 
     def renewed(self, *, risen: bool) -> None:
         """Go on with new pairs, which get twice the trust that the last ones had at the end.
