@@ -49,6 +49,7 @@ from second_order.fosi.subspace import (
     share_inside,
 )
 from second_order.fosi.summary import eigenpair_notes, parameter_rows
+from second_order.fosi.trust import largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
 from second_order.options import AUTO, scheduled, value_at
@@ -108,7 +109,7 @@ class FOSICurvature(Curvature):
         self.pairs = Eigenpairs(training, options, self.vector)
         self.closed = False
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
-        self._newton: Tensor | None = None  # V̂ᵀg of this step
+        self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
 
     @property
@@ -211,35 +212,73 @@ class FOSICurvature(Curvature):
         if self._newton is not None and self.subspace is not None:
             on = self.pairs.budget.on(Account.APART)
             with self.training.meter.stage("newton"), on, self.vector.plain():
-                self._correct(self.subspace, self._newton)
+                self._correct(self.subspace, *self._newton)
         self._newton = None
         self.vector.share()
         self.pairs.budget.lap()
 
     def _split(self, subspace: Subspace) -> None:
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
-        gradients = self.vector.gradients()
-        c = subspace.basis.coefficients(gradients, witness=subspace.momentum * subspace.rates)
+        gradients, basis = self.vector.gradients(), subspace.basis
+        witness = subspace.momentum * subspace.rates
+        health = self._health(gradients, witness)
+        c = basis.coefficients(gradients, witness=witness, along=health)
         if self.pairs.first_used == self.training.steps:
             rows = self.options.layout == "row"
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
-        sound = subspace.basis.add(gradients, [-c])
+        rule = self.pairs.momentum_rule()
+        momentum, newton = subspace.ahead(c, *rule)
+        step, scales = newton * subspace.rates, self.newton_scales()
+        if not self.options.trust_region:
+            sound = basis.add(gradients, [-c])
+        else:
+            terms = newton_terms(newton, step, c, subspace.last)
+            sound = basis.add(gradients, [-c], along=terms)
+            alpha, trust = largest_scale(scales), self.pairs.trust
+            back = trust.way_back(alpha)
+            finite = self._finite(gradients, sound) if health is None else health.isfinite()
+            verdict = trust.judge(terms, alpha, stability_limit(*rule), sound, finite)
+            step, momentum, sound = subspace.bounded(step, momentum, sound, verdict, back)
+            self._silence(gradients, verdict.undo)
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
-        self._newton = subspace.accumulate(c, *self.pairs.momentum_rule(), sound)
+        subspace.accumulate(momentum, rule[0], sound)
+        self._newton = torch.where(sound, step, torch.nan), scales
         values = self.vector.values()
         if not self._before:
             self._before = [torch.empty_like(value) for value in values]
         if values:  # a process may have no rows
             torch._foreach_copy_(self._before, values)
 
-    def _correct(self, subspace: Subspace, newton: Tensor) -> None:
+    def _health(self, gradients: Sequence[Tensor], like: Tensor) -> Tensor | None:
+        """A sum over the rows here that is finite where they are; None where one can look later."""
+        if not self.options.trust_region or like.device.type == "cpu":
+            return None
+        return sum((0.0 * each.sum() for each in gradients), like.new_zeros(()))
+
+    def _finite(self, gradients: Sequence[Tensor], sound: Tensor) -> bool:
+        """Whether all processes' gradients are finite; a collective where V̂ᵀg is not ``sound``."""
+        if bool(sound):
+            return True
+        here = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return self.training.world.all_agree(here, sound.device)
+
+    def _silence(self, gradients: Sequence[Tensor], undo: bool | Tensor) -> None:
+        """Set the gradients to zero where the last step is undone: they are of where it led to."""
+        if isinstance(undo, Tensor):
+            for gradient in gradients:
+                gradient.masked_fill_(undo, 0.0)
+        elif undo:
+            for gradient in gradients:
+                gradient.zero_()
+            self.pairs.tell_undone()
+
+    def _correct(self, subspace: Subspace, step: Tensor, scales: list[float | Tensor]) -> None:
         """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""
         values, moved, chunks = self.vector.values(), self._before, self.vector.chunks
         for value, before in zip(values, moved, strict=True):
             torch.sub(value, before, out=before)
-        scales = self.newton_scales()
-        sound = subspace.correct(values, moved, newton, scales, [c.group for c in chunks])
+        sound = subspace.correct(values, moved, step, scales, [c.group for c in chunks])
         for chunk, value in zip(chunks, values, strict=True):
             chunk.put_values(value)
         unsound = ~sound if subspace.unsound is None else subspace.unsound | ~sound
@@ -269,7 +308,8 @@ class FOSICurvature(Curvature):
             return {p: dict(counts) for p in params}
         # A checkpoint that is read in place needs room for pairs, found or not.
         room = self.options.wanted if is_sharded_checkpoint() else 0
-        parts = eigenpair_parts(self.subspace, self.vector.layout, self.vector.dtype, room)
+        layout, trust = self.vector.layout, self.pairs.trust.saved()
+        parts = eigenpair_parts(self.subspace, trust, layout, self.vector.dtype, room)
         return {p: {**counts, **parts.get(p, {})} for p in params}
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -294,7 +334,8 @@ class FOSICurvature(Curvature):
         layout, curvature = self.vector.layout, {}
         bases = self.vector.base_state(ranks)
         if self.subspace is not None:
-            curvature = gather_eigenpairs(self.subspace, layout, self.training.world, ranks)
+            trust, world = self.pairs.trust.saved(), self.training.world
+            curvature = gather_eigenpairs(self.subspace, trust, layout, world, ranks)
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -320,7 +361,8 @@ class FOSICurvature(Curvature):
     def statistics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
-        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last)
+        trust = pairs.trust if self.options.trust_region else None
+        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
         found["curvature_interval"] = self._interval(last)
         found["refresh_share"] = refresh_share(self.training.meter.read(ACCOUNTS))
         if self._share is not None:

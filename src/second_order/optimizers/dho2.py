@@ -95,6 +95,11 @@ class DHO2(EigenpairOptimizer):
             and β = 0.9 is "average" with α = 0.1). A number: a running average with that β. None
             for "average", or 0.0 for fine-tuning and full batches.
         warm_start: Start a refresh from the last eigenvectors.
+        trust_region: Shorten Newton steps where the eigenpairs are wrong about them: one is at most
+            ten times as long as usual, in units of the loss; where V̂ᵀg changes along the steps
+            faster than û tells, they are cut to half of what could be borne, and grow again; one
+            after which the gradient is not finite is taken back. Where the model holds, steps are
+            those of False bit for bit.
         hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature
             batch for a refresh; "recomputed" evaluates the closure again for each product, one
             graph at a time in memory; "differences" takes finite differences of gradients, for what
@@ -151,6 +156,7 @@ class DHO2(EigenpairOptimizer):
         eigenvalue_floor: float = 1e-2,
         subspace_momentum: float | Literal["average", "base"] | None = None,
         warm_start: bool = True,
+        trust_region: bool = True,
         hvp: ProductMode = "auto",
         curvature: CurvatureKind = "hessian",
         layout: Layout = "row",
