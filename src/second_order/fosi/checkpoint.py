@@ -19,6 +19,7 @@ from second_order.distributed.collectives import World
 from second_order.fosi.pieces import FlatLayout
 from second_order.fosi.sharded_base import gather_parts
 from second_order.fosi.subspace import ColumnBasis, Subspace
+from second_order.fosi.trust import check_numbers
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
@@ -42,9 +43,10 @@ VECTORS, CARRIED = "eigenvectors", "carried_momentum"
 SUM, START = "gradient_sum", "epoch_start"
 COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", "epoch", "epoch_step", "epoch_sums")
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
-READ_BY_ALL = (*COUNTS, *HEADS)
+TRUST = ("trust_region", "last_step")  # not in checkpoints of versions before they were
+READ_BY_ALL = (*COUNTS, *HEADS, *TRUST)
 """What each process reads of a checkpoint, whatever the layout."""
-KNOWN = (*HEADER, *COUNTS, *HEADS, VECTORS, CARRIED, SUM, START)
+KNOWN = (*HEADER, *COUNTS, *HEADS, *TRUST, VECTORS, CARRIED, SUM, START)
 OTHERS_TRAINED = (
     "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "
     "the base goes on alone until the next refresh"
@@ -63,15 +65,18 @@ class Loaded:
     momentum: Tensor  # (r,)
     carried: Tensor | None  # (n,)
     decayed: float
+    last: Tensor | None  # (r,)
+    trust: Tensor | None  # (4,)
 
 
 def eigenpair_parts(
-    subspace: Subspace | None, layout: FlatLayout, dtype: torch.dtype, room: int
+    subspace: Subspace | None, trust: Tensor, layout: FlatLayout, dtype: torch.dtype, room: int
 ) -> dict[Tensor, dict[str, Any]]:
     """Each parameter's part of eigenpairs that are whole on this process, as views.
 
     Args:
         subspace: The eigenpairs, or None.
+        trust: The numbers of the trust region.
         layout: The layout of the parameters.
         dtype: Dtype of the vectors.
         room: Number of pairs to give zeros for if ``subspace`` is None.
@@ -79,27 +84,30 @@ def eigenpair_parts(
     if not layout.params or (subspace is None and not room):
         return {}
     if subspace is not None:
-        here = _whole(subspace, subspace.basis.vectors, subspace.momentum, subspace.carried)
+        of = subspace
+        here = _whole(of, trust, of.basis.vectors, of.momentum, of.last, of.carried)
     else:
         r, device = min(room, layout.size), layout.params[0].device
         none = torch.zeros(r, dtype=torch.float64)
         vectors = torch.zeros((r, layout.size), dtype=dtype, device=device)
-        here = Loaded(none, vectors, none.clone(), -1, vectors.new_zeros(r), None, 1.0)
+        momentum, last = vectors.new_zeros((2, r)).unbind()
+        here = Loaded(none, vectors, none.clone(), -1, momentum, None, 1.0, last, trust)
     if here.carried is None and room:
         here.carried = here.vectors.new_zeros(layout.size)
     return _cut(here, layout.params)
 
 
 def gather_eigenpairs(
-    subspace: Subspace, layout: FlatLayout, world: World, to: Sequence[int]
+    subspace: Subspace, trust: Tensor, layout: FlatLayout, world: World, to: Sequence[int]
 ) -> dict[Tensor, dict[str, Any]]:
     """Collect each parameter's part of the eigenpairs on the ranks ``to``; a collective."""
-    momentum, carried, size = subspace.momentum, subspace.carried, layout.size
+    momentum, last, carried = subspace.momentum, subspace.last, subspace.carried
     mine, by_vectors = subspace.basis.vectors, isinstance(subspace.basis, ColumnBasis)
     bounds = row_bounds(len(subspace.values), world.size) if by_vectors else layout.bounds
     vectors = gather_parts(world, mine, bounds, 0 if by_vectors else 1, to)
     if by_vectors:
         momentum = gather_parts(world, momentum, bounds, 0, to)
+        last = gather_parts(world, last, bounds, 0, to)
     elif carried is not None:
         carried = gather_parts(world, carried, bounds, 0, to)
     if world.rank not in to:
@@ -108,13 +116,21 @@ def gather_eigenpairs(
         vectors = layout.in_order(vectors)
         carried = None if carried is None else layout.in_order(carried)
     if carried is None and len(to) == world.size:  # zeros, as for a checkpoint read in place
-        carried = vectors.new_zeros(size)
-    return _cut(_whole(subspace, vectors, momentum, carried), layout.params)
+        carried = vectors.new_zeros(layout.size)
+    return _cut(_whole(subspace, trust, vectors, momentum, last, carried), layout.params)
 
 
-def _whole(subspace: Subspace, vectors: Tensor, momentum: Tensor, carried: Tensor | None) -> Loaded:
+def _whole(
+    subspace: Subspace,
+    trust: Tensor,
+    vectors: Tensor,
+    momentum: Tensor,
+    last: Tensor,
+    carried: Tensor | None,
+) -> Loaded:
     of = subspace
-    return Loaded(of.values, vectors, of.residuals, of.largest, momentum, carried, of.decayed)
+    rest = momentum, carried, of.decayed, last, trust
+    return Loaded(of.values, vectors, of.residuals, of.largest, *rest)
 
 
 def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
@@ -125,12 +141,15 @@ def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]
     if whole.carried is not None:
         for p, part in vector_parts({CARRIED: whole.carried}, params).items():
             parts[p] |= part
+    trust = whole.trust
     parts[params[0]] |= {
         "eigenvalues": whole.values,
         "residuals": whole.residuals,
         "subspace_momentum": whole.momentum,
         "largest": whole.largest,
         "carried_decay": whole.decayed,
+        "trust_region": None if trust is None else trust.to("cpu", torch.float64),
+        "last_step": whole.last,
     }
     return parts
 
@@ -211,7 +230,8 @@ def _check_vector(parts: Mapping[Tensor, SavedPart], name: str) -> None:
 
 def _check_pairs(parts: Mapping[Tensor, SavedPart]) -> None:
     """Raise unless the parts have no eigenpairs, or whole ones of unit length."""
-    heads = [part for part in parts.values() if any(key in part for key in HEADS)]
+    either = (*HEADS, *TRUST)
+    heads = [part for part in parts.values() if any(key in part for key in either)]
     if not heads and not any(VECTORS in part or CARRIED in part for part in parts.values()):
         return
     squares = counts = None
@@ -234,13 +254,17 @@ def _check_pairs(parts: Mapping[Tensor, SavedPart]) -> None:
         raise next(iter(parts.values())).wrong("eigenvalues", "is missing")
     head = heads[0]
     if len(heads) > 1:
-        raise heads[1].wrong(next(k for k in HEADS if k in heads[1]), "is there for a second time")
+        raise heads[1].wrong(next(k for k in either if k in heads[1]), "is there for a second time")
     head.require(HEADS)
     assert counts is not None
     assert squares is not None
     for key in ("eigenvalues", "residuals", "subspace_momentum"):
         head.tensor(key, (counts,))
     head.not_below("residuals", 0.0, head["residuals"])
+    if any(key in head for key in TRUST):
+        head.require(TRUST)
+        head.tensor("last_step", (counts,))
+        check_numbers(head, "trust_region")
     head.number("carried_decay", 0.0, 1.0)
     if head.whole("largest", -1, counts) >= 0 and bool(((squares - 1.0).abs() > UNIT).any()):
         lengths = ", ".join(f"{length:.3g}" for length in squares.sqrt().tolist())
@@ -274,4 +298,6 @@ def load_eigenpairs(
         head["subspace_momentum"].to(device, dtype),
         load_vector(saved, CARRIED, params, dtype),
         float(head["carried_decay"]),
+        head["last_step"].to(device, dtype) if "last_step" in head else None,
+        head.get("trust_region"),
     )

@@ -44,6 +44,7 @@ from second_order.fosi.subspace import (
     share_inside,
 )
 from second_order.fosi.summary import eigenpair_notes, parameter_rows
+from second_order.fosi.trust import largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
 from second_order.options import scheduled
@@ -95,7 +96,7 @@ class FOSICurvature(Curvature):
         self.pairs = Eigenpairs(training, options, self.vector)
         self.closed = False
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
-        self._newton: Tensor | None = None  # V̂ᵀg of this step
+        self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
 
     @property
@@ -189,34 +190,64 @@ class FOSICurvature(Curvature):
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
             with self.training.meter.stage("newton"), self.vector.plain():
-                self._correct(self.subspace, self._newton)
+                self._correct(self.subspace, *self._newton)
         self._newton = None
         self.vector.share()
 
     def _split(self, subspace: Subspace) -> None:
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
-        gradients = self.vector.gradients()
-        c = subspace.basis.coefficients(gradients, witness=subspace.momentum * subspace.rates)
+        gradients, basis = self.vector.gradients(), subspace.basis
+        health = None
+        if self.options.trust_region:
+            health = sum((0.0 * each.sum() for each in gradients), subspace.rates.new_zeros(()))
+        witness = subspace.momentum * subspace.rates
+        c = basis.coefficients(gradients, witness=witness, along=health)
         if self.pairs.first_used == self.training.steps:
             rows = self.options.layout == "row"
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
-        sound = subspace.basis.add(gradients, [-c])
+        rule = self.pairs.momentum_rule()
+        momentum, newton = subspace.ahead(c, *rule)
+        step, scales = newton * subspace.rates, self.newton_scales()
+        if health is None:
+            sound = basis.add(gradients, [-c])
+        else:
+            terms = newton_terms(newton, step, c, subspace.last)
+            sound = basis.add(gradients, [-c], along=terms)
+            alpha, limit = largest_scale(scales), stability_limit(*rule)
+            verdict = self.pairs.trust.judge(terms, alpha, limit, sound, health.isfinite())
+            undo = verdict.undo
+            step = torch.where(undo, -subspace.last / alpha, step * verdict.share)
+            sound = sound | undo
+            momentum = momentum.masked_fill(undo, 0.0)
+            last = torch.where(sound, alpha * step, subspace.last)
+            subspace.last = last.masked_fill(undo, 0.0)
+            self._silence(gradients, undo)
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
-        self._newton = subspace.accumulate(c, *self.pairs.momentum_rule(), sound)
+        subspace.accumulate(momentum, rule[0], sound)
+        self._newton = torch.where(sound, step, torch.nan), scales
         values = self.vector.values()
         if not self._before:
             self._before = [torch.empty_like(value) for value in values]
         if values:  # a process may have no rows
             torch._foreach_copy_(self._before, values)
 
-    def _correct(self, subspace: Subspace, newton: Tensor) -> None:
+    def _silence(self, gradients: Sequence[Tensor], undo: Tensor) -> None:
+        """Set the gradients to zero where the last step is undone: they are of where it led to."""
+        if undo.device.type != "cpu":  # where an answer would be waited for
+            for gradient in gradients:
+                gradient.masked_fill_(undo, 0.0)
+        elif bool(undo):
+            for gradient in gradients:
+                gradient.zero_()
+            self.pairs.tell_undone()
+
+    def _correct(self, subspace: Subspace, step: Tensor, scales: list[float | Tensor]) -> None:
         """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""
         values, moved, chunks = self.vector.values(), self._before, self.vector.chunks
         for value, before in zip(values, moved, strict=True):
             torch.sub(value, before, out=before)
-        scales = self.newton_scales()
-        sound = subspace.correct(values, moved, newton, scales, [c.group for c in chunks])
+        sound = subspace.correct(values, moved, step, scales, [c.group for c in chunks])
         for chunk, value in zip(chunks, values, strict=True):
             chunk.put_values(value)
         unsound = ~sound if subspace.unsound is None else subspace.unsound | ~sound
@@ -246,7 +277,8 @@ class FOSICurvature(Curvature):
             return {p: dict(counts) for p in params}
         # A checkpoint that is read in place needs room for pairs, found or not.
         room = self.options.wanted if is_sharded_checkpoint() else 0
-        parts = eigenpair_parts(self.subspace, self.vector.layout, self.vector.dtype, room)
+        layout, trust = self.vector.layout, self.pairs.trust.numbers
+        parts = eigenpair_parts(self.subspace, trust, layout, self.vector.dtype, room)
         return {p: {**counts, **parts.get(p, {})} for p in params}
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -271,7 +303,8 @@ class FOSICurvature(Curvature):
         layout, curvature = self.vector.layout, {}
         bases = self.vector.base_state(ranks)
         if self.subspace is not None:
-            curvature = gather_eigenpairs(self.subspace, layout, self.training.world, ranks)
+            trust, world = self.pairs.trust.numbers, self.training.world
+            curvature = gather_eigenpairs(self.subspace, trust, layout, world, ranks)
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -297,7 +330,8 @@ class FOSICurvature(Curvature):
     def statistics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
-        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last)
+        trust = pairs.trust if self.options.trust_region else None
+        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
         if self._share is not None:
             found["gradient_share"] = float(self._share)
         if self.subspace is not None:

@@ -31,6 +31,7 @@ from second_order.fosi.subspace import (
     newton_rates,
     rest_scale,
 )
+from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
@@ -154,6 +155,7 @@ class Eigenpairs:
     Attributes:
         subspace: The eigenvectors' span; None without eigenpairs.
         tally: Counts of all refreshes.
+        trust: What bounds the Newton steps.
         batch_loss: Loss of the curvature batch at the last refresh.
         bound: The bound on s that the guard allows.
         first_used: The first step that uses the newest eigenpairs; -1 before there are any.
@@ -166,6 +168,7 @@ class Eigenpairs:
         self.batch_loss, self.bound = math.inf, 1.0
         self.first_used = -1
         self._first_loss: float | None = None
+        self.trust = TrustRegion.new()
 
     def due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
@@ -190,6 +193,7 @@ class Eigenpairs:
         """
         training, options, tally = self._training, self._options, self.tally
         self.drop_unsound()
+        self.tell_undone()
         had = self.subspace is not None
         measured = self._vector.hessian(loss_fn, options.hvp)
         with training.meter.stage("lanczos"), measured as space:
@@ -222,10 +226,11 @@ class Eigenpairs:
         return old if math.isfinite(float(space.total(old.sum().double()))) else fresh
 
     def _guard(self, loss: float) -> None:
-        """Let s grow while the loss of the curvature batch does not rise."""
+        """Let s grow while the loss of the curvature batch does not rise, and Newton steps too."""
         if math.isfinite(self.batch_loss):
             risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
             self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
+            self.trust.renewed(risen=risen)
         self.batch_loss = loss
         self._first_loss = loss if self._first_loss is None else self._first_loss
         training = self._training
@@ -292,7 +297,11 @@ class Eigenpairs:
         self.bound = min(self.bound, clip)
         scale = rest_scale(values, largest, self.bound if options.lr_scale_guard else clip)
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
-        return Subspace(basis, values, residuals, largest, rates, scale, torch.zeros_like(rates))
+        nothing = torch.zeros_like(rates)
+        self.trust.follow(rates)
+        return Subspace(
+            basis, values, residuals, largest, rates, scale, nothing, last=nothing.clone()
+        )
 
     def momentum_rule(self) -> tuple[float, float, bool]:
         """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
@@ -322,6 +331,15 @@ class Eigenpairs:
                 f"{self._training.base_name} goes on alone until the next refresh"
             )
 
+    def tell_undone(self) -> None:
+        """Warn, the first time, that a Newton step has been taken back."""
+        if bool(self.trust.undone) and self._training.first_time("undone"):
+            self._training.warn(
+                f"the gradient after a Newton step, at step {self._training.steps} or before, was "
+                f"not finite, or has grown far more than the eigenpairs tell: that step is taken "
+                f"back, and later ones are shorter; lower newton_scale if statistics() shows many"
+            )
+
     def counts(self) -> dict[str, float]:
         """The counts of refreshes and the guard that a checkpoint keeps."""
         return {
@@ -338,7 +356,7 @@ class Eigenpairs:
             taken: Whether eigenpairs are loaded, if the same parameters trained.
         """
         counts, vector, world = counts_of(saved), self._vector, self._training.world
-        self.subspace = None
+        self.subspace, self.trust = None, TrustRegion.new()
         self.tally.step = counts.get("refreshed_at", -1)
         self.batch_loss = counts.get("batch_loss", math.inf)
         self.bound = counts.get("rest_scale_bound", 1.0)
@@ -357,4 +375,7 @@ class Eigenpairs:
         subspace.momentum = loaded.momentum[basis.mine].clone()
         subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
         subspace.decayed = loaded.decayed
+        if loaded.trust is not None and loaded.last is not None:
+            self.trust.numbers = loaded.trust.to(subspace.rates, copy=True)
+            subspace.last = loaded.last[basis.mine].clone()
         self.subspace = subspace

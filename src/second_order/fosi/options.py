@@ -72,6 +72,7 @@ class FOSIOptions:
     eigenvalue_floor: float
     subspace_momentum: float | Literal["average", "base"]
     warm_start: bool
+    trust_region: bool
     hvp: ProductMode
     layout: Layout
     seed: int
@@ -114,6 +115,7 @@ class FOSIOptions:
             )
         check_flag("lr_scale_guard", self.lr_scale_guard)
         check_flag("warm_start", self.warm_start)
+        check_flag("trust_region", self.trust_region)
         check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
         check_choice("layout", self.layout, ("row", "column"))
         check_seed("seed", self.seed)
@@ -161,6 +163,7 @@ class EpochOptions(FOSIOptions):
     lr_scale_guard: bool = True
     subspace_momentum: float | Literal["average", "base"] = "average"
     warm_start: bool = True
+    trust_region: bool = True
     layout: Layout = "column"
 
     def __post_init__(self) -> None:

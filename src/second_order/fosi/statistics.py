@@ -14,6 +14,7 @@ from torch import Tensor
 
 from second_order.fosi.eigenpairs import Tally
 from second_order.fosi.subspace import RowBasis, Subspace
+from second_order.fosi.trust import TrustRegion
 from second_order.report import EpochReport
 from second_order.stages import ELSEWHERE
 
@@ -45,6 +46,9 @@ NAMES = (
     "rest_scale",
     "gradient_share",
     "newton_share",
+    "trust_radius",
+    "trust_scale",
+    "undone",
 )
 """The names of the numbers, but those by account."""
 
@@ -53,7 +57,7 @@ EPOCH_NAMES = ("epoch/number", "epoch/waited", "epoch/applied")
 
 
 def statistics_of(
-    subspace: Subspace | None, values: Tensor, tally: Tally, step: int
+    subspace: Subspace | None, values: Tensor, tally: Tally, step: int, trust: TrustRegion | None
 ) -> dict[str, float]:
     """Numbers on eigenpairs and the refreshes that found them.
 
@@ -62,6 +66,7 @@ def statistics_of(
         values: û of the last eigenpairs that came, on the CPU.
         tally: The counts of refreshes.
         step: The number of the last step, from 0; -1 before it.
+        trust: What bounds Newton steps; None without.
     """
     found = dict.fromkeys(NAMES, math.nan)
     found |= {
@@ -76,6 +81,12 @@ def statistics_of(
         found["eigenvalue/largest"] = float(values.max())
         found["eigenvalue/smallest"] = float(values.min())
         found["age/pairs"] = float(step - tally.step)
+    if trust is not None:
+        found |= {
+            "trust_radius": trust.radius,
+            "trust_scale": trust.scale,
+            "undone": float(trust.undone),
+        }
     return found
 
 

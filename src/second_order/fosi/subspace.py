@@ -53,23 +53,33 @@ class Basis(ABC):
         self._parts = [vectors[:, chunk.columns] for chunk in chunks]
 
     @abstractmethod
-    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+    def coefficients(
+        self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
+    ) -> Tensor:
         """The coefficients V̂ᵀx of the vectors that are ``mine``.
 
         Args:
             x: The vector, chunk by chunk.
             witness: A tensor; if it is not finite on a process, neither are the coefficients there,
                 nor the sums that :meth:`add` makes of them anywhere.
+            along: A sum over the rows that are here; in place it becomes that over all.
         """
 
     @abstractmethod
-    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+    def add(
+        self,
+        x: Sequence[Tensor],
+        c: Sequence[Tensor],
+        of: Sequence[int] = (),
+        along: Tensor | None = None,
+    ) -> Tensor:
         """Add V̂c to x in place if it is finite; returns whether, a scalar equal on all processes.
 
         Args:
             x: The vector, chunk by chunk.
             c: Coefficients of the vectors that are ``mine``, one set or several.
             of: Index of the set that each chunk takes, if there are several.
+            along: Sums over the vectors that are ``mine``; in place they become those over all.
         """
 
     @abstractmethod
@@ -100,13 +110,21 @@ class RowBasis(Basis):
     def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> None:
         super().__init__(vectors, chunks, world, slice(0, len(vectors)))
 
-    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+    def coefficients(
+        self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
+    ) -> Tensor:
         """The coefficients V̂ᵀx, ``(r,)``, summed over processes."""
         c = self._dots(x, witness)
-        self._world.all_reduce([c]).wait()
+        self._world.all_reduce([c] if along is None else [c, along]).wait()
         return c
 
-    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+    def add(
+        self,
+        x: Sequence[Tensor],
+        c: Sequence[Tensor],
+        of: Sequence[int] = (),
+        along: Tensor | None = None,
+    ) -> Tensor:
         """Add V̂c to x in place if c is finite: V̂ is finite wherever V̂ᵀx has been."""
         sound = torch.isfinite(torch.stack(list(c)).sum())
         if sound.device.type != "cpu":  # where an answer would be waited for
@@ -168,14 +186,22 @@ class ColumnBasis(Basis):
         mine = vectors[cuts[world.rank] : cuts[world.rank + 1]]
         return cls(mine.clone(), chunks, world, len(vectors))
 
-    def coefficients(self, x: Sequence[Tensor], witness: Tensor | None = None) -> Tensor:
+    def coefficients(
+        self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
+    ) -> Tensor:
         """The coefficients V̂^{(p)ᵀ}x, ``(r_p,)``; :meth:`add` checks that they are finite."""
         return self._dots(x, witness)
 
-    def add(self, x: Sequence[Tensor], c: Sequence[Tensor], of: Sequence[int] = ()) -> Tensor:
+    def add(
+        self,
+        x: Sequence[Tensor],
+        c: Sequence[Tensor],
+        of: Sequence[int] = (),
+        along: Tensor | None = None,
+    ) -> Tensor:
         """Add V̂c to x in place if it is finite; returns whether it is."""
         sums = self._sums(c, of)
-        self._world.all_reduce(sums).wait()
+        self._world.all_reduce(sums if along is None else [*sums, along]).wait()
         sound = torch.isfinite(torch.stack([each.sum() for each in sums]).sum())
         _add_where(sound, x, sums)
         return sound
@@ -285,6 +311,7 @@ class Subspace:
         rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
         rest_scale: s, by which the base's step is stretched.
         momentum: Coefficients of the vectors that are ``basis.mine``.
+        last: The last Newton step against its direction, with α, of the vectors ``basis.mine``.
         carried: This process's part of the vector of earlier subspaces, or None for zero.
         decayed: The factor of ``carried`` that is left.
         unsound: Whether a step was not finite, a scalar tensor, equal on all processes.
@@ -298,23 +325,21 @@ class Subspace:
     rates: Tensor
     rest_scale: float
     momentum: Tensor
+    last: Tensor
     carried: Tensor | None = None
     decayed: float = 1.0
     unsound: Tensor | None = None
     taken: tuple[Tensor, Tensor, Sequence[float | Tensor]] | None = None
 
-    def accumulate(
-        self, c: Tensor, decay: float, gain: float, nesterov: bool, sound: Tensor
-    ) -> Tensor:
-        """Add V̂ᵀg to the momentum; returns the coefficients that the Newton step is made of.
-
-        Where V̂ᵀg is not ``sound`` the momentum stays, and the coefficients are not finite.
-        """
+    def ahead(self, c: Tensor, decay: float, gain: float, nesterov: bool) -> tuple[Tensor, Tensor]:
+        """The momentum with V̂ᵀg, and the coefficients that the Newton step is made of."""
         taken = self.momentum.mul(decay).add_(c, alpha=gain)
-        newton = taken * decay + gain * c if nesterov else taken
-        self.momentum.copy_(torch.where(sound, taken, self.momentum))
+        return taken, taken * decay + gain * c if nesterov else taken
+
+    def accumulate(self, momentum: Tensor, decay: float, sound: Tensor) -> None:
+        """Go on with the momentum from :meth:`ahead` where V̂ᵀg is ``sound``."""
+        self.momentum.copy_(torch.where(sound, momentum, self.momentum))
         self.decayed *= decay
-        return torch.where(sound, newton, torch.nan)
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
         """This process's part of the momentum in R^n."""
@@ -337,7 +362,7 @@ class Subspace:
         self,
         values: Sequence[Tensor],
         moved: Sequence[Tensor],
-        newton: Tensor,
+        step: Tensor,
         scales: Sequence[float | Tensor],
         of: Sequence[int],
     ) -> Tensor:
@@ -348,14 +373,13 @@ class Subspace:
         Args:
             values: The parameters after the base's step; changed in place.
             moved: The base's step; overwritten.
-            newton: The coefficients from :meth:`accumulate`.
+            step: The Newton step's coefficients without α; not finite to leave it out.
             scales: α of each group of parameters.
             of: Index of each chunk's group.
 
         Returns:
             Whether the step was finite, a scalar tensor, equal on all processes.
         """
-        step = newton * self.rates
         c = self.basis.coefficients(moved, witness=step)
         self.taken = step, c, scales
         stretch = self.rest_scale - 1.0
