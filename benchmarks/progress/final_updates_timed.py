@@ -124,6 +124,7 @@ class Run:
     epochs: int = 0
 
 
+DEEP = {"warmup_steps": 50, "lr_scale_clip": 1.5}
 HEAD = {"largest": 30, "lanczos_iterations": 60, "newton_scale": 0.3}
 
 
@@ -152,17 +153,17 @@ def tasks() -> list[Task]:
     return [
         Task(
             *("MLP", wide_mlp, classify, count),
-            *(1024, 256, 125, 25, SGD),
-            {ALONE: {"lr": 0.3, "momentum": 0.9}, "within": {"warmup_steps": 25}},
+            *(1024, 256, 300, 25, SGD),
+            {ALONE: {"lr": 0.5, "momentum": 0.9}, "within": {"warmup_steps": 25}},
         ),
         Task(
             *("autoencoder", digits.autoencoder, reconstruct, len(images)),
-            *(512, 512, 600, 60, SGD),
-            {ALONE: {"lr": 0.06, "momentum": 0.9}, "within": {"warmup_steps": 60}},
+            *(1024, 512, 500, 50, SGD),
+            {ALONE: {"lr": 0.06, "momentum": 0.9}, "within": DEEP},
         ),
         Task(
             *("fine-tuning", partial(fine_tuning.fine_tuned, "linear"), tune, count),
-            *(256, 512, 200, 20, Adam),
+            *(512, 512, 200, 20, Adam),
             {ALONE: {"lr": 0.02}, "within": HEAD},
         ),
     ]
