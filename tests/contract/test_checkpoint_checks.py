@@ -134,7 +134,9 @@ SOUND = {
     ("A", "missing"),  # the next refresh tells of it
     ("G", "missing"),
 }
-VECTORS = {"exp_avg", "momentum_buffer", "eigenvalues", "subspace_momentum", "epoch_start"}
+VECTORS = {
+    *("exp_avg", "momentum_buffer", "eigenvalues", "subspace_momentum", "last_step", "epoch_start")
+}
 
 
 def may_load(path: Path, what: str) -> bool:

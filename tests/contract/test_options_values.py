@@ -113,6 +113,7 @@ FLAGS = (
     "exact_blocks",
     "lr_scale_guard",
     "warm_start",
+    "trust_region",
 )
 TYPES: list[tuple[str, Any, str]] = [
     ("damping", "often", r"damping='often' is not a number; "),
@@ -147,6 +148,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("eigenvalue_floor", "0.1", "eigenvalue_floor='0.1' is not a number; 0.01 is usual"),
     ("subspace_momentum", True, "subspace_momentum=True is not a number; use 'average'"),
     ("warm_start", "no", "warm_start='no' is not a flag; use True or False"),
+    ("trust_region", 0, "trust_region=0 is not a flag; use True or False"),
     ("seed", "42", "seed='42' is not a whole number; use 0"),
     ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
     ("grad_scaler", torch.amp.GradScaler, r"GradScaler.* has no scale\(\); pass a torch"),
@@ -308,6 +310,7 @@ def test_boundary_values_are_accepted(System: Any) -> None:
             "newton_scale": 1,
             "hvp": "recomputed",
             "warm_start": False,
+            "trust_region": False,
         },
         {"lr": 0.0, "layout": "column", "lanczos_dtype": torch.float32, "seed": 7},
     ],

@@ -66,7 +66,7 @@ class Loaded:
     carried: Tensor | None  # (n,)
     decayed: float
     last: Tensor | None  # (r,)
-    trust: Tensor | None  # (4,)
+    trust: Tensor | None  # (6,)
 
 
 def eigenpair_parts(
@@ -141,14 +141,13 @@ def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]
     if whole.carried is not None:
         for p, part in vector_parts({CARRIED: whole.carried}, params).items():
             parts[p] |= part
-    trust = whole.trust
     parts[params[0]] |= {
         "eigenvalues": whole.values,
         "residuals": whole.residuals,
         "subspace_momentum": whole.momentum,
         "largest": whole.largest,
         "carried_decay": whole.decayed,
-        "trust_region": None if trust is None else trust.to("cpu", torch.float64),
+        "trust_region": whole.trust,
         "last_step": whole.last,
     }
     return parts

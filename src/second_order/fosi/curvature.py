@@ -197,10 +197,8 @@ class FOSICurvature(Curvature):
     def _split(self, subspace: Subspace) -> None:
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
         gradients, basis = self.vector.gradients(), subspace.basis
-        health = None
-        if self.options.trust_region:
-            health = sum((0.0 * each.sum() for each in gradients), subspace.rates.new_zeros(()))
         witness = subspace.momentum * subspace.rates
+        health = self._health(gradients, witness)
         c = basis.coefficients(gradients, witness=witness, along=health)
         if self.pairs.first_used == self.training.steps:
             rows = self.options.layout == "row"
@@ -208,20 +206,17 @@ class FOSICurvature(Curvature):
         rule = self.pairs.momentum_rule()
         momentum, newton = subspace.ahead(c, *rule)
         step, scales = newton * subspace.rates, self.newton_scales()
-        if health is None:
+        if not self.options.trust_region:
             sound = basis.add(gradients, [-c])
         else:
             terms = newton_terms(newton, step, c, subspace.last)
             sound = basis.add(gradients, [-c], along=terms)
-            alpha, limit = largest_scale(scales), stability_limit(*rule)
-            verdict = self.pairs.trust.judge(terms, alpha, limit, sound, health.isfinite())
-            undo = verdict.undo
-            step = torch.where(undo, -subspace.last / alpha, step * verdict.share)
-            sound = sound | undo
-            momentum = momentum.masked_fill(undo, 0.0)
-            last = torch.where(sound, alpha * step, subspace.last)
-            subspace.last = last.masked_fill(undo, 0.0)
-            self._silence(gradients, undo)
+            alpha, trust = largest_scale(scales), self.pairs.trust
+            back = trust.way_back(alpha)
+            finite = self._finite(gradients, sound) if health is None else health.isfinite()
+            verdict = trust.judge(terms, alpha, stability_limit(*rule), sound, finite)
+            step, momentum, sound = subspace.bounded(step, momentum, sound, verdict, back)
+            self._silence(gradients, verdict.undo)
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
         subspace.accumulate(momentum, rule[0], sound)
@@ -232,12 +227,25 @@ class FOSICurvature(Curvature):
         if values:  # a process may have no rows
             torch._foreach_copy_(self._before, values)
 
-    def _silence(self, gradients: Sequence[Tensor], undo: Tensor) -> None:
+    def _health(self, gradients: Sequence[Tensor], like: Tensor) -> Tensor | None:
+        """A sum over the rows here that is finite where they are; None where one can look later."""
+        if not self.options.trust_region or like.device.type == "cpu":
+            return None
+        return sum((0.0 * each.sum() for each in gradients), like.new_zeros(()))
+
+    def _finite(self, gradients: Sequence[Tensor], sound: Tensor) -> bool:
+        """Whether all processes' gradients are finite; a collective where V̂ᵀg is not ``sound``."""
+        if bool(sound):
+            return True
+        here = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return self.training.world.all_agree(here, sound.device)
+
+    def _silence(self, gradients: Sequence[Tensor], undo: bool | Tensor) -> None:
         """Set the gradients to zero where the last step is undone: they are of where it led to."""
-        if undo.device.type != "cpu":  # where an answer would be waited for
+        if isinstance(undo, Tensor):
             for gradient in gradients:
                 gradient.masked_fill_(undo, 0.0)
-        elif bool(undo):
+        elif undo:
             for gradient in gradients:
                 gradient.zero_()
             self.pairs.tell_undone()
@@ -277,7 +285,7 @@ class FOSICurvature(Curvature):
             return {p: dict(counts) for p in params}
         # A checkpoint that is read in place needs room for pairs, found or not.
         room = self.options.wanted if is_sharded_checkpoint() else 0
-        layout, trust = self.vector.layout, self.pairs.trust.numbers
+        layout, trust = self.vector.layout, self.pairs.trust.saved()
         parts = eigenpair_parts(self.subspace, trust, layout, self.vector.dtype, room)
         return {p: {**counts, **parts.get(p, {})} for p in params}
 
@@ -303,7 +311,7 @@ class FOSICurvature(Curvature):
         layout, curvature = self.vector.layout, {}
         bases = self.vector.base_state(ranks)
         if self.subspace is not None:
-            trust, world = self.pairs.trust.numbers, self.training.world
+            trust, world = self.pairs.trust.saved(), self.training.world
             curvature = gather_eigenpairs(self.subspace, trust, layout, world, ranks)
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
 

@@ -168,7 +168,7 @@ class Eigenpairs:
         self.batch_loss, self.bound = math.inf, 1.0
         self.first_used = -1
         self._first_loss: float | None = None
-        self.trust = TrustRegion.new()
+        self.trust = TrustRegion()
 
     def due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
@@ -356,7 +356,7 @@ class Eigenpairs:
             taken: Whether eigenpairs are loaded, if the same parameters trained.
         """
         counts, vector, world = counts_of(saved), self._vector, self._training.world
-        self.subspace, self.trust = None, TrustRegion.new()
+        self.subspace, self.trust = None, TrustRegion()
         self.tally.step = counts.get("refreshed_at", -1)
         self.batch_loss = counts.get("batch_loss", math.inf)
         self.bound = counts.get("rest_scale_bound", 1.0)
@@ -376,6 +376,7 @@ class Eigenpairs:
         subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
         subspace.decayed = loaded.decayed
         if loaded.trust is not None and loaded.last is not None:
-            self.trust.numbers = loaded.trust.to(subspace.rates, copy=True)
+            self.trust.numbers = loaded.trust.tolist()
+            self.trust.follow(subspace.rates)
             subspace.last = loaded.last[basis.mine].clone()
         self.subspace = subspace

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
 from second_order.fosi.pieces import Chunk
+from second_order.fosi.trust import Verdict
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
@@ -311,7 +312,7 @@ class Subspace:
         rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
         rest_scale: s, by which the base's step is stretched.
         momentum: Coefficients of the vectors that are ``basis.mine``.
-        last: The last Newton step against its direction, with α, of the vectors ``basis.mine``.
+        last: |û|⁻¹ mom of the last step, of the vectors that are ``basis.mine``.
         carried: This process's part of the vector of earlier subspaces, or None for zero.
         decayed: The factor of ``carried`` that is left.
         unsound: Whether a step was not finite, a scalar tensor, equal on all processes.
@@ -335,6 +336,31 @@ class Subspace:
         """The momentum with V̂ᵀg, and the coefficients that the Newton step is made of."""
         taken = self.momentum.mul(decay).add_(c, alpha=gain)
         return taken, taken * decay + gain * c if nesterov else taken
+
+    def bounded(
+        self, step: Tensor, momentum: Tensor, sound: Tensor, verdict: Verdict, back: float | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Make of a Newton step what the trust region allows of it.
+
+        Args:
+            step: |û|⁻¹ times the coefficients from :meth:`ahead`.
+            momentum: The momentum from there.
+            sound: Whether they are finite.
+            verdict: What to do.
+            back: The share of the last step that takes it back.
+
+        Returns:
+            The step, the momentum, and whether they are to be taken.
+        """
+        if isinstance(verdict.undo, Tensor):
+            new = torch.where(verdict.undo, back * self.last, step * verdict.share)
+            self.last = torch.where(sound, step, self.last).masked_fill(verdict.undo, 0.0)
+            return new, momentum.masked_fill(verdict.undo, 0.0), sound | verdict.undo
+        if verdict.undo:
+            new, self.last = back * self.last, torch.zeros_like(step)
+            return new, torch.zeros_like(momentum), torch.ones_like(sound)
+        self.last = step if bool(sound) else self.last
+        return step * verdict.share, momentum, sound
 
     def accumulate(self, momentum: Tensor, decay: float, sound: Tensor) -> None:
         """Go on with the momentum from :meth:`ahead` where V̂ᵀg is ``sound``."""

@@ -2,20 +2,24 @@
 
     promise     q = nᵀ|û|⁻¹n, the square of a full Newton step's length, in units of the loss
     radius      τ <= Δ / √q, with Δ² a hundred times the usual q of the steps taken
-    curvature   κ = sᵀy / sᵀ|û|s over some steps, y being what V̂ᵀg has changed by
+    curvature   α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q over the last steps
     scale       where α τ κ comes near the limit of stability, τ is cut to half of it; then it grows
 
-n is what momentum makes of c = V̂ᵀg, and s = −α τ |û|⁻¹ n the step that is taken. With exact pairs
-of a quadratic κ is at most 1. A step of which κ says that c has been thrown far across, or after
-which the gradient is not finite, is taken back.
+n is what momentum makes of c = V̂ᵀg, c₊ the next step's c, and −α τ |û|⁻¹ n the step that is taken.
+So κ is the curvature along the steps over that which the eigenvalues tell: with exact pairs of a
+quadratic at most 1. A step of which κ says that c has been thrown far across, or after which the
+gradient is not finite, is taken back.
 
-The numbers are tensors, which stay on the device of the parameters: nobody waits for them.
+On the CPU the numbers are plain ones, as fifty operations on tensors take as long as a step of a
+small model. On a device they are tensors, so that nobody waits for them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,14 +30,18 @@ __all__ = [
     "TrustRegion",
     "Verdict",
     "check_numbers",
+    "choose",
     "largest_scale",
     "newton_terms",
     "stability_limit",
 ]
 
+Number: TypeAlias = float | Tensor
+Flag: TypeAlias = bool | Tensor
+
 RADIUS = 100.0  # Δ² in usual promises: a step may be ten times as long as usual
 USUAL_DECAY = 0.99  # of the running mean of promises; Δ doubles in two steps at most
-SUMS_DECAY = 0.8  # of the sums of κ: one step of ten times the length outweighs the rest
+SUMS_DECAY = 0.8  # of the sums of κ: one step of three times the length outweighs the rest
 NEAR, AIM = 0.75, 0.5  # shares of the limit of stability: where τ is cut, and to what
 GROWTH = 1.05  # of τ, at a step below that
 EXPLODED = 100.0  # times the limit of stability
@@ -53,11 +61,11 @@ def stability_limit(decay: float, gain: float, nesterov: bool) -> float:
     return 2.0 * (1.0 + decay) / (gain * ahead)
 
 
-def largest_scale(scales: Sequence[float | Tensor]) -> float | Tensor:
+def largest_scale(scales: Sequence[Number]) -> Number:
     """The largest |α| of the groups."""
     tensors = [scale for scale in scales if isinstance(scale, Tensor)]
     if not tensors:
-        return max(abs(scale) for scale in scales)
+        return max(abs(float(scale)) for scale in scales)
     like = tensors[0]
     return torch.stack([torch.as_tensor(s).to(like).abs() for s in scales]).max()
 
@@ -69,71 +77,102 @@ def newton_terms(newton: Tensor, step: Tensor, c: Tensor, last: Tensor) -> Tenso
         newton: n, the coefficients with momentum.
         step: |û|⁻¹ n.
         c: V̂ᵀg.
-        last: −s of the last step.
+        last: |û|⁻¹ n of the last step.
     """
     return torch.stack([step @ newton, step @ c, last @ c])
 
 
 def check_numbers(part: SavedPart, key: str) -> None:
     """Raise ValueError unless an entry of a checkpoint has the numbers of a region."""
-    usual, scale, _, model = part.tensor(key, (4,)).tolist()
-    if not (usual >= 0.0 and 0.0 <= scale <= 1.0 and model >= 0.0):
+    usual, scale, _, model, share, alpha = part.tensor(key, (6,)).tolist()
+    if min(usual, scale, model, share, alpha) < 0.0 or scale > 1.0:
         raise part.wrong(
             key,
-            f"has a usual promise of {usual:g}, a scale of {scale:g} and a model of {model:g}, "
-            f"where numbers of at least 0 are needed, and a scale of at most 1",
+            f"has a usual promise of {usual:g}, a scale of {scale:g}, a sum of promises of "
+            f"{model:g} and a last step of {share:g} times {alpha:g}, where numbers of at least 0 "
+            f"are needed, and a scale of at most 1",
         )
+
+
+def choose(condition: Flag, yes: Number, no: Number) -> Number:
+    """One of two values, numbers or tensors."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def _no(flag: Flag) -> Flag:
+    return ~flag if isinstance(flag, Tensor) else not flag
+
+
+def _finite(x: Number) -> Flag:
+    return x.isfinite() if isinstance(x, Tensor) else math.isfinite(x)
+
+
+def _at_most(x: Number, bound: float) -> Number:
+    return choose(x > bound, bound, x)
+
+
+def _ratio(a: Number, b: Number) -> Number:
+    """The quotient a / b; a where b is 0."""
+    return a / (b + (b == 0.0))
 
 
 @dataclass
 class Verdict:
-    """What is to be done at a step.
+    """What is to be done at a step; plain values on the CPU, tensors elsewhere.
 
     Attributes:
         share: τ, the share of the Newton step to take.
         undo: Whether to take the last Newton step back instead.
     """
 
-    share: Tensor
-    undo: Tensor
+    share: Number
+    undo: Flag
 
 
-@dataclass
 class TrustRegion:
     """What the steps so far tell of the model.
 
     Attributes:
-        numbers: ``(4,)`` the usual promise, 0 before there is one; the bound on τ by the curvature
-            along the steps; Σ sᵀy without what the coming gradient adds, and Σ sᵀ|û|s, both with
-            decay.
+        numbers: Six of them: the usual promise, 0 before there is one; the bound on τ by the
+            curvature along the steps; the two sums of κ, the first without what the coming c₊
+            adds; τ and α of the last step, 0 if there is none.
         undone: How many steps have been taken back.
     """
 
-    numbers: Tensor
-    undone: Tensor
-
-    @classmethod
-    def new(cls) -> TrustRegion:
-        """Make one that takes the model at its word."""
-        return cls(torch.tensor([0.0, 1.0, 0.0, 0.0]).double(), torch.zeros(()))
+    def __init__(self) -> None:
+        self.numbers: list[Number] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        self.undone: Number = 0
 
     def follow(self, like: Tensor) -> None:
         """Go on with numbers of a tensor's device and dtype."""
-        self.numbers, self.undone = self.numbers.to(like), self.undone.to(like.device)
+        if like.device.type == "cpu":
+            self.numbers, self.undone = [float(x) for x in self.numbers], int(self.undone)
+        else:
+            self.numbers = [torch.as_tensor(x).to(like) for x in self.numbers]
+
+    def saved(self) -> Tensor:
+        """The numbers for a checkpoint, ``(6,)``, on the CPU. Waits for the device."""
+        return torch.tensor([float(x) for x in self.numbers], dtype=torch.float64)
 
     @property
     def radius(self) -> float:
         """Δ, in units of the root of the loss; infinite before the first step."""
         usual = float(self.numbers[0])
-        return (RADIUS * usual) ** 0.5 if usual > 0.0 else torch.inf
+        return math.sqrt(RADIUS * usual) if usual > 0.0 else math.inf
 
     @property
     def scale(self) -> float:
         """The bound on τ by the curvature along the steps."""
         return float(self.numbers[1])
 
+    def way_back(self, alpha: Number) -> Number:
+        """The share of |û|⁻¹n of the last step that takes it back at a step with this α."""
+        return -_ratio(self.numbers[4] * self.numbers[5], alpha)
+
     def judge(
-        self, terms: Tensor, alpha: float | Tensor, limit: float, sound: Tensor, finite: Tensor
+        self, terms: Tensor, alpha: Number, limit: float, sound: Flag, finite: Flag
     ) -> Verdict:
         """Look at what the last step has done, and bound the one to come.
 
@@ -144,36 +183,38 @@ class TrustRegion:
             sound: Whether c is finite.
             finite: Whether the gradient is.
         """
-        promise, descent, last = terms.unbind()
-        usual, scale, change, model = self.numbers.unbind()
-        change = change - last
-        excess = alpha * scale * change / (model * limit)  # not a number without a last step
-        undo = ~finite | (excess > EXPLODED) | (sound & ~terms.isfinite().all())
-        undo = undo & (model > 0.0) & (alpha > 0.0)
-        grown = (scale * GROWTH).clamp(max=1.0)
-        scale = torch.where(excess > NEAR, scale * AIM / excess, grown)
+        found: list[Number] = list(terms.unbind())
+        if terms.device.type == "cpu":
+            found, alpha = terms.tolist(), float(alpha)
+            sound, finite = bool(sound), bool(finite)
+        promise, descent, last = found
+        usual, scale, change, model, before, length = self.numbers
+        change = change - before * last
+        excess = scale * _ratio(change, model * limit)
+        far_off = (excess > EXPLODED) | _no(_finite(promise + descent + last))
+        undo = (_no(finite) | (sound & far_off)) & (before * length > 0.0) & (alpha > 0.0)
+        grown = _at_most(scale * GROWTH, 1.0)
+        scale = choose(excess > NEAR, scale * _ratio(AIM, excess), grown)
 
         square, bound = scale * scale * promise, RADIUS * usual
         far = (square > bound) & (usual > 0.0)
-        share = torch.where(far, scale * (bound / square).sqrt(), scale)
-        taken = torch.where(far, bound, square)
+        share = choose(far, scale * _ratio(bound, square) ** 0.5, scale)
+        taken = choose(far, bound, square)
         mean = USUAL_DECAY * usual + (1.0 - USUAL_DECAY) * taken
-        usual = torch.where(usual > 0.0, mean, taken)
+        usual = choose(usual > 0.0, mean, taken)
 
-        length = alpha * share
-        change = SUMS_DECAY * change + length * descent
-        model = SUMS_DECAY * model + length * length * promise
-        after = torch.stack([usual, scale, change, model])
-        sound = sound & after.isfinite().all()
-        self.numbers = torch.where(undo, self._undone(), torch.where(sound, after, self.numbers))
+        change = SUMS_DECAY * change + share * descent
+        model = SUMS_DECAY * model + share * share * promise
+        after = [usual, scale, change, model, share, alpha + 0.0 * share]
+        kept = sound & _finite(usual + change + model)
+        first, second, *others = self.numbers
+        less = [first * AFTER_UNDOING**2, second * AFTER_UNDOING, *(0.0 * each for each in others)]
+        self.numbers = [
+            choose(undo, cut, choose(kept, new, old))
+            for cut, new, old in zip(less, after, self.numbers, strict=True)
+        ]
         self.undone = self.undone + undo
         return Verdict(share, undo)
-
-    def _undone(self) -> Tensor:
-        """The numbers after a step has been taken back."""
-        usual, scale, *_ = self.numbers.unbind()
-        zero = torch.zeros_like(usual)
-        return torch.stack([usual * AFTER_UNDOING**2, scale * AFTER_UNDOING, zero, zero])
 
     def renewed(self, *, risen: bool) -> None:
         """Go on with new pairs, which get twice the trust that the last ones had at the end.
@@ -182,7 +223,6 @@ class TrustRegion:
             risen: Whether the loss of the curvature batch has risen since the last refresh, where
                 every step promised that it would fall. The new pairs get no more trust then.
         """
-        usual, scale, *_ = self.numbers.unbind()
-        scale = scale if risen else (RENEWED * scale).clamp(max=1.0)
-        zero = torch.zeros_like(usual)
-        self.numbers = torch.stack([usual, scale, zero, zero])
+        usual, scale, *others = self.numbers
+        scale = scale if risen else _at_most(RENEWED * scale, 1.0)
+        self.numbers = [usual, scale, *(0.0 * other for other in others)]

@@ -78,11 +78,11 @@ class DHO2(EigenpairOptimizer):
             the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
             and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
         warm_start: Start a refresh from the last eigenvectors.
-        trust_region: Shorten Newton steps where the eigenpairs do not tell what they do: a step is
-            at most ten times as long as usual; where the gradients along the steps change faster
-            than the eigenvalues say, by old pairs or a batch that differs, steps are cut to half of
-            what could be borne, and grow again; and one after which the gradient is not finite is
-            taken back. Where the model holds, steps are those of False bit for bit.
+        trust_region: Shorten Newton steps where the eigenpairs are wrong about them: one is at most
+            ten times as long as usual, in units of the loss; where V̂ᵀg changes along the steps
+            faster than û tells, they are cut to half of what could be borne, and grow again; one
+            after which the gradient is not finite is taken back. Where the model holds, steps are
+            those of False bit for bit.
         hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature
             batch for a refresh; "recomputed" evaluates the closure again for each product, one
             graph at a time in memory; "differences" takes finite differences of gradients, for what
