@@ -29,9 +29,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,24 +149,43 @@ def tasks() -> list[Task]:
         noisy = fine_tuning.noisy(data.train_images[indices], noise)
         return cross_entropy(model(noisy), data.train_labels[indices])
 
-    count = len(data.train_images)
-    return [
-        Task(
-            *("MLP", wide_mlp, classify, count),
-            *(1024, 256, 300, 25, SGD),
-            {ALONE: {"lr": 0.5, "momentum": 0.9}, "within": {"warmup_steps": 25}},
-        ),
-        Task(
-            *("autoencoder", digits.autoencoder, reconstruct, len(images)),
-            *(1024, 512, 500, 50, SGD),
-            {ALONE: {"lr": 0.06, "momentum": 0.9}, "within": DEEP},
-        ),
-        Task(
-            *("fine-tuning", partial(fine_tuning.fine_tuned, "linear"), tune, count),
-            *(512, 512, 200, 20, Adam),
-            {ALONE: {"lr": 0.02}, "within": HEAD},
-        ),
-    ]
+    mlp = Task(
+        "MLP",
+        wide_mlp,
+        classify,
+        len(data.train_images),
+        batch=1024,
+        curvature=256,
+        steps=300,
+        epoch_steps=25,
+        base=SGD,
+        settings={ALONE: {"lr": 0.5, "momentum": 0.9}, "within": {"warmup_steps": 25}},
+    )
+    autoencoder = Task(
+        "autoencoder",
+        digits.autoencoder,
+        reconstruct,
+        len(images),
+        batch=1024,
+        curvature=512,
+        steps=500,
+        epoch_steps=50,
+        base=SGD,
+        settings={ALONE: {"lr": 0.06, "momentum": 0.9}, "within": DEEP},
+    )
+    head = Task(
+        "fine-tuning",
+        partial(fine_tuning.fine_tuned, "linear"),
+        tune,
+        len(data.train_images),
+        batch=512,
+        curvature=512,
+        steps=200,
+        epoch_steps=20,
+        base=Adam,
+        settings={ALONE: {"lr": 0.02}, "within": HEAD},
+    )
+    return [mlp, autoencoder, head]
 
 
 # ---------------------------------------------------------------------------------- one training
@@ -209,6 +228,12 @@ def trained(task: Task, rule: str, seed: int, settings: dict[str, Any]) -> Run |
     return run
 
 
+@cache
+def own_group() -> Any:
+    """The worker's process group of one; the first call is a collective of both."""
+    return dist.new_group([0])
+
+
 def loop(
     task: Task,
     rule: str,
@@ -249,6 +274,7 @@ def alone(task: Task, rule: str, seed: int, settings: dict[str, Any], model: nn.
             curvature_interval=task.epoch_steps,
             warmup_steps=0,
             curvature_closure=lambda: closure(place[0]),
+            process_group=own_group(),
             **settings,
         )
         start = parameters_to_vector(params).detach().clone()
@@ -285,7 +311,7 @@ class Search:
     """
 
     def __init__(
-        self, params: list[Tensor], closure: Callable[[int], Tensor], every: int, largest: int
+        self, params: Sequence[Tensor], closure: Callable[[int], Tensor], every: int, largest: int
     ) -> None:
         self.params, self.closure, self.every, self.largest = params, closure, every, largest
         self.applied = self.epochs = 0
@@ -440,6 +466,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    own_group()
     runs: list[Run] = []
     every = [task for task in tasks() if task.name in arguments.only]
     first = 100 if arguments.scan else 0
