@@ -260,7 +260,7 @@ def frozen_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
     def before(step: int) -> None:
         if step == EPOCH + 2:
-            model[0].bias.requires_grad_(False)
+            list(model.parameters())[1].requires_grad_(False)
 
     with optimizer:
         return worker(model, optimizer, rank, 2, before=before)

@@ -74,6 +74,8 @@ class MRDHO2(EigenpairOptimizer):
         largest: k, how many of the largest eigenpairs.
         smallest: l, how many of the smallest eigenpairs.
         newton_scale: α, as for DHO2.
+        lr_scale_clip: Bound on s, by which "within" stretches the base's steps outside the
+            eigenvectors' span, as for DHO2.
         lanczos_iterations: m, Hessian-vector products at most, as for DHO2.
         lanczos_tol: Relative residual at which Lanczos ends, as for DHO2.
         lanczos_dtype: Dtype of the eigenvectors, as for DHO2.
@@ -116,6 +118,7 @@ class MRDHO2(EigenpairOptimizer):
         largest: int = 10,
         smallest: int = 0,
         newton_scale: Schedule = 0.1,
+        lr_scale_clip: float | None = None,
         lanczos_iterations: int | None = None,
         lanczos_tol: float = 1e-2,
         lanczos_dtype: torch.dtype | None = None,
