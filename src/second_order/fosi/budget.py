@@ -31,7 +31,7 @@ from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
 
 __all__ = ["RefreshBudget"]
 
-FEWEST, KEPT = 5, 20  # steps that T is measured in at least, and at most the last
+FEWEST, KEPT = 5, 50  # steps that T is measured in at least, and at most the last
 BEFORE_PROBE = 10  # steps
 LEAST = 1e-12  # seconds: nothing is for nothing, be a clock ever so coarse
 
