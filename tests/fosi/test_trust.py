@@ -184,7 +184,7 @@ def test_the_rule_is_the_same_on_tensors() -> None:
         if step not in (50, 51):
             assert float(other.share) == pytest.approx(verdict.share, rel=1e-12)
         undone, shares = undone + verdict.undo, shares | {verdict.share}
-    assert undone > 1
+    assert undone >= 1
     assert len(shares) > 20
 
 
