@@ -450,7 +450,10 @@ def store(path: Path, runs: list[Run]) -> None:
     """Set "timed" in a JSON file to the runs."""
     machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
     record = json.loads(path.read_text())
-    record["timed"] = {"machine": machine, "runs": [asdict(run) for run in runs]}
+    told = [asdict(run) for run in runs]
+    for run in told:  # JSON has no endless numbers
+        run["losses"] = [loss if math.isfinite(loss) else None for loss in run["losses"]]
+    record["timed"] = {"machine": machine, "runs": told}
     path.write_text(json.dumps(record, indent=1))
 
 

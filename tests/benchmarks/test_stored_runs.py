@@ -216,6 +216,38 @@ def told_error(error: float | None) -> str:
     return f"{error:.2g}" if error >= 1e-4 else re.sub(r"e-0?", "e-", f"{error:.0e}")
 
 
+def test_mrdho2_beside_its_base_at_equal_time() -> None:
+    runs = stored("final_updates")["timed"]["runs"]
+    table = rows("docs/mrdho2.md", "", "base alone", "within, at equal steps")
+    tried = rows("docs/mrdho2.md", "tried")
+    for k, (task, cells) in enumerate(table.items()):
+        of = {
+            rule: {r["seed"]: r for r in runs if (r["task"], r["rule"]) == (task, rule)}
+            for rule in ("base alone", "within", *tried)
+        }
+        base = {seed: run["losses"][-1] for seed, run in of["base alone"].items()}
+        assert float(cells[0]) == pytest.approx(statistics.median(base.values()), rel=0.006)
+        ours = of["within"]
+        logs = [math.log(run["losses"][-1] / base[seed]) for seed, run in ours.items()]
+        told = [number(x.replace("−", "-")) for x in re.findall(r"[−+]?[\d.]+", cells[1])]
+        assert told[0] == pytest.approx(math.exp(statistics.median(logs)), rel=0.006)
+        error = statistics.stdev(logs) / math.sqrt(len(logs))
+        assert told[1:] == pytest.approx([statistics.fmean(logs), error], abs=0.0051)
+        both = (of["within"], of["base alone"])
+        own, floor = (statistics.median(r["seconds"] for r in each.values()) for each in both)
+        assert float(cells[3]) == pytest.approx(own / floor, abs=0.0051)
+        for rule, ratios in tried.items():
+            found = of[rule].items()
+            losses = [math.inf if r["losses"][-1] is None else r["losses"][-1] for _, r in found]
+            quotients = [loss / base[s] for loss, (s, _) in zip(losses, found, strict=True)]
+            if ratios[k] == "diverges":
+                assert all(map(math.isinf, quotients))
+                continue
+            middle, worst = map(number, re.findall(r"[\d.]+", ratios[k]))
+            assert middle == pytest.approx(statistics.median(quotients), rel=0.006)
+            assert worst == pytest.approx(max(quotients), rel=0.006)
+
+
 def number(text: str) -> float:
     return float(text.replace(",", ""))
 
