@@ -70,7 +70,8 @@ def laplacian(net: nn.Module, points: Tensor) -> Tensor:
 def loss_of(net: nn.Module, points: Points) -> Tensor:
     """The mean square of −Δu − f inside, and of u on the edge."""
     residual = laplacian(net, points.inside) + points.source
-    return residual.square().mean() + EDGE_WEIGHT * net(points.edge).square().mean()
+    loss: Tensor = residual.square().mean() + EDGE_WEIGHT * net(points.edge).square().mean()
+    return loss
 
 
 @torch.no_grad()
