@@ -174,6 +174,39 @@ def test_steps_of_dho2() -> None:
             assert told is None or float(told.group(1)) == pytest.approx(seconds, abs=0.0051)
 
 
+GOALS = {
+    "frozen body, linear head": "linear head",
+    "frozen body, two-layer head": "two-layer head",
+    "Poisson PINN": "PINN",
+    "deep autoencoder": "autoencoder",
+    "GRU": "GRU",
+    "linear head, cached features": "cached features",
+}
+
+
+def test_where_dho2_gains_seconds() -> None:
+    runs = stored("fosi_gain")["runs"]
+    table = rows("docs/dho2.md", "task, target", "seeds")
+    assert {GOALS[label.partition(":")[0]] for label in table} == {run["name"] for run in runs}
+    for label, (seeds, *cells) in table.items():
+        of = [run for run in runs if run["name"] == GOALS[label.partition(":")[0]]]
+        pairs = [by_optimizer(of, name) for name in ("Adam", "DHO2")]
+        assert [run["seed"] for run in pairs[0]] == [run["seed"] for run in pairs[1]]
+        assert len(pairs[0]) == int(seeds)
+        for cell, theirs in zip(cells, pairs, strict=False):
+            steps = statistics.median(
+                math.inf if run["steps"] is None else run["steps"] for run in theirs
+            )
+            assert (math.inf if cell.startswith("not") else number(cell.split(", ")[0])) == steps
+            seconds = statistics.median(run["seconds"] for run in theirs)
+            assert float(cell.split()[-2]) == pytest.approx(seconds, abs=0.0051)
+        for cell, key in zip(cells[2:], ("taken", "seconds"), strict=True):
+            ratios = [ours[key] / base[key] for base, ours in zip(*pairs, strict=True)]
+            told = [float(text) for text in re.findall(r"[\d.]+", cell)]
+            expected = [statistics.median(ratios), min(ratios), max(ratios)][: len(told)]
+            assert told == pytest.approx(expected, abs=0.0051), label
+
+
 def test_final_updates_of_mrdho2() -> None:
     runs = stored("final_updates")["runs"]
     table = rows("docs/mrdho2.md", "", "base alone", "guarded", "paper", "additive")
