@@ -136,6 +136,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "replicas": refusal(DHO2, replicas),
         "column": refusal(DHO2, sharded, layout="column"),
         "retained": refusal(DHO2, sharded, hvp="retained"),
+        "outputs": refusal(DHO2, sharded, curvature="gauss-newton"),
         "accelerators": refusal(MRDHO2, sharded, accelerators=1),
         "replicated": refusal(MRDHO2, replicas, accelerators=1),
     }
@@ -149,6 +150,7 @@ def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World)
         assert "sharded 8 of 10 parameters" in found["partly"]
         assert "use layout='row'" in found["column"]
         assert "use hvp='differences'" in found["retained"]
+        assert re.search("gauss-newton.*use curvature='hessian'", found["outputs"])
         assert re.search("replicas.*one dimension", found["replicas"])
         for name in ("accelerators", "replicated"):
             assert re.search("fully_shard.*use DistributedDataParallel", found[name])
