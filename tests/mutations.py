@@ -979,15 +979,15 @@ MUTANTS = [
     _mutant(
         "the damping of the landing",
         "kfac/solves.py",
-        "self._solver.combine(parts, damping)",
-        "self._solver.combine(parts, self._dampings([block])[block])",
+        "self._solver.combine(parts, damping, scale)",
+        "self._solver.combine(parts, self._dampings([block])[block], scale)",
         "distkfac::an_inverse_has_the_damping_of_its_snapshot",
     ),
     _mutant(
         "decompositions of threads arrive with another damping",
         "kfac/solves.py",
-        "damping = torch.as_tensor(flight.damping, dtype=options.inv_dtype)",
-        "damping = torch.ones((), dtype=options.inv_dtype)",
+        "sent = (torch.as_tensor(x, dtype=options.inv_dtype) for x in numbers)",
+        "sent = (torch.ones((), dtype=options.inv_dtype) for x in numbers)",
         "distkfac_ranks::without_staleness_it_is_kaisa",
     ),
     _mutant(

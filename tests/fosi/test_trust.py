@@ -375,7 +375,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_where_it_binds() -> None:
 
 def timings(optimizer: DHO2) -> dict[str, float]:
     """What a resumed run counts anew."""
-    anew = "seconds", "bytes", "total", "lanczos", "refreshes", "failed"
+    anew = "seconds", "bytes", "total", "lanczos", "refresh", "failed"
     return {k: v for k, v in optimizer.statistics().items() if k.startswith(anew)}
 
 
