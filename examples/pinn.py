@@ -98,7 +98,6 @@ def main() -> None:
             lr=args.lr,
             base=torch.optim.Adam,
             preset="full-batch",
-            curvature_interval=300,
             curvature_closure=lambda: loss_of(net, points),
         )
     else:
