@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -73,6 +73,10 @@ fosi-gain: venv ## what DHO2 gains over a tuned Adam, where it may and where not
 final-updates-timed: venv ## MRDHO2 beside the base alone at equal time: some minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
 		benchmarks/progress/final_updates_timed.py --output benchmarks/results/final_updates.json $(ARGS)
+
+bounded: venv ## fifty trainings with full Newton steps, with a trust region and without: minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/bounded.py \
+		--json benchmarks/results/bounded.json $(ARGS)
 
 hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
 	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
