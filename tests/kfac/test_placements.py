@@ -177,7 +177,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "relative damping": {"relative_damping": True},
     "relative damping as callable": {"damping": falling, "relative_damping": True},
     "scale of the gradient": {"preconditioner_scale": "gradient"},
-    "scale of the gradient, eigen": {"preconditioner_scale": "gradient", "solver": "eigen"},
+    "scale of the gradient, inverse": {"preconditioner_scale": "gradient", "solver": "inverse"},
     "decay as callable": {"factor_decay": later_more},
     "falling decay as callable": {"factor_decay": falling},
     "refresh warm-up": {"inv_update_steps": 3, "refresh_warmup_steps": 2},
