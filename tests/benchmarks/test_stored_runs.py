@@ -184,6 +184,25 @@ GOALS = {
 }
 
 
+def test_trainings_that_are_thrown_away() -> None:
+    runs = stored("bounded")["runs"]
+    table = rows("docs/dho2.md", "task, eigenpairs", "trainings")
+    assert sum(int(cells[0]) for cells in table.values()) == 50
+    for label, cells in table.items():
+        of = [run for run in runs if run["task"] == label.partition(",")[0]]
+        worst = {
+            on: [
+                (run["worst"] or math.inf) / run["first"] for run in of if run["trust_region"] is on
+            ]
+            for on in (True, False)
+        }
+        assert [int(cell) for cell in cells[:3]] == [
+            len(worst[True]),
+            *(sum(share > 10 for share in worst[on]) for on in (True, False)),
+        ]
+        assert float(cells[3]) == pytest.approx(max(worst[True]), abs=0.051)
+
+
 def test_where_dho2_gains_seconds() -> None:
     runs = stored("fosi_gain")["runs"]
     table = rows("docs/dho2.md", "task, target", "seeds")
