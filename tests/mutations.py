@@ -313,8 +313,8 @@ MUTANTS = [
     _mutant(
         "a gradient's scale without the damping",
         "kfac/solves.py",
-        "_curvature_of(block) + damping for",
-        "_curvature_of(block) for",
+        "mean_curvature() + of for b",
+        "mean_curvature() for b",
         "preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature",
     ),
     _mutant(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerated import (
     BATCHES,
     CASE,
@@ -31,6 +32,10 @@ from accelerated import (
 from ranks import agreed, assert_same_trajectory, replaced, vector
 from scripted import MOMENTUM, play, serve, told_once, worker_part
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from second_order import SecondOrderWarning
 from second_order.distributed.mailbox import Mailbox
@@ -332,6 +337,42 @@ def test_a_checkpoint_continues_with_the_pairs_in_use(world: World, workers: int
         for step in checkpoints:
             found = agreed([result[step] for result in results[:again]])
             assert_same_trajectory(found, whole[step:], rtol=1e-7, hint=(again, step))
+
+
+def kept_by_dcp(rank: int, world_size: int, path: Any, final_update: str) -> list[Any] | None:
+    """c and the sum of gradients of an epoch under way, and what a new optimizer reads of them."""
+    found: list[Any] = []
+    for again in (False, True):
+        model = CASE.model()
+        optimizer = mrdho2(model, **{**WITHIN, "final_update": final_update})
+        with optimizer:
+            if optimizer.role == "accelerator":
+                optimizer.serve(CURVED, lambda batch, model=model: loss_of(model, batch))
+                continue
+            if not again:
+                worker(model, optimizer, rank, 1, BATCHES[: EPOCH + 2])
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            if again:
+                dcp.load(state, checkpoint_id=path, no_dist=True)
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            else:
+                dcp.save(state, checkpoint_id=path, no_dist=True)
+            epochs = optimizer._curvature.epochs
+            found.append([None if t is None else t.clone() for t in (epochs.start, epochs.total)])
+    return found or None
+
+
+@pytest.mark.parametrize("final_update", ["within", "guarded"])
+def test_a_distributed_checkpoint_tells_an_epochs_start_from_its_sum(
+    world: World, tmp_path: Any, final_update: str
+) -> None:
+    """It is read in place: into room for both."""
+    (start, total), (start_read, total_read) = world.run(
+        kept_by_dcp, 2, tmp_path / "saved", final_update
+    )[0]
+    assert float(start.abs().max()) > 0.1
+    assert torch.equal(start, start_read)
+    assert final_update == "within" or torch.equal(total, total_read)
 
 
 def test_without_accelerators_it_is_dho2() -> None:

@@ -77,9 +77,13 @@ def test_intervals_are_those_of_the_last_step(System: Any) -> None:
 
 @each_kronecker
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_what_is_said_of_layers_is_what_dense_matrices_say(System: Any, solver: str) -> None:
+@pytest.mark.parametrize("scale", ["newton", "gradient"])
+def test_what_is_said_of_layers_is_what_dense_matrices_say(
+    System: Any, solver: str, scale: str
+) -> None:
     model = MLP.model()
     options = {"relative_damping": True, "damping": 0.3, "kl_clip": 1e-3, "solver": solver}
+    options["preconditioner_scale"] = scale
     optimizer = make(System, model, inv_update_steps=3, **options)
     for batch in BATCHES:
         take(model, optimizer, batch, MLP.loss)

@@ -58,6 +58,7 @@ class RefreshBudget:
         self.clock = clock
         self.active = options.curvature_interval == AUTO and options.wanted > 0
         self.price = self.cost = self.spent = 0.0
+        self._warmed = False  # whether this process has made a product
         self._restart()
 
     def _restart(self) -> None:
@@ -133,10 +134,12 @@ class RefreshBudget:
         most = self._options.most_products(probe.size, warm=False)
         self.cost = max(product, LEAST) / T * (most + 1)
         self.spent += whole / T
+        self._warmed = True
 
     def warm_up(self, space: RowSpace) -> None:
         """Make a product that does not count, if the first to be measured would be the first."""
-        if self._watch is not None and not self.cost:
+        if self._watch is not None and not self._warmed:
+            self._warmed = True
             with self.on(Account.APART):
                 space.apply(space.random(self._options.seed, 1.0 / math.sqrt(space.size)))
 
@@ -181,6 +184,11 @@ class RefreshBudget:
         """Measure anew: other parameters train, and their products cost something else."""
         self.price = self.cost = 0.0
         self._restart()
+
+    def close(self) -> None:
+        """Measure no more: there are no refreshes to come."""
+        self.forget()
+        self.active = False
 
     # --------------------------------------------------------------------- state and summary
 
@@ -229,7 +237,8 @@ class RefreshBudget:
         self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_laps": 0, "_products": 0}
+        anew = {"_watch": None, "_laps": 0, "_products": 0, "_warmed": False}
+        return {**self.__dict__, **anew}
 
 
 class _Probe:

@@ -294,6 +294,7 @@ class FOSICurvature(Curvature):
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
         self.closed, self.pairs.subspace = True, None
+        self.pairs.budget.close()
 
     # ------------------------------------------------------------------------ state and summary
 

@@ -183,8 +183,8 @@ class _Team(Divided):
         parts, here = super().state(), {START: self.epochs.start, SUM: self.epochs.total}
         kept = {name: vector for name, vector in here.items() if vector is not None}
         if parts and len(kept) < len(here) and is_sharded_checkpoint():  # read in place
-            zeros = torch.zeros(self.vector.layout.size, dtype=self.vector.dtype)
-            kept = dict.fromkeys(here, zeros) | kept
+            size, dtype = self.vector.layout.size, self.vector.dtype
+            kept = {name: torch.zeros(size, dtype=dtype) for name in here} | kept
         vectors = vector_parts(kept, self.vector.params)
         return {p: {**part, **vectors[p]} for p, part in parts.items()}
 

@@ -305,6 +305,7 @@ class Eigenpairs:
             found: The eigenpairs, finite on all processes.
         """
         self.drop_unsound()
+        self.tell_undone()
         self.first_used = self._training.steps + 1
         self._guard(found.loss)
         vector, world = self._vector, self._training.world

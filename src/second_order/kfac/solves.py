@@ -332,7 +332,7 @@ class Solves:
         """What each layer's inverse is multiplied by: its mean damped curvature, or nothing."""
         if self._options.preconditioner_scale != "gradient":
             return {}
-        return {block: _curvature_of(block) + damping for block, damping in dampings.items()}
+        return {b: b.ensure_factors().mean_curvature() + of for b, of in dampings.items()}
 
     def _solve_at_once(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Decompose this rank's factors; an exception here must not part it from the others."""

@@ -52,7 +52,10 @@ def condition_estimate(block: KroneckerBlock) -> Tensor | None:
     if not isinstance(inverse, FactoredInverse):
         return None
     product: Tensor | float = 1.0
-    for letter, kept in inverse.inverses.items():
+    for letter, stored in inverse.inverses.items():
+        kept = stored
+        if letter == "G" and inverse.times is not None:
+            kept = stored / inverse.times
         if block.shape.is_diagonal(letter):
             product = product * (kept.amax(1) / kept.amin(1))
         else:

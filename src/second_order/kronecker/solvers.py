@@ -100,9 +100,11 @@ class FactoredInverse:
     Attributes:
         inverses: By letter, ``(groups, n, n)``; as triangles ``(groups, n (n + 1) / 2)``, but not
             beside an L; or ``(groups, in)`` if A is diagonal.
+        times: A number that is in the inverse of G besides, a scalar; None for 1.
     """
 
     inverses: dict[str, Tensor]
+    times: Tensor | None = None
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
@@ -298,7 +300,7 @@ class InverseSolver:
             inverses["G"] = (inverses["G"] * times).to(inverses["G"].dtype)
         if "L" in parts:
             inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
-        return FactoredInverse(inverses)
+        return FactoredInverse(inverses, times)
 
 
 def _whole(inverse: Tensor) -> Tensor:
