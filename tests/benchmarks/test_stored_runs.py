@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import statistics
 from pathlib import Path
@@ -182,6 +183,42 @@ GOALS = {
     "GRU": "GRU",
     "linear head, cached features": "cached features",
 }
+
+
+def test_rates_and_dampings_by_width() -> None:
+    found: dict[tuple[str, str, float, float], float] = {}
+    for run in stored("widths")["runs"]:
+        job = run["job"]
+        width, name = job["task"].split()[-1], job["optimizer"].split(",")[0]
+        key = width, name, job["lr"], job["options"].get("damping", 0.1)
+        found[key] = run["losses"][-1]
+    rates = rows("docs/kfac.md", "width: AdamW, then KAISA over AdamW", "lr 0.0015")
+    for label, cells in rates.items():
+        width, name = label.split(": ")
+        for lr, cell in zip((0.0015, 0.003, 0.006, 0.012, 0.024), cells, strict=True):
+            assert float(cell) == pytest.approx(found[width, name, lr, 0.1], abs=0.00051)
+        if name == "KAISA":  # at equal rates below AdamW
+            assert all(map(operator.lt, map(float, cells), map(float, rates[f"{width}: AdamW"])))
+    dampings = rows("docs/kfac.md", "damping, at the best of these rates", "0.025")
+    for label, cells in dampings.items():
+        width, lr = label.removeprefix("width ").split(", lr ")
+        for damping, cell in zip((0.025, 0.05, 0.1, 0.2, 0.4), cells, strict=True):
+            assert float(cell) == pytest.approx(
+                found[width, "KAISA", float(lr), damping], abs=0.00051
+            )
+        assert float(cells[2]) < min(map(float, cells)) + 0.02
+
+
+def test_refreshes_by_budget() -> None:
+    records = {row["task"]: row for row in stored("refresh_budget")["rows"]}
+    table = rows("docs/dho2.md", "task", "measured", "first refresh at step")
+    assert table.keys() == records.keys()
+    for task, (measured, first, price) in table.items():
+        record = records[task]
+        assert record["overhead"] == 0.2
+        assert float(measured) == pytest.approx(100 * record["measured"], abs=0.051)
+        assert number(first) == record["refreshes"][0]
+        assert float(price) == pytest.approx(record["price"], rel=0.03)
 
 
 def test_trainings_that_are_thrown_away() -> None:

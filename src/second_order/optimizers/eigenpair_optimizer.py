@@ -44,7 +44,8 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         Args:
             closure: Evaluates the model, calls ``backward`` and returns the loss. Called once.
             curvature_closure: Evaluates the loss on the curvature batch, and does not call
-                ``backward``; called if this step refreshes, in place of the optimizer's own.
+                ``backward``; called if this step refreshes, or measures the cost of that, in place
+                of the optimizer's own.
 
         Returns:
             What the closure returned, or None.
