@@ -20,7 +20,7 @@ __all__ = ["LocalSpace", "Ritz", "Space", "Tridiagonal", "tridiagonalise"]
 
 
 # Whether a run is finished takes a decomposition of B: a long one is not asked at each iteration.
-ASK_ALWAYS, ASK_EVERY = 128, 4
+ASK_ALWAYS, ASK_EVERY = 32, 4
 
 
 class Space(Protocol):
