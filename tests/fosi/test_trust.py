@@ -369,6 +369,9 @@ def test_a_checkpoint_goes_on_bit_for_bit_where_it_binds() -> None:
     other = spread(twin, 0, 1, **LONG)
     twin.load_state_dict(weights)
     other.load_state_dict(copy.deepcopy(state))
+    steps = [each._curvature.subspace.last for each in (optimizer, other)]
+    assert bool(steps[0].abs().max() > 0)  # by which the next step tells what this one has done
+    assert torch.equal(*steps)
     assert same(go(model, optimizer, BATCHES[5:10]), go(twin, other, BATCHES[5:10]))
     assert other.statistics() == {**optimizer.statistics(), **timings(other)}
 
