@@ -18,7 +18,7 @@ import math
 import platform
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tasks import Job, Run, run_all, steps_to
 TUNED_ON = 100
 OURS, DEFAULTS, REFERENCE = "KAISA", "KAISA, defaults", "AdamW"
 TWICE = "KAISA, twice AdamW's rate"
+OWN_SCALE = "KAISA, its default scale"
 Setting = tuple[float, dict[str, Any]]
 GRIDS: dict[str, list[Setting]] = {
     "AdamW": [(lr, {}) for lr in (0.002, 0.003, 0.005, 0.007, 0.01, 0.014)],
@@ -69,6 +70,12 @@ def tuned(task: str, processes: int) -> tuple[dict[str, Setting], list[dict[str,
         best[name] = min(of, key=lambda pair: pair[0])[1]
     stored = [{"name": name, **asdict(r)} for (name, _), r in zip(named, runs, strict=True)]
     return best, stored
+
+
+def best_of(stored: Iterable[dict[str, Any]]) -> Setting:
+    """The setting with the least loss at the end."""
+    job = min(stored, key=lambda run: float(run["losses"][-1]))["job"]
+    return job["lr"], job["options"]
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
@@ -145,6 +152,11 @@ def main() -> None:
         best, grids = tuned(task, arguments.processes)
         best[DEFAULTS] = best[REFERENCE]
         best[TWICE] = 2 * best[REFERENCE][0], {}
+        best[OWN_SCALE] = best_of(
+            run
+            for run in grids
+            if run["name"] == OURS and "preconditioner_scale" not in run["job"]["options"]
+        )
     named = [(name, seed) for name in best for seed in range(arguments.seeds)]
     done = run_all((job(task, n, best[n], seed) for n, seed in named), arguments.processes)
     runs: dict[str, list[Run]] = {name: [] for name in best}
