@@ -19,14 +19,10 @@ is given the same clock, where it reads ``time.perf_counter`` by itself.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.optim import SGD, Optimizer
 
+from instruments import store_rows
 from second_order import KAISA
 from second_order.kfac.curvature import KFACCurvature
 from second_order.stopwatch import HostClock
@@ -241,10 +238,7 @@ def main() -> None:
             print(name, *(row[k] for k in ("overhead", "intervals", "measured", "extrapolated")))
     Console(width=140).print(table(rows))
     if arguments.json:
-        machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-        load = f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes"
-        record = {"machine": machine, "load": load, "date": date.today().isoformat(), "rows": rows}
-        arguments.json.write_text(json.dumps(record))
+        store_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":

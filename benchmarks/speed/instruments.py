@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -242,3 +243,14 @@ def store(path: Path, records: list[dict[str, Any]]) -> None:
         "records": records,
     }
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
+def store_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a table's rows as JSON, with the date, the machine and what else it was doing."""
+    record = {
+        "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores",
+        "load": f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes",
+        "date": date.today().isoformat(),
+        "rows": list(rows),
+    }
+    path.write_text(json.dumps(record), "utf-8")

@@ -14,15 +14,11 @@ is given the same clock, where it reads ``time.perf_counter`` by itself.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +32,7 @@ from torch.optim import SGD, Adam, Optimizer
 import digits
 import fine_tuning
 import pinn
+from instruments import store_rows
 from second_order import DHO2
 from second_order.stopwatch import HostClock
 
@@ -237,10 +234,7 @@ def main() -> None:
             print(name, overhead, rows[-1]["measured"])
     Console(width=140).print(table(rows))
     if arguments.json:
-        machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-        load = f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes"
-        record = {"machine": machine, "load": load, "date": date.today().isoformat(), "rows": rows}
-        arguments.json.write_text(json.dumps(record))
+        store_rows(arguments.json, rows)
 
 
 if __name__ == "__main__":

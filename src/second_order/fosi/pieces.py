@@ -266,14 +266,15 @@ class Chunk:
 
 def _flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Whole tensors as a flat copy."""
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
-    return flat.to(dtype)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
 
 
 def _put_whole(tensors: list[Tensor], flat: Tensor) -> None:
     """Write flat values to whole tensors."""
     with torch.no_grad():
-        torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(flat, tensors))
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        shaped = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(tensors, shaped)
 
 
 def _put(pieces: Sequence[Piece], tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
