@@ -1570,6 +1570,20 @@ MUTANTS = [
         "roles::one_process_alone_trains_whatever_is_asked_for",
     ),
     _mutant(
+        "a DDP over helpers goes unnoticed",
+        "contract/wrapped_late.py",
+        "if helpers and self._workers.intersection(ranks):",
+        "if helpers and not self._workers.intersection(ranks):",
+        "wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains",
+    ),
+    _mutant(
+        "a look at the model decides who trains it",
+        "contract/wrapped_late.py",
+        "or not torch.is_grad_enabled()",
+        "",
+        "wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains",
+    ),
+    _mutant(
         "a store listens everywhere",
         "distributed/store.py",
         'error, name = "", "127.0.0.1"',

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2's ``fully_shard`` has sharded, and what a pass sees in their place.
+"""What wrappers do to a model: FSDP2's sharded parameters, DistributedDataParallel's forward.
 
 Outside of passes a module has the sharded parameter, a ``DTensor`` of which this process has some
 rows. During its forward and backward the module has the whole one, a leaf of its own, whose
@@ -15,10 +15,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "FSDPParams",
     "chunks",
+    "ddp_under_way",
     "dtensors_exist",
     "is_dtensor",
     "like",
@@ -72,6 +74,11 @@ def like(p: Tensor, value: Tensor) -> Tensor:
     kind, mine = sys.modules["torch.distributed.tensor"].DTensor, (mesh, spread.placements)
     made = kind.from_local(rows, *mine, run_check=False, shape=p.shape, stride=p.stride())
     return cast(Tensor, made)
+
+
+def ddp_under_way() -> Any:
+    """The DistributedDataParallel whose forward runs now, if one does."""
+    return cast(Any, DistributedDataParallel)._get_active_ddp_module()
 
 
 def _fsdp_module() -> Any:

@@ -11,7 +11,7 @@ from ranks import shard, vector
 from stacks import BATCHES, CASE, launched, loss_of, optimizer_of, usual_loop
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, DPKFAC, KAISA, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,3 +135,43 @@ def test_accelerate(world: World, System: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     assert_agreed(world.run(by_accelerate, 2, System, tmp_path, timeout=240), rtol=1e-10)
+
+
+def with_accelerators(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What is said of MRDHO2 in the Trainer, and in Accelerate made before and after `prepare`."""
+    import in_transformers as hf
+    from accelerate import Accelerator
+
+    said = []
+    with launched(rank, world_size):
+        model = hf.model_of("Llama")
+        optimizer = optimizer_of(MRDHO2, model, None, hf.loss_of, hf.curved("Llama"), lr=hf.LR)
+        shared = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+        with pytest.raises(ValueError, match="worker_group") as error:
+            hf.fit(model, "Llama", folder, optimizers=(optimizer, None), **shared)
+        said.append(str(error.value))
+        with hf.fresh_state():
+            accelerator = Accelerator(cpu=True)
+            plain = CASE.model()
+            model, _ = accelerator.prepare(plain, optimizer_of(MRDHO2, plain))
+            with pytest.raises(ValueError, match="worker_group") as error:
+                accelerator.backward(loss_of(model, BATCHES[0]))
+            said.append(str(error.value))
+            with pytest.raises(ValueError, match="worker_group") as error:
+                optimizer_of(MRDHO2, model)
+            said.append(str(error.value))
+    return said
+
+
+OVER = "wrapped in DistributedDataParallel over"
+
+
+@pytest.mark.refused("Trainer DDP", "MRDHO2", message=OVER)
+@pytest.mark.refused("Accelerate DDP", "MRDHO2", message=OVER)
+def test_ddp_over_accelerators_is_refused_on_every_rank(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    for by_trainer, before, after in world.run(with_accelerators, 2, tmp_path, timeout=240):
+        assert OVER in by_trainer
+        assert OVER in before
+        assert "with a model in DistributedDataParallel" in after

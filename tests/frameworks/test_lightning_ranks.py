@@ -13,7 +13,7 @@ from stacks import BATCHES, CASE, launched, optimizer_of, usual_loop
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, DPKFAC, KAISA, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,9 +91,52 @@ def under_fsdp(rank: int, world_size: int, System: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.works("Lightning FSDP2")
-@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
 def test_fsdp2(world: World, System: Any) -> None:
     pytest.importorskip("lightning.pytorch")
     for found, usual, alone in world.run(under_fsdp, 2, System, timeout=240):
         torch.testing.assert_close(found, usual, rtol=1e-9, atol=1e-11)
         assert float((usual - alone).abs().max()) > 1e-3
+
+
+def with_helpers(rank: int, world_size: int, System: Any, sharded: bool) -> str:
+    """What the error says of a module whose optimizer would have helpers among the ranks."""
+    import in_lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Sharded(in_lightning.Lit):
+        def configure_model(self) -> None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    more: dict[str, Any] = {}
+    if sharded:
+        more["strategy"] = ModelParallelStrategy(
+            data_parallel_size=world_size, tensor_parallel_size=1
+        )
+    options = {"stats_workers": 1} if System is DistKFAC else {"accelerators": 1}
+    module = (Sharded if sharded else in_lightning.Lit)(System, **options)
+    with launched(rank, world_size), pytest.raises((TypeError, ValueError)) as error:
+        fit(rank, world_size, module, BATCHES[:2], **more)
+    return str(error.value)
+
+
+@pytest.mark.refused("Lightning DDP", "MRDHO2", message="wrapped in DistributedDataParallel over")
+@pytest.mark.refused(
+    "Lightning DDP",
+    "DistKFAC",
+    when="with stats workers",
+    message="wrapped in DistributedDataParallel over",
+)
+@pytest.mark.parametrize("System", [MRDHO2, DistKFAC])
+def test_ddp_over_helpers_is_refused_on_every_rank(world: World, System: Any) -> None:
+    pytest.importorskip("lightning.pytorch")
+    for said in world.run(with_helpers, 2, System, False, timeout=240):
+        assert "wrapped in DistributedDataParallel over ranks [0, 1], of which [1]" in said
+        assert "optimizer.worker_group" in said
+
+
+@pytest.mark.refused("Lightning FSDP2", "MRDHO2", message="take whole copies of the model")
+def test_shards_with_accelerators_are_refused(world: World) -> None:
+    pytest.importorskip("lightning.pytorch")
+    for said in world.run(with_helpers, 2, MRDHO2, True, timeout=240):
+        assert "take whole copies of the model" in said

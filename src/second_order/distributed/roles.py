@@ -16,7 +16,7 @@ import torch.distributed as dist
 from second_order.distributed.collectives import World, timeout_of
 from second_order.distributed.lost import explained
 
-__all__ = ["Role", "Roles", "assign_roles"]
+__all__ = ["Role", "Roles", "assign_roles", "option_of"]
 
 Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
@@ -105,13 +105,13 @@ def assign_roles(
     """
     if helpers < 0 or (world_size > 1 and helpers >= world_size):
         raise ValueError(
-            f"{_option_of(helper_role)}={helpers} with {world_size} processes leaves none to "
+            f"{option_of(helper_role)}={helpers} with {world_size} processes leaves none to "
             f"train; use 0 to {world_size - 1}"
         )
     count = helpers if world_size > 1 else 0
     if under_ddp and count:
         raise ValueError(
-            f"{_option_of(helper_role)}={helpers} with a model in DistributedDataParallel, which "
+            f"{option_of(helper_role)}={helpers} with a model in DistributedDataParallel, which "
             f"waits for gradients of the ranks of role {helper_role!r}, and they have none; give "
             f"the optimizer the plain model and "
             f"gradient_averaging=False, and wrap it afterwards with "
@@ -121,6 +121,6 @@ def assign_roles(
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
 
 
-def _option_of(role: Role) -> str:
+def option_of(role: Role) -> str:
     """The option that says how many ranks have a helper's role."""
     return "accelerators" if role == "accelerator" else "stats_workers"

@@ -19,6 +19,7 @@ from torch import Tensor
 from second_order.contract.groups import members_of
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
+from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
@@ -164,6 +165,8 @@ class _Team(Divided):
         line = Line.of(everybody, self._roles, patience)
         training.world = self._roles.team(everybody, patience)
         training.averages = training.averages and training.world.size > 1
+        if training.known:
+            refuse_ddp_over_helpers(training.model, self._roles, everybody)
         await_connections(everybody, [line.mailbox], [line.store])
         self.line = line
         line.tell(training)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
+from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import MalformedError, Message, refused_line, require_form
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
@@ -62,6 +63,7 @@ def _divide(
     stores = [open_store(world, host, patience) for host in roles.helpers]
     training.world = roles.team(world)
     training.averages = training.averages and training.world.size > 1
+    refuse_ddp_over_helpers(training.model, roles, world)
     return roles, stores
 
 
