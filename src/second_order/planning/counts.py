@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -133,7 +133,7 @@ class Case:
         if rank in self._busy:
             return rank
         row = self.plan.grid.row_of(rank)
-        return self._idle_in[row] if row in self._idle_in else self._idle
+        return self._idle_in.get(row, self._idle)
 
     @cached_property
     def _classes(self) -> dict[int, int]:
@@ -453,6 +453,7 @@ class Case:
                 n = shape.dim(letter)
                 if layer.hooked:
                     rows = round(self.examples * (layer.rows or 0.0))
+                    n -= layer.homogeneous and letter == "A"  # a sum of rows, no product
                     if rows:
                         yield Compute("statistics", "gram", (rows, n), shape.groups, dtype)
                 elif (layer.name, letter) in kept:

@@ -56,6 +56,7 @@ class Layer:
         params: Indices of its parameters in the network's.
         work_dtype: Dtype in which its preconditioned gradient travels.
         hooked: Whether statistics come from its passes; from its mean gradient otherwise.
+        homogeneous: Whether A has the coordinate of a bias.
         rows: Rows of statistics that an example gives; None if none has been passed through.
     """
 
@@ -65,6 +66,7 @@ class Layer:
     params: tuple[int, ...]
     work_dtype: torch.dtype
     hooked: bool = True
+    homogeneous: bool = False
     rows: float | None = None
 
 
@@ -152,6 +154,7 @@ def network_of(
                 tuple(index[id(p)] for p in block.params),
                 block.work_dtype,
                 not isinstance(block, GradientBlock),
+                block.trains_bias,
                 rows,
             )
         )
