@@ -21,7 +21,7 @@ from scaling import one_of
 from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.distributed import collectives
 from second_order.planning.counts import Case
-from second_order.planning.network import base_state_bytes, network_of
+from second_order.planning.network import base_state_bytes
 from second_order.planning.systems import PLANNED, dpkfac, kaisa
 
 if TYPE_CHECKING:
@@ -179,7 +179,9 @@ def real_steps(
             seen.held |= {
                 "factors": summary.factor_bytes,
                 "inverses": summary.inverse_bytes,
-                "heads": sum(f.weight.nbytes + f.means.nbytes + f.examples.nbytes for f in averages),
+                "heads": sum(
+                    f.weight.nbytes + f.means.nbytes + f.examples.nbytes for f in averages
+                ),
                 "base": sum(nbytes(s.get("base", {}).values()) for s in optimizer.state.values()),
                 "gradients": nbytes(p.grad for p in net.parameters()),
                 "parameters": nbytes(net.parameters()),
@@ -264,9 +266,7 @@ def settings_of(draw: Any) -> tuple[str, str, int, int, torch.dtype, dict[str, A
     return name, model, ranks, rank, dtype, {**chosen, **INTERVALS}
 
 
-def case_of(
-    name: str, model: str, ranks: int, dtype: torch.dtype, chosen: dict[str, Any]
-) -> Case:
+def case_of(name: str, model: str, ranks: int, dtype: torch.dtype, chosen: dict[str, Any]) -> Case:
     with torch.device("meta"):
         make, batch = MODELS[model]
         net, inputs = make().to(dtype), batch()
@@ -282,9 +282,7 @@ def test_a_rank_sends_keeps_and_computes_what_is_counted(
 ) -> None:
     name, model, ranks, rank, dtype, chosen = setting
     case = case_of(name, model, ranks, dtype, chosen)
-    refresh, plain = real_steps(
-        name, model, ranks, rank, dtype, {**chosen, **BELOW.get(name, {})}
-    )
+    refresh, plain = real_steps(name, model, ranks, rank, dtype, {**chosen, **BELOW.get(name, {})})
     work = case.work(rank, statistics=True, refresh=True)
     compare(work, refresh, ranks)
     compare_work(work, refresh)
@@ -292,3 +290,125 @@ def test_a_rank_sends_keeps_and_computes_what_is_counted(
     compare(work, plain, ranks)
     compare_work(work, plain)
     assert work.operations("precondition") == plain.products
+
+
+# ------------------------------------------------------------------------- statistics and shares
+
+
+def products_of_backward(model: str, chosen: dict[str, Any], *, captured: bool) -> float:
+    """Operations of a backward pass, with the statistics taken in it or without."""
+    make, batch = MODELS[model]
+    torch.manual_seed(0)
+    net = make()
+    optimizer = KAISA(net, lr=0.01, **chosen) if captured else None
+    loss = net(*batch()).square().mean()
+    with FlopCounterMode(display=False) as flops:
+        loss.backward()
+    if optimizer is not None:
+        optimizer.close()
+    return float(flops.get_total_flops())
+
+
+# Queries, keys and values have one input, and two of the three products are spared.
+SPARED = {("tokens", "expand"): 2 * 2 * (ONE * 3) * 6**2}
+
+
+@pytest.mark.parametrize(
+    ("model", "approximation"), [("images", "expand"), ("tokens", "expand"), ("tokens", "reduce")]
+)
+def test_statistics_take_the_operations_that_are_counted(model: str, approximation: str) -> None:
+    chosen = {"kfac_approx": approximation, "exact_blocks": True}
+    with_statistics = products_of_backward(model, chosen, captured=True)
+    without = products_of_backward(model, chosen, captured=False)
+    work = case_of("KAISA", model, 1, torch.float32, chosen).work(0, statistics=True)
+    spared = SPARED.get((model, approximation), 0)
+    assert work.operations("statistics") - spared == with_statistics - without > 0
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("ranks", [1, 6, 12])
+def test_equal_ranks_are_counted_once_and_none_is_left_out(name: str, ranks: int) -> None:
+    chosen = {"grad_worker_fraction": 1 / 3, "colocate_factors": False} if name == "KAISA" else {}
+    chosen = {} if ranks == 1 else chosen
+    case = case_of(name, "images", ranks, torch.float32, chosen)
+    shares = {s.work.rank: s for s in case.everybody(statistics=True, refresh=True)}
+    assert sum(s.ranks for s in shares.values()) == ranks
+    for rank in range(ranks):
+        mine = case.work(rank, statistics=True, refresh=True)
+        assert replace(mine, rank=case.alike(rank)) == shares[case.alike(rank)].work
+    alike = Counter(map(case.alike, range(ranks)))
+    assert alike == {rank: share.ranks for rank, share in shares.items()}
+
+
+def test_what_leaves_the_ranks_arrives() -> None:
+    """No byte is counted twice, and none is lost: over all ranks, moved is received."""
+    for name in OPTIMIZERS:
+        case = case_of(name, "tokens", 4, torch.float32, {"other_matrices": "gradient"})
+        moved: Counter[str] = Counter()
+        for share in case.everybody(statistics=True, refresh=True):
+            for t in share.work.transfers:
+                moved[t.stage] += share.ranks * t.moved - share.ranks * t.received  # type: ignore[assignment]
+        assert all(math.isclose(n, 0.0, abs_tol=1e-6) for n in moved.values())
+
+
+def test_four_thousand_ranks_are_counted_by_their_kinds() -> None:
+    """A rank of thousands is like most others, whatever there is to do."""
+    for planned in (
+        kaisa(grad_worker_fraction=1.0),
+        kaisa(grad_worker_fraction=1 / 64, factor_exchange="reduce"),
+        dpkfac(),
+    ):
+        with torch.device("meta"):
+            network = planned.network(Images())
+        shares = Case(network, planned, 4096).everybody(statistics=True, refresh=True)
+        assert sum(s.ranks for s in shares) == 4096
+        assert len(shares) < 4 * len(network.params)
+
+
+def test_a_plan_of_other_solvers_is_not_what_a_step_does() -> None:
+    """The comparison is one that fails: with rank 0's work for rank 1, and with another solver."""
+    chosen = {"solver": "eigen", "grad_worker_fraction": 1.0, **INTERVALS}
+    seen = real_steps("KAISA", "images", 4, 1, torch.float32, chosen)[0]
+    case = case_of("KAISA", "images", 4, torch.float32, chosen)
+    compare(case.work(1, statistics=True, refresh=True), seen, 4)
+    other = case.work(3, statistics=True, refresh=True)
+    with pytest.raises(AssertionError):
+        compare(other, seen, 4)
+    inverse = case_of("KAISA", "images", 4, torch.float32, {**chosen, "solver": "inverse"})
+    with pytest.raises(AssertionError):
+        compare(inverse.work(1, statistics=True, refresh=True), seen, 4)
+
+
+# ------------------------------------------------------------------------------------ what is said
+
+
+def test_what_cannot_be_counted_is_said() -> None:
+    with torch.device("meta"):
+        model = Images()
+    planned = kaisa()
+    network = planned.network(model)
+    with pytest.raises(ValueError, match=r"examples=4, and nobody knows .* layer 'body.0'; make"):
+        Case(network, kaisa(), 2, examples=4)
+    with pytest.raises(ValueError, match="ranks=0 is less than 1"):
+        Case(network, kaisa(), 0)
+    with pytest.raises(ValueError, match=r"examples=-1 is less than 0"):
+        Case(network, kaisa(), 1, examples=-1)
+    with pytest.raises(ValueError, match=r"rank=2 is not one of 0 to 1"):
+        Case(network, kaisa(), 2).work(2)
+    with pytest.raises(ValueError, match=r"gives 1.5 gradient workers"):
+        Case(network, kaisa(grad_worker_fraction=0.5), 3)
+    with pytest.raises(ValueError, match=r"has no tensor with a batch dimension"):
+        planned.network(model, [3])
+    with pytest.raises(TypeError, match=r"unknown options \['stats_workers'\]"):
+        PLANNED["DistKFAC"](stats_workers=1)
+    with pytest.raises(ValueError, match="factor_exchange='gather'"):
+        kaisa(factor_exchange="gather")
+
+
+def test_the_state_of_a_base_is_that_of_a_step() -> None:
+    params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]
+    assert base_state_bytes(torch.optim.SGD, params) == 0
+    assert base_state_bytes(torch.optim.SGD, params, momentum=0.9) == 4 * 22
+    # Two moments, and a step for each parameter.
+    assert base_state_bytes(torch.optim.AdamW, params) == 4 * (2 * 22 + 2)
+    assert [p.grad for p in params] == [None, None]

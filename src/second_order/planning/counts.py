@@ -6,8 +6,9 @@
 
 Messages are those of tensors as NCCL takes them; gloo, for one, sends bfloat16 as float32. Not
 counted are messages outside of steps (construction, checkpoints, moved factors), those of stats
-workers, FSDP2's shards, and work that is linear in the sizes of gradients and factors. A solve on
-threads is counted at the step that submits it, and its result as if it landed there; until it
+workers, FSDP2's shards, and work that is linear in the sizes of inputs, gradients and factors. Of
+statistics every layer's own are counted, also where layers fed by one tensor share one A. A solve
+on threads is counted at the step that submits it, and its result as if it landed there; until it
 lands, every step has one more message, on the verdicts.
 """
 

@@ -104,7 +104,7 @@ class Network:
 
 def network_of(
     model: nn.Module,
-    options: KFACOptions | None = None,
+    options: KFACOptions,
     *,
     rules: BlockRules | None = None,
     conv_approximation: str | None = None,
@@ -116,7 +116,7 @@ def network_of(
 
     Args:
         model: The model; on the meta device, too.
-        options: Options of the K-FAC step, which decide what a layer is; None for the defaults.
+        options: Options of the K-FAC step, which decide what a layer is.
         rules: The system's rules for which modules become blocks; None for those of ``options``.
         conv_approximation: Approximation for convolutions; None for that of other layers.
         example: Arguments of the model, a batch on the model's device: one forward pass finds
@@ -127,7 +127,6 @@ def network_of(
     Raises:
         ValueError: If an example has no tensor, whose first dimension would be the batch.
     """
-    options = KFACOptions() if options is None else options
     params = [p for p in model.parameters() if p.requires_grad]
     blocks, left = find_blocks(
         model,
