@@ -12,14 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import one_of
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.distributed import collectives
 from second_order.planning.counts import Case
 from second_order.planning.network import base_state_bytes
 from second_order.planning.systems import PLANNED, dpkfac, kaisa
