@@ -20,14 +20,16 @@ from rich.table import Table
 from torch import nn
 
 from second_order.planning.counts import Case
+from second_order.planning.memory import activation_bytes, largest_batch
 from second_order.planning.network import Network
 from second_order.planning.systems import Planned, kaisa
 from workloads import ResNet, basic_block, bottleneck, resnet50
 
-__all__ = ["MEASURED", "Measured", "bert_large", "overheads", "resnet"]
+__all__ = ["MEASURED", "Measured", "batches", "bert_large", "overheads", "resnet"]
 
-MB = 1e6
+MB, FLOAT = 1e6, 4
 RANKS = 64
+PLAIN_BATCH = 128  # examples a rank that SGD has in Table 6.4
 
 
 def resnet(depth: int) -> ResNet:
@@ -133,8 +135,37 @@ def overheads(row: Measured, network: Network) -> dict[float, tuple[float, int]]
     return found
 
 
+def batches(network: Network, model: nn.Module, plain: int) -> dict[str, dict[float, int]]:
+    """The batches that KAISA leaves room for where plain SGD with momentum has ``plain`` examples.
+
+    Returns:
+        By setting, "as published" or "triangles", by fraction of gradient workers: examples a rank.
+    """
+    with torch.device("meta"):
+        per_example = activation_bytes(model, [torch.empty(2, 3, 224, 224)])
+    budget = 3 * FLOAT * network.gradient_elements + plain * per_example
+    settings: dict[str, Callable[[float], Planned]] = {
+        "as published": as_published,
+        "triangles": partial(_sparing, factor_exchange="reduce"),
+    }
+    found: dict[str, dict[float, int]] = {}
+    for name, planned in settings.items():
+        cases = {f: Case(network, planned(f), RANKS) for f in (1 / RANKS, 0.5, 1.0)}
+        works = {f: c.everybody(statistics=True, refresh=True) for f, c in cases.items()}
+        found[name] = {
+            f: largest_batch(budget, [s.work for s in shares], per_example)
+            for f, shares in works.items()
+        }
+    return found
+
+
+def _sparing(fraction: float, **options: Any) -> Planned:
+    """KAISA with the defaults here."""
+    return kaisa(grad_worker_fraction=fraction, **options)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     table = Table(title=f"MB of KAISA's state on {RANKS} ranks: counted (measured in the paper)")
     for name in ("network", "least, mean", "least, most", "all workers"):
         table.add_column(name, justify="left" if name == "network" else "right")
@@ -147,7 +178,14 @@ def main() -> None:
             f"{most / MB:,.0f}",
             f"{everywhere / MB:,.0f} ({row.most - row.plain:,})",
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    with torch.device("meta"):
+        model = resnet(50)
+    network = as_published(1.0).network(model, momentum=0.9)
+    for name, examples in batches(network, model, PLAIN_BATCH).items():
+        said = ", ".join(f"{fraction:.3g}: {batch}" for fraction, batch in examples.items())
+        console.print(f"ResNet-50, where SGD has {PLAIN_BATCH} examples a rank; {name}: {said}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import papers
 from second_order.planning.counts import Case
@@ -130,3 +131,18 @@ def test_kaisas_state_grows_linearly_with_the_fraction(resnet_50: Network) -> No
     slope = (all_ - least) / (1 - 1 / papers.RANKS)
     assert half == pytest.approx(least + slope * (0.5 - 1 / papers.RANKS), rel=1e-9)
     assert all_ - slope == FLOAT * N_F
+
+
+def test_a_budget_of_memory_is_turned_into_a_batch() -> None:
+    """Section 6.3.2: SGD has 128 examples a GPU, KAISA less, the less the more it keeps.
+
+    Measured there: 80 with half of the ranks as gradient workers, and fewer with all of them.
+    """
+    with torch.device("meta"):
+        model = papers.resnet(50)
+    network = papers.as_published(1.0).network(model, momentum=0.9)
+    found = papers.batches(network, model, papers.PLAIN_BATCH)
+    fractions = (1 / papers.RANKS, 0.5, 1.0)
+    assert [found["as published"][f] for f in fractions] == [112, 108, 105]
+    # Triangles, Cholesky inverses, and factors on their solvers alone.
+    assert [found["triangles"][f] for f in fractions] == [123, 121, 120]
