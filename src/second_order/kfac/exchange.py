@@ -8,6 +8,7 @@ gradients        from a gradient worker to the receivers of its own column; or, 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import World
+from second_order.distributed.collectives import PendingReduction, World
 from second_order.distributed.parcels import Parts, Shapes, deliver_parts
 from second_order.kfac.clip import Clip
 from second_order.kfac.plan import LayerPlan
@@ -214,6 +215,7 @@ class OwnerGradients:
         self.hooked = False
         self.coefficient: Tensor | None = None
         self._summed_to: dict[Tensor, int] = {}  # since the last step
+        self._open: PendingReduction | None = None  # of the last bucket of this backward pass
 
     def route(
         self,
@@ -233,11 +235,13 @@ class OwnerGradients:
         for p in params:
             if id(p) in owner_of:
                 load[owner_of[id(p)]] += p.numel()
+        least = [(elements, rank) for rank, elements in enumerate(load)]
+        heapq.heapify(least)
         for p in sorted(params, key=Tensor.numel, reverse=True):
             if id(p) not in owner_of:
-                rank = min(range(len(load)), key=load.__getitem__)
+                elements, rank = least[0]
                 owner_of[id(p)] = rank
-                load[rank] += p.numel()
+                heapq.heapreplace(least, (elements + p.numel(), rank))
         return [owner_of[id(p)] for p in params]
 
     def start_bucket(
@@ -250,12 +254,19 @@ class OwnerGradients:
         torch._foreach_div_(gradients, float(self._training.world.size))
         owners = [owner_of.get(id(p), 0) for p in params]  # 0: frozen since DDP was made
         self._summed_to |= zip(params, owners, strict=True)
+        # Buckets come in the same order on every rank, and second messages with the next of them.
+        if self._open is not None and bucket.index() > 0:
+            self._open.go_on()
         summed = self._training.world.reduce(gradients, owners)
         if self._training.world.size == 1:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
-        return summed.future().then(lambda _: bucket.buffer())
+        done = summed.future().then(lambda _: bucket.buffer())
+        self._open = None if bucket.is_last() else summed
+        if bucket.is_last():
+            summed.go_on()
+        return done
 
     def follow_moved(self, layers: Mapping[KroneckerBlock, LayerPlan]) -> None:
         """Give all ranks the means that the hook took to ranks that own them no more."""
