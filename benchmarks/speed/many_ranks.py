@@ -25,8 +25,8 @@ import tracemalloc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from instruments import store_rows
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC, SecondOrderWarning
@@ -74,10 +73,10 @@ class _Done:
 
 
 def _from_all_alike(
-    output: Tensor, message: Tensor, received: list[int], sent: list[int], **_: Any
+    output: Tensor, message: Tensor, received: list[int], sent: list[int], *, group: Any, **_: Any
 ) -> _Done:
     """An all-to-all where the others send what this rank sends to itself, if that fits all."""
-    rank = dist.get_rank()
+    rank = dist.get_rank(group)
     if sent[rank] and set(received) == {sent[rank]}:
         output.view(len(received), -1).copy_(message.split(sent)[rank])
     else:  # a matrix of ones has no negative eigenvalue
@@ -121,10 +120,10 @@ class Allocated(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if _is_plain(t)}
-        for tensor in tree_leaves(result):
-            if _is_plain(tensor):
-                storage = tensor.untyped_storage()
+        made = [tensor.untyped_storage() for tensor in _tensors([result])]
+        if made:
+            given = {id(tensor.untyped_storage()) for tensor in _tensors(args)}
+            for storage in made:
                 if id(storage) not in given and storage not in self._known:
                     self._take(storage)
         return result
@@ -140,8 +139,12 @@ class Allocated(TorchDispatchMode):
         self.now -= nbytes
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 SENDING = ("all_reduce", "broadcast", "all_to_all_single", "all_gather_single", "all_gather_object")
@@ -164,21 +167,10 @@ def handed_over() -> Iterator[tuple[Counter[str], Counter[str]]]:
         return call
 
     found = {name: getattr(dist, name) for name in SENDING if hasattr(dist, name)}
-    with contextmanager_of(
-        [patch.object(dist, name, wrapped(name, function)) for name, function in found.items()]
-    ):
-        yield calls, sent
-
-
-@contextmanager
-def contextmanager_of(managers: Sequence[Any]) -> Iterator[None]:
-    """All of some context managers at once."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
-        for manager in managers:
-            stack.enter_context(manager)
-        yield
+        for name, function in found.items():
+            stack.enter_context(patch.object(dist, name, wrapped(name, function)))
+        yield calls, sent
 
 
 # ------------------------------------------------------------------------------------ the systems
@@ -205,9 +197,7 @@ def _dho2(layout: str) -> System:
 
 
 SYSTEMS = (
-    System(
-        "KAISA MEM-OPT", KAISA, {"grad_worker_fraction": 0.0, "factor_exchange": "reduce"}
-    ),
+    System("KAISA MEM-OPT", KAISA, {"grad_worker_fraction": 0.0, "factor_exchange": "reduce"}),
     System("KAISA HYBRID", KAISA, {"grad_worker_fraction": 0.5, "factor_exchange": "reduce"}),
     System("KAISA COMM-OPT", KAISA, {"grad_worker_fraction": 1.0}),
     System("DPKFAC", DPKFAC, {}),
@@ -233,7 +223,7 @@ class Row:
         collectives: Collectives of the step.
         sent_mb: What the rank hands to them.
         step_s: Processor seconds of the step.
-        steady_s: Those of a step without a refresh.
+        next_s: Those of the step after it.
         step_mb: Largest memory of tensors during the step.
         step_python_mb: Largest memory of Python's own objects.
         state_mb: Tensors that the optimizer keeps after the step.
@@ -250,7 +240,7 @@ class Row:
     collectives: int
     sent_mb: float
     step_s: float
-    steady_s: float
+    next_s: float
     step_mb: float
     step_python_mb: float
     state_mb: float
@@ -275,14 +265,15 @@ Task = Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]
 
 def simulated(system: System, task: Task, name: str, ranks: int, rank: int) -> Row:
     """Build and step twice: once timed, once with the memory counted."""
-    timed = _run(system, task, ranks, rank, counts_memory=False)
-    counted = _run(system, task, ranks, rank, counts_memory=True)
+    timed = run(system, task, ranks, rank, counts_memory=False)
+    counted = run(system, task, ranks, rank, counts_memory=True)
     return Row(system.name, name, ranks, rank, **{**counted, **timed})
 
 
-def _run(
+def run(
     system: System, task: Task, ranks: int, rank: int, *, counts_memory: bool
 ) -> dict[str, Any]:
+    """Fields of a :class:`Row`: those of time, or those of memory, and what both have."""
     model, (x, y) = task()
     options = dict(system.options)
     if system.closure:
@@ -315,9 +306,7 @@ def _run(
     allocated = Allocated()
     with one_of(ranks, rank) as groups, warnings.catch_warnings():
         warnings.simplefilter("ignore", SecondOrderWarning)
-        optimizer = measured(
-            "construction", lambda: system.optimizer(model, lr=0.01, **options)
-        )
+        optimizer = measured("construction", lambda: system.optimizer(model, lr=0.01, **options))
         take()
         with handed_over() as (calls, sent):
             measured("step", optimizer.step)
@@ -330,7 +319,7 @@ def _run(
             take()
             start = time.process_time()
             optimizer.step()
-            found["steady_s"] = round(time.process_time() - start, 3)
+            found["next_s"] = round(time.process_time() - start, 3)
         optimizer.close()
     return found
 
@@ -364,9 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         known = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
         fresh = {(r["system"], r["model"], r["ranks"], r["rank"]) for r in rows}
-        kept = [
-            r for r in known if (r["system"], r["model"], r["ranks"], r["rank"]) not in fresh
-        ]
+        kept = [r for r in known if (r["system"], r["model"], r["ranks"], r["rank"]) not in fresh]
         store_rows(args.json, [*kept, *rows])
 
 

@@ -394,9 +394,8 @@ class World:
         work.wait()
         sent(share.nbytes)
         whole = flat.new_empty(shares.size * self.size)
-        # The second is the name that torch had for it before 2.13.
-        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-        getattr(dist, name)(whole, share, group=self.group)
+        new, old = "all_gather_single", "all_gather_into_tensor"  # its name before torch 2.13
+        getattr(dist, new if hasattr(dist, new) else old)(whole, share, group=self.group)
         return whole[: shares.total].to(empty.device, empty.dtype)
 
     def _deliver(

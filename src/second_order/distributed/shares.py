@@ -8,8 +8,8 @@ times its part. By shares it does not (Thakur, Rabenseifner and Gropp 2005, sect
 sum    rank r adds up share r of everything, and sends the pieces on to their owners
 copy   rank r gets share r of everything, and all ranks gather the shares
 
-That takes two messages in the place of one, which are up to 1/(P - 1) longer together. Addends are added in the same order, so that sums are
-the same bit for bit.
+That takes two messages in the place of one, which are up to 1/(P - 1) longer together. Addends are
+added in the same order, so that sums are the same bit for bit.
 """
 
 from __future__ import annotations
