@@ -65,8 +65,8 @@ MUTANTS = [
     _mutant(
         "owners balanced by number instead of cost",
         "distributed/assignment.py",
-        "load[ranks[i]] += costs[i]",
-        "load[ranks[i]] += 1.0",
+        "_give(loads, costs[i])",
+        "_give(loads, 1.0)",
         "assignment::work_is_spread_longest_first_to_whom_has_least",
     ),
     _mutant(
@@ -92,14 +92,14 @@ MUTANTS = [
     ),
     _mutant(
         "only the first bucket of a sum is waited for",
-        "distributed/collectives.py",
-        "[work.get_future() for work, _, _ in buckets]",
-        "[work.get_future() for work, _, _ in buckets[:1]]",
+        "distributed/reductions.py",
+        "[work.get_future() for (work, _), _ in buckets]",
+        "[work.get_future() for (work, _), _ in buckets[:1]]",
         "collectives::a_future_is_done_when_the_last_bucket_is",
     ),
     _mutant(
         "only the first bucket of a sum arrives",
-        "distributed/collectives.py",
+        "distributed/reductions.py",
         "while self._buckets:",
         "if self._buckets:",
         "collectives::sums_of_any_shape_and_dtype",
@@ -122,8 +122,8 @@ MUTANTS = [
     _mutant(
         "descriptions compared by their length",
         "distributed/collectives.py",
-        "if theirs == everyone[0]:",
-        "if len(theirs) == len(everyone[0]):",
+        "if word != words[0]),",
+        "if len(word) != len(words[0])),",
         "collectives::every_rank_is_told_the_first_difference",
     ),
     _mutant(
@@ -653,7 +653,7 @@ MUTANTS = [
     _mutant(
         "every gradient worker keeps an inverse of a sharded layer",
         "kfac/plan.py",
-        "(rank, rank), (rank,), said",
+        "(rank, rank), _one(rank), said",
         "(rank, rank), layer.workers, said",
         "fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers",
     ),

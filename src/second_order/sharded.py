@@ -175,5 +175,9 @@ class FSDPParams:
                 self._of[id(info.module), info.param_name] = record
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
                 self._of |= {(id(m), n): record for m, n in shared}
+            # All at once: a look for each of a thousand layers would take seconds.
+            for each in model.modules():
+                for other in each._parameters:
+                    self._of.setdefault((id(each), other), None)
             self._of.setdefault(key, None)
         return self._of.get(key)
