@@ -22,7 +22,7 @@ from second_order.distributed.lost import explained
 from second_order.errors import RankMismatchError, SecondOrderError
 from second_order.stages import sent
 
-__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World", "timeout_of"]
+__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "PendingSums", "World", "timeout_of"]
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -54,6 +54,43 @@ class PendingReduction:
                 _scatter(total(), targets)
 
         return torch.futures.collect_all([work.get_future() for work, _, _ in buckets]).then(finish)
+
+
+class PendingSums:
+    """Sums under way, in tensors of their own.
+
+    Args:
+        count: Number of sums.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sums: list[Tensor | None] = [None] * count
+        self._buckets: list[tuple[Any, Tensor, list[int], list[Tensor]]] = []
+
+    def add(self, work: Any, flat: Tensor, places: list[int], like: Sequence[Tensor]) -> None:
+        """Add one bucket.
+
+        Args:
+            work: The collective, once done, has left the bucket's sums in ``flat``.
+            flat: The sums, one after the other.
+            places: The place of each in the list of all sums.
+            like: Tensors of their shapes, dtype and device; they are not kept.
+        """
+        blanks = [torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape) for t in like]
+        self._buckets.append((work, flat, places, blanks))
+
+    @explained()
+    def wait(self) -> list[Tensor]:
+        """Wait for every bucket; returns the sums in the order of their addends."""
+        while self._buckets:
+            work, flat, places, blanks = self._buckets.pop(0)
+            work.wait()
+            flat = flat.to(blanks[0].device, blanks[0].dtype)
+            pieces = flat.split([blank.numel() for blank in blanks])
+            for place, piece, blank in zip(places, pieces, blanks, strict=True):
+                self._sums[place] = piece.view(blank.shape)
+        sums, self._sums = self._sums, []
+        return [each for each in sums if each is not None]
 
 
 @dataclass(frozen=True)
@@ -92,9 +129,11 @@ class World:
         rank: Rank of this process in the group.
         size: Number of processes.
         whole: Rank and size in the world of which this is a team, to find that world in a pickle.
+        wire: Dtype in which floating-point messages travel; None for their own.
     """
 
     whole: tuple[int, int] | None = None
+    wire: torch.dtype | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._connect(group)
@@ -224,8 +263,18 @@ class World:
         """The world of the same ranks for CPU tensors."""
         return self.aside() if self.backend == "nccl" else self
 
+    def wired(self, dtype: torch.dtype | None) -> World:
+        """These ranks, whose floating-point messages travel in a dtype; None for their own."""
+        if dtype is None:
+            return self
+        world = World.alone(self.rank, self.size)
+        world.group, world.wire = self.group, dtype
+        return world
+
     def _stage(self, flat: Tensor) -> Tensor:
         """The buffer in a form that the backend can send."""
+        if self.wire is not None:
+            return flat.to("cpu" if self.backend == "gloo" else flat.device, self.wire)
         if self.backend == "gloo":
             dtype = torch.float32 if flat.dtype in (torch.bfloat16, torch.float16) else flat.dtype
             return flat.to("cpu", dtype)
@@ -252,6 +301,23 @@ class World:
             sent(flat.nbytes)
             work = dist.all_reduce(flat, op, group=self.group, async_op=True)
             pending.add(work, flat.detach, bucket)
+        return pending
+
+    @explained()
+    def start_sums(self, tensors: Sequence[Tensor]) -> PendingSums:
+        """Start to sum tensors over ranks as :meth:`all_reduce` does, but leave them as they are.
+
+        They may change or go as soon as this returns.
+        """
+        pending = PendingSums(len(tensors))
+        places: dict[int, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            places.setdefault(id(tensor), []).append(place)
+        for bucket in _buckets(tensors):
+            flat = self._stage(_flatten(bucket))
+            sent(flat.nbytes)
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            pending.add(work, flat, [places[id(t)].pop(0) for t in bucket], bucket)
         return pending
 
     @explained()
@@ -486,7 +552,7 @@ def _scatter(flat: Tensor, targets: Iterable[Tensor]) -> None:
 
 def _sum_in_order(rows: Tensor, sent: Tensor) -> Tensor:
     """The sum of ``(ranks, n)`` over ranks; ``sent`` is kept alive until it has gone."""
-    total = rows[0]
+    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32))  # narrow ones add up wide
     for row in rows[1:]:
         total += row
     return total

@@ -17,7 +17,7 @@ from torch import Tensor
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import World
+from second_order.distributed.collectives import PendingReduction, World
 from second_order.distributed.parcels import Parts, Shapes, deliver_parts
 from second_order.kfac.clip import Clip
 from second_order.kfac.plan import LayerPlan
@@ -38,13 +38,24 @@ class Exchange:
         world: The ranks. Every rank asks for the groups of its row and its column here.
         grid: The grid of ranks; a row of it preconditions a layer.
         layers: The plan of each layer that trains.
+        wire: Dtype in which factors' sums and decompositions travel; None for their own.
+
+    Attributes:
+        column: The ranks of this rank's column.
+        rounding: The dtype to which decompositions are rounded on their solvers, as they are by
+            travelling; None where they do not travel, or in their own dtype.
     """
 
     def __init__(
-        self, world: World, grid: Grid, layers: Mapping[KroneckerBlock, LayerPlan]
+        self,
+        world: World,
+        grid: Grid,
+        layers: Mapping[KroneckerBlock, LayerPlan],
+        wire: torch.dtype | None = None,
     ) -> None:
-        self._world, self._grid, self._layers = world, grid, layers
+        self._world, self._grid, self._layers, self._wire = world, grid, layers, wire
         self._row = world.subgroup(grid.row(grid.row_of(world.rank)))
+        self.rounding = wire if self._row.size > 1 else None
         self.column = world.subgroup(grid.column(grid.column_of(world.rank)))
 
     def statistics(self, sums: Mapping[KroneckerBlock, StatisticsSums]) -> None:
@@ -53,17 +64,21 @@ class Exchange:
         Args:
             sums: Sums of the layers whose statistics this rank takes.
         """
-        tensors: list[Tensor] = []
-        keepers: list[int | None] = []
+        exact: list[tuple[Tensor, int | None]] = []
+        rounded: list[tuple[Tensor, int | None]] = []
         for block, each in sums.items():
             layer = self._layers[block]
             if layer.source is None:
-                tensors += [each.head, *each.factors.values()]
-                keepers += [None, *map(layer.keeper, each.factors)]
-        if any(keeper is not None for keeper in keepers):
-            self._world.reduce(tensors, keepers).wait()
-        elif tensors:
-            self._world.all_reduce(tensors).wait()
+                exact.append((each.head, None))  # numbers of examples
+                travelling = exact if self._wire is None else rounded
+                keepers = map(layer.keeper, each.factors)
+                travelling += zip(each.factors.values(), keepers, strict=True)
+        pending = [
+            _summed(world, pairs)
+            for world, pairs in ((self._world, exact), (self._world.wired(self._wire), rounded))
+        ]
+        for each_of_them in pending:
+            each_of_them.wait()
 
     def decompositions(
         self,
@@ -88,7 +103,16 @@ class Exchange:
             for block, letter in shapes
             if self._layers[block].workers == here
         }
-        return deliver_parts(self._row, shapes, routes, mine, dtype, device)
+        row = self._row.wired(self._wire)
+        return deliver_parts(row, shapes, routes, mine, dtype, device)
+
+
+def _summed(world: World, pairs: Sequence[tuple[Tensor, int | None]]) -> PendingReduction:
+    """Start to sum tensors over the ranks, each for its keeper, or for all where it has none."""
+    tensors, keepers = [tensor for tensor, _ in pairs], [keeper for _, keeper in pairs]
+    if any(keeper is not None for keeper in keepers):
+        return world.reduce(tensors, keepers)
+    return world.all_reduce(tensors)
 
 
 def preconditioned(
