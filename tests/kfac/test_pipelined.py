@@ -7,6 +7,9 @@ small models have several.
 from __future__ import annotations
 
 import copy
+import time
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +19,15 @@ import torch.distributed as dist
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, kaisa, replaced, shard, vector
 from reference import cross_entropy
+from shards import MOMENTUM, train_sharded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from second_order import KAISA, RankMismatchError
 from second_order.kfac import pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pool import World
     from reference import Batch
@@ -127,20 +132,26 @@ def ordered(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
+def broken(model: nn.Sequential, x: Tensor) -> Tensor:
+    """An output whose backward pass raises when it has come half the way."""
+
+    def stop(gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    half = model[:3](x)
+    half.register_hook(stop)
+    return model[3:](half)
+
+
 def thrown_away(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """Passes whose gradients are dropped, and one that an exception ends, on some ranks alone."""
     model = MLP.model()
     optimizer = kaisa(model, **options)
 
-    def stop(gradient: Tensor) -> None:
-        raise ArithmeticError
-
     def before(step: int, x: Tensor, y: Tensor) -> None:
         if step == 3 and rank == 0:
-            output = model[:3](x)
-            output.register_hook(stop)
             with pytest.raises(ArithmeticError):
-                cross_entropy(model[3:](output), y).backward()
+                cross_entropy(broken(model, x), y).backward()
         elif step in (2, 4) and rank <= step - 3:
             cross_entropy(model(3 * x), y).backward()
         (optimizer if step < 4 else model).zero_grad()
@@ -215,6 +226,24 @@ def resumed(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
+def rewound(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
+    """A checkpoint that is loaded after a pass makes its statistics undue."""
+    model = MLP.model()
+    optimizer = kaisa(model, **SPACED, **options)
+    odd, found = {}, []
+    for step, batch in enumerate(BATCHES):
+        x, y = shard(batch, rank, ranks)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        if step == 4:
+            optimizer.load_state_dict(odd)
+        optimizer.step()
+        if step == 0:
+            odd = copy.deepcopy(optimizer.state_dict())
+        found.append(vector(model))
+    return found
+
+
 def interleaved(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """Two optimizers, whose passes come in another order on each rank."""
     pair = [MLP.model(seed=seed) for seed in (1, 2)]
@@ -235,14 +264,14 @@ SCENES: dict[str, Callable[[int, int, dict[str, Any]], list[Tensor]]] = {
     each.__name__: each
     for each in (
         *(plain, spaced, accumulated, frozen, ordered, thrown_away),
-        *(in_ddp, by_closure, resumed, interleaved),
+        *(in_ddp, by_closure, resumed, rewound, interleaved),
     )
 }
 
 
-def both(rank: int, ranks: int, name: str, limit: int) -> tuple[list[Tensor], list[Tensor], Log]:
-    """The trajectories by either exchange; where the second began its sums, and their sizes."""
-    log: Log = []
+@contextmanager
+def logged(log: Log) -> Iterator[None]:
+    """Note where each sum begins, in a pass or at a step, and its size."""
     all_reduce = dist.all_reduce
 
     def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -250,11 +279,15 @@ def both(rank: int, ranks: int, name: str, limit: int) -> tuple[list[Tensor], li
         log.append((where, tensor.numel()))
         return all_reduce(tensor, *args, **kwargs)
 
+    with replaced(dist, {"all_reduce": noted}):
+        yield
+
+
+def both(rank: int, ranks: int, name: str, limit: int) -> tuple[list[Tensor], list[Tensor], Log]:
+    """The trajectories by either exchange; where the second began its sums, and their sizes."""
+    log: Log = []
     expected = SCENES[name](rank, ranks, {})
-    with (
-        replaced(pipeline, {"BUCKET_BYTES": limit}),
-        replaced(dist, {"all_reduce": noted}),
-    ):
+    with replaced(pipeline, {"BUCKET_BYTES": limit}), logged(log):
         return expected, SCENES[name](rank, ranks, {"factor_exchange": "pipelined"}), log
 
 
@@ -282,3 +315,80 @@ def test_more_ranks_and_larger_buckets_make_the_same_training(world: World) -> N
         results = world.run(both, 3, name, limit)
         expected, found = (agreed([each[i] for each in results]) for i in range(2))
         assert_same_trajectory(found, expected)
+
+
+def sharded(rank: int, ranks: int, how: str, compiles: bool) -> tuple[list[list[Tensor]], Log]:
+    """Trajectories under FSDP2 ("blocks") or plain, by either exchange."""
+    choices = [(KAISA, MOMENTUM), (KAISA, {**MOMENTUM, "factor_exchange": "pipelined"})]
+    log: Log = []
+    with replaced(pipeline, {"BUCKET_BYTES": 1}), logged(log):
+        return train_sharded(rank, ranks, choices, how, compiles=compiles), log
+
+
+@pytest.mark.works("FSDP2", "KAISA")
+@pytest.mark.parametrize(("how", "compiles"), [("blocks", False), ("blocks", True), ("ddp", True)])
+def test_models_that_are_sharded_and_compiled(world: World, how: str, compiles: bool) -> None:
+    results = world.run(sharded, 2, how, compiles)
+    for (expected, found), log in results:
+        assert_same_trajectory(found, expected, rtol=1e-10)
+        assert any(where == "pass" for where, _ in log)
+
+
+# What goes wrong.
+
+
+def left_alone(rank: int, ranks: int) -> tuple[str, float]:
+    """An exception ends a pass of rank 1, which does not come to the step."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = MLP.model()
+    optimizer = kaisa(model, factor_exchange="pipelined", process_group=group)
+    x, y = shard(BATCHES[0], rank, ranks)
+    for _ in range(2):
+        run(model, optimizer, (x, y))
+    optimizer.zero_grad()
+    start = time.monotonic()
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            cross_entropy(broken(model, x), y).backward()
+        time.sleep(2.5)
+        return "", 0.0
+    cross_entropy(model(x), y).backward()
+    with pytest.raises(RankMismatchError) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come_to_the_step_is_told_of_in_time(world: World) -> None:
+    (said, seconds), _ = world.run(left_alone, 2)
+    assert "rank 0 is about to take a step" in said
+    assert seconds < 10
+
+
+def closed(rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Optimizers are closed after passes that have reached other layers on each rank."""
+    groups = []
+    with replaced(pipeline, {"BUCKET_BYTES": 1}):
+        for ends in (True, False, False):
+            model = MLP.model()
+            optimizer = kaisa(model, factor_exchange="pipelined")
+            x, y = shard(BATCHES[0], rank, ranks)
+            for _ in range(2):
+                run(model, optimizer, (x, y))
+            if ends and rank == 1:
+                with pytest.raises(ArithmeticError):
+                    cross_entropy(broken(model, x), y).backward()
+            elif ends:
+                cross_entropy(model(x), y).backward()
+            optimizer.close()
+            run(model, optimizer, (x, y))
+            groups.append(len(dist.distributed_c10d._world.pg_names))
+        return plain(rank, ranks, {}), plain(rank, ranks, {"factor_exchange": "pipelined"}), groups
+
+
+def test_closed_optimizers_leave_nothing_to_those_that_come(world: World) -> None:
+    """And a group that is at rest is lent again, while one that is not is left alone."""
+    for expected, found, groups in world.run(closed, 2):
+        assert_same_trajectory(found, expected)
+        assert groups[1] == groups[0] + 1
+        assert groups[2] == groups[1]

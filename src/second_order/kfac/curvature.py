@@ -627,12 +627,12 @@ def _arriving(
     coming: Iterator[list[KroneckerBlock]], wanted: list[KroneckerBlock]
 ) -> Iterator[list[KroneckerBlock]]:
     """The layers of a list, each as soon as its averages are those of this step."""
-    left = dict.fromkeys(wanted)
+    left = wanted
     for blocks in coming:
-        yield [block for block in blocks if block in left]
-        for block in blocks:
-            left.pop(block, None)
-    yield list(left)
+        arrived = set(blocks)
+        yield [block for block in left if block in arrived]
+        left = [block for block in left if block not in arrived]
+    yield left
 
 
 def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> list[int]:
