@@ -99,3 +99,28 @@ def test_one_process_rounds_nothing() -> None:
     exact, _, _ = train(0, 1, {})
     found, _, _ = train(0, 1, {"exchange_dtype": BF16, "factor_exchange": "pipelined"})
     assert all(map(torch.equal, found, exact))
+
+
+def sums_sent(rank: int, ranks: int, options: dict[str, Any]) -> list[float]:
+    """Bytes of the statistics' exchange, step by step."""
+    model = MLP.model()
+    optimizer = kaisa(model, exchange_dtype=BF16, **options)
+    found = []
+    for batch in BATCHES:
+        x, y = shard(batch, rank, ranks)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        found.append(optimizer.statistics()["bytes/statistics_exchange"])
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_statistics_travel_as_they_are(world: World, way: str) -> None:
+    """Until the warm-up is over, so that no average is of rounded numbers alone."""
+    (first, second, third, fourth), _ = world.run(
+        sums_sent, 2, {**WAYS[way], "refresh_warmup_steps": 2}
+    )
+    assert second > 3 * third
+    assert third == fourth
+    assert first >= second  # the first step of the pipeline settles an order

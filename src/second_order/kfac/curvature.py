@@ -134,7 +134,7 @@ class KFACCurvature(Curvature):
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
-            self._pipeline = Pipeline(training, options.factor_dtype, system.exchange_dtype)
+            self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
         self._updated_at = 0  # the step of the last update of the averages
         self._closed = False
@@ -267,6 +267,7 @@ class KFACCurvature(Curvature):
                 block.expect()
         if self._pipeline is not None:
             if own:
+                self._pipeline.expect(self._wire)
                 coming = self._take_in(self._pipeline.sums(self.layers, exchange.statistics))
                 self._updated_at = self.training.steps
             else:
@@ -274,7 +275,7 @@ class KFACCurvature(Curvature):
         elif own:
             sums = self.layers.sums(taken)
             with self.training.meter.stage("exchange"):
-                exchange.statistics(sums)
+                exchange.statistics(sums, self._wire)
             self.layers.take_in(sums, self._decay())
             self._updated_at = self.training.steps
         if helpers is None:
@@ -288,6 +289,16 @@ class KFACCurvature(Curvature):
             self.layers.take_in(found, decay)
         helpers.tell(self.training)
         return coming
+
+    @property
+    def _wire(self) -> torch.dtype | None:
+        """The dtype in which factors' sums travel at this step; None for their own.
+
+        The averages' first entries are exact: a later one's rounding is divided by the number of
+        those before it, where alone it may be larger than a small damping.
+        """
+        exact = self.training.steps < self._options.refresh_warmup_steps
+        return None if exact else self._system.exchange_dtype
 
     def _take_in(self, coming: Iterator[Sums]) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the sums that come; yields their layers."""
@@ -341,8 +352,8 @@ class KFACCurvature(Curvature):
         own = self.helpers is None or self.helpers.own_passes
         due = own and self._due("factor_update_steps")
         self.layers.expect(due)
-        if self._pipeline is not None:
-            self._pipeline.expect(due)
+        if self._pipeline is not None and due:
+            self._pipeline.expect(self._wire)
 
     # ------------------------------------------------------------------------------ who and when
 

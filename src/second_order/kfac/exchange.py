@@ -38,7 +38,7 @@ class Exchange:
         world: The ranks. Every rank asks for the groups of its row and its column here.
         grid: The grid of ranks; a row of it preconditions a layer.
         layers: The plan of each layer that trains.
-        wire: Dtype in which factors' sums and decompositions travel; None for their own.
+        wire: Dtype in which decompositions travel; None for their own.
 
     Attributes:
         column: The ranks of this rank's column.
@@ -58,11 +58,14 @@ class Exchange:
         self.rounding = wire if self._row.size > 1 else None
         self.column = world.subgroup(grid.column(grid.column_of(world.rank)))
 
-    def statistics(self, sums: Mapping[KroneckerBlock, StatisticsSums]) -> None:
+    def statistics(
+        self, sums: Mapping[KroneckerBlock, StatisticsSums], wire: torch.dtype | None = None
+    ) -> None:
         """Add statistics over the ranks that contribute, in place.
 
         Args:
             sums: Sums of the layers whose statistics this rank takes.
+            wire: Dtype in which factors' sums travel; None for their own.
         """
         exact: list[tuple[Tensor, int | None]] = []
         rounded: list[tuple[Tensor, int | None]] = []
@@ -70,12 +73,12 @@ class Exchange:
             layer = self._layers[block]
             if layer.source is None:
                 exact.append((each.head, None))  # numbers of examples
-                travelling = exact if self._wire is None else rounded
+                travelling = exact if wire is None else rounded
                 keepers = map(layer.keeper, each.factors)
                 travelling += zip(each.factors.values(), keepers, strict=True)
         pending = [
             _summed(world, pairs)
-            for world, pairs in ((self._world, exact), (self._world.wired(self._wire), rounded))
+            for world, pairs in ((self._world, exact), (self._world.wired(wire), rounded))
         ]
         for each_of_them in pending:
             each_of_them.wait()

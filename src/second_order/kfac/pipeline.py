@@ -109,17 +109,17 @@ class Pipeline:
     Args:
         training: The training.
         dtype: Dtype of the factors' sums.
-        wire: Dtype in which they travel; None for their own.
     """
 
-    def __init__(self, training: Training, dtype: torch.dtype, wire: torch.dtype | None) -> None:
-        self._training, self._dtype, self._wire = training, dtype, wire
+    def __init__(self, training: Training, dtype: torch.dtype) -> None:
+        self._training, self._dtype = training, dtype
         self._begin()
 
     def _begin(self) -> None:
         self._loan: Loan | None = None
         self._slots: list[Slot] = []
         self._expected = False
+        self._wire: torch.dtype | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -141,7 +141,7 @@ class Pipeline:
             self._loan.settled = True
 
     def _fused(self, slots: Sequence[Slot]) -> list[list[Slot]]:
-        return fused(slots, self._wire or self._dtype, BUCKET_BYTES)
+        return fused(slots, self._dtype, BUCKET_BYTES)
 
     # --------------------------------------------------------------------------------- the plan
 
@@ -161,9 +161,15 @@ class Pipeline:
             self._loan = borrow_group(self._training.world)
             weakref.finalize(self, self._loan.give_back).atexit = False
 
-    def expect(self, due: bool) -> None:
-        """Send what the coming passes bring, if the coming step wants statistics."""
-        self._expected = self._expected or due
+    def expect(self, wire: torch.dtype | None) -> None:
+        """Send what the coming passes bring, as the coming step wants statistics.
+
+        Args:
+            wire: Dtype in which the factors' sums travel; None for their own. What has been
+                expected since the last step stays: buckets may have left.
+        """
+        if not self._expected:
+            self._expected, self._wire = True, wire
 
     # -------------------------------------------------------------------------------- the passes
 
@@ -211,14 +217,17 @@ class Pipeline:
                 pending.wait()
         self._rest()
 
-    def sums(self, layers: Layers, exchange: Callable[[Sums], None]) -> Iterator[Sums]:
+    def sums(
+        self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None]
+    ) -> Iterator[Sums]:
         """Send what is left, and return an iterator of the sums of all ranks, bucket by bucket.
 
         A collective, and so is the iterator, to its end. The layers' statistics are cleared.
 
         Args:
             layers: The layers of the model.
-            exchange: Sums statistics over all ranks at once, in place.
+            exchange: Sums statistics over all ranks at once, in place, by the dtype in which they
+                travel.
         """
         blocks = [slot.block for slot in self._slots]
         micro_batches = layers.micro_batches(blocks)
@@ -245,7 +254,7 @@ class Pipeline:
         buckets: Sequence[Sequence[Slot]],
         flying: Sequence[Sequence[PendingSums]],
         local: Sums,
-        exchange: Callable[[Sums], None],
+        exchange: Callable[[Sums, torch.dtype | None], None],
     ) -> Iterator[Sums]:
         """The sums of each bucket without those that have changed, and then these."""
         meter = self._training.meter
@@ -263,7 +272,7 @@ class Pipeline:
             self._loan.settled = True
         if local:
             with meter.stage("exchange"):
-                exchange(local)
+                exchange(local, self._wire)
             yield local
 
     def _learn(self, blocks: Sequence[KroneckerBlock], micro_batches: int) -> None:
@@ -302,8 +311,8 @@ class Pipeline:
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"parts": (self._training, self._dtype, self._wire)}
+        return {"parts": (self._training, self._dtype)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._training, self._dtype, self._wire = state["parts"]
+        self._training, self._dtype = state["parts"]
         self._begin()

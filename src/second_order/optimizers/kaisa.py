@@ -87,7 +87,8 @@ class KAISA(KroneckerOptimizer):
             factors in the order in which they arrive (Shi et al. 2021): the same training.
         exchange_dtype: Dtype in which statistics and decompositions travel, where they do; None:
             that in which they are kept. ``torch.bfloat16`` halves the bytes of float32, and rounds
-            to 8 bits; all processes get the same numbers. Gradients travel as they are.
+            to 8 bits; all processes get the same numbers. Statistics of the first
+            ``refresh_warmup_steps`` steps, and gradients, travel as they are.
         assignment: Balance the "compute" (n³) or the "memory" (n²) of factors over processes.
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         {symmetry_aware}
