@@ -12,7 +12,7 @@ see the same passes and send in bfloat16:
 
 All keep running averages of their own, so that errors add up as in a training. Compared are the
 preconditioned gradients P of each layer before any clip, ‖P̂ - P‖ / ‖P‖, at the first refresh from
-rounded sums, and forty steps later.
+rounded sums, and forty steps later; with "at once" at the first step alone.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ def measure(name: str, solver: str, damping: float) -> list[dict[str, Any]]:
     rows = []
     for kind, of_kind in errors.items():
         row: dict[str, Any] = {"model": name, "solver": solver, "damping": damping, "kind": kind}
-        for when, each in (("first", of_kind[first[kind]]), ("last", of_kind[-1])):
+        compared = {"first": of_kind[first[kind]], "last": of_kind[-1]}
+        if kind == "at once":  # without a warm-up its averages are of fewer steps, too
+            del compared["last"]
+        for when, each in compared.items():
             row[when] = {"median": statistics.median(each), "worst": max(each)}
         row["failed"] = sum(n["failed"] for n in numbers[kind][-1:])
         row["bytes"] = {
@@ -131,7 +134,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for header in (*headers, "decompositions kB"):
         result.add_column(header)
     for row in rows:
-        shown = ["{median:.4f} / {worst:.4f}".format(**row[when]) for when in ("first", "last")]
+        errors = [row.get(when) for when in ("first", "last")]
+        shown = ["{median:.4f} / {worst:.4f}".format(**each) if each else "" for each in errors]
         sent = ["{:.1f} to {:.1f}".format(*(n / 1e3 for n in row["bytes"][k])) for k in ACCOUNTS]
         if row["kind"] == "sums":
             sent[1] = ""  # with one worker none travel

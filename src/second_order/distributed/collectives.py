@@ -82,15 +82,15 @@ class PendingSums:
     @explained()
     def wait(self) -> list[Tensor]:
         """Wait for every bucket; returns the sums in the order of their addends."""
-        while self._buckets:
-            work, flat, places, blanks = self._buckets.pop(0)
+        buckets, self._buckets = self._buckets, []
+        for work, flat, places, blanks in buckets:
             work.wait()
-            flat = flat.to(blanks[0].device, blanks[0].dtype)
-            pieces = flat.split([blank.numel() for blank in blanks])
+            sums = flat.to(blanks[0].device, blanks[0].dtype)
+            pieces = sums.split([blank.numel() for blank in blanks])
             for place, piece, blank in zip(places, pieces, blanks, strict=True):
                 self._sums[place] = piece.view(blank.shape)
-        sums, self._sums = self._sums, []
-        return [each for each in sums if each is not None]
+        found, self._sums = self._sums, []
+        return [each for each in found if each is not None]
 
 
 @dataclass(frozen=True)

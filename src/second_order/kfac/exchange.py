@@ -67,21 +67,40 @@ class Exchange:
             sums: Sums of the layers whose statistics this rank takes.
             wire: Dtype in which factors' sums travel; None for their own.
         """
-        exact: list[tuple[Tensor, int | None]] = []
-        rounded: list[tuple[Tensor, int | None]] = []
+        if wire is None:
+            self._summed(self._world, sums, heads=True, factors=True).wait()
+            return
+        both = (  # numbers of examples are not rounded
+            self._summed(self._world, sums, heads=True, factors=False),
+            self._summed(self._world.wired(wire), sums, heads=False, factors=True),
+        )
+        for pending in both:
+            pending.wait()
+
+    def _summed(
+        self,
+        world: World,
+        sums: Mapping[KroneckerBlock, StatisticsSums],
+        *,
+        heads: bool,
+        factors: bool,
+    ) -> PendingReduction:
+        """Start to sum heads for all ranks, or factors for those that keep them, or both."""
+        tensors: list[Tensor] = []
+        keepers: list[int | None] = []
         for block, each in sums.items():
             layer = self._layers[block]
-            if layer.source is None:
-                exact.append((each.head, None))  # numbers of examples
-                travelling = exact if wire is None else rounded
-                keepers = map(layer.keeper, each.factors)
-                travelling += zip(each.factors.values(), keepers, strict=True)
-        pending = [
-            _summed(world, pairs)
-            for world, pairs in ((self._world, exact), (self._world.wired(wire), rounded))
-        ]
-        for each_of_them in pending:
-            each_of_them.wait()
+            if layer.source is not None:
+                continue
+            if heads:
+                tensors.append(each.head)
+                keepers.append(None)
+            if factors:
+                tensors += each.factors.values()
+                keepers += map(layer.keeper, each.factors)
+        if any(keeper is not None for keeper in keepers):
+            return world.reduce(tensors, keepers)
+        return world.all_reduce(tensors)
 
     def decompositions(
         self,
@@ -108,14 +127,6 @@ class Exchange:
         }
         row = self._row.wired(self._wire)
         return deliver_parts(row, shapes, routes, mine, dtype, device)
-
-
-def _summed(world: World, pairs: Sequence[tuple[Tensor, int | None]]) -> PendingReduction:
-    """Start to sum tensors over the ranks, each for its keeper, or for all where it has none."""
-    tensors, keepers = [tensor for tensor, _ in pairs], [keeper for _, keeper in pairs]
-    if any(keeper is not None for keeper in keepers):
-        return world.reduce(tensors, keepers)
-    return world.all_reduce(tensors)
 
 
 def preconditioned(
