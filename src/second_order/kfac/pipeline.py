@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from second_order.contract.training import Training
-from second_order.distributed.collectives import PendingSums
 from second_order.distributed.lent_groups import Loan, borrow_group
+from second_order.distributed.pending_sums import PendingSums
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums

@@ -30,6 +30,7 @@ from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import LayerPlan, solve_cost_of
+from second_order.kfac.snapshots import solve
 from second_order.kronecker.background import (
     Streams,
     Ticket,
@@ -41,11 +42,10 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
-from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.options import value_at
 from second_order.stopwatch import Account
 
-__all__ = ["Background", "Solves", "solve"]
+__all__ = ["Background", "Solves"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
@@ -675,39 +675,3 @@ def _at_once(blocks: list[KroneckerBlock]) -> Iterable[list[KroneckerBlock]]:
 
 def _never() -> Tensor:
     raise AssertionError("a problem is built from its snapshot")
-
-
-def solve(
-    fetch: Callable[[], list[Tensor]],
-    problems: Mapping[str, Problem],
-    triangular: bool,
-    decompose: Callable[[Sequence[Problem]], list[Decomposition | None]],
-    streams: Streams | None,
-) -> Solved:
-    """Decompose a layer's factors from a snapshot; runs on a thread."""
-    snapshot = fetch()
-    added = iter(snapshot[len(problems) :])
-    built = [
-        problem.on(
-            partial(_matrix, stored, problem, triangular),
-            None if problem.added is None else next(added),
-        )
-        for stored, problem in zip(snapshot, problems.values(), strict=False)
-    ]
-    with torch.no_grad():
-        if streams is None:
-            found = decompose(built)
-        elif built[0].device.type == "cpu":  # pinned, to be fetched without waiting
-            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(built)]
-        else:
-            with torch.cuda.stream(streams.solves):
-                found = decompose(built)
-            streams.solves.record_event().synchronize()
-    return {letter: parts for letter, parts in zip(problems, found, strict=True) if parts}
-
-
-def _matrix(stored: Tensor, problem: Problem, triangular: bool) -> Tensor:
-    """A factor of a snapshot as a full matrix, or as a diagonal."""
-    if not triangular or problem.is_diagonal:
-        return stored.to(problem.dtype, copy=True)
-    return unpack_upper_triangular(stored.to(problem.dtype), problem.dim)
