@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -106,6 +106,14 @@ rivals: venv ## eigenvalues, trace, diagonal and density beside curvlinops, whic
 
 budget: venv ## what intervals by budget cost, beside the overhead that was asked for: some minutes
 	$(BIN)/python benchmarks/speed/budget.py --json benchmarks/results/budget.json $(ARGS)
+
+pipelined: venv ## KAISA's statistics in the backward pass over slowed networks: a minute
+	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/speed/pipelined.py \
+		--json benchmarks/results/pipelined.json $(ARGS)
+
+exchange-dtype: venv ## what bfloat16 between processes saves, and its error: a minute
+	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
+		benchmarks/speed/exchange_dtype.py --json benchmarks/results/exchange_dtype.json $(ARGS)
 
 warm-starts: venv ## how good eigenpairs are after few products, by where a refresh starts from: a minute
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/warm_starts.py $(ARGS)

@@ -185,15 +185,15 @@ MUTANTS = [
     _mutant(
         "heads to owners only",
         "kfac/exchange.py",
-        "keepers += [None, *map(",
-        'keepers += [layer.keeper("A"), *map(',
+        "keepers.append(None)",
+        'keepers.append(layer.keeper("A"))',
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
     ),
     _mutant(
         "heads are not summed",
         "kfac/exchange.py",
-        "tensors += [each.head, *each.factors.values()]",
-        "tensors += [each.head.clone(), *each.factors.values()]",
+        "tensors.append(each.head)",
+        "tensors.append(each.head.clone())",
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
         "kaisa::unequal_shards_are_weighted_by_their_examples",
     ),
@@ -986,8 +986,8 @@ MUTANTS = [
     _mutant(
         "decompositions of threads arrive with another damping",
         "kfac/solves.py",
-        "sent = (torch.as_tensor(x, dtype=options.inv_dtype) for x in numbers)",
-        "sent = (torch.ones((), dtype=options.inv_dtype) for x in numbers)",
+        "torch.as_tensor(x, dtype=rounding or dtype)",
+        "torch.ones((), dtype=dtype)",
         "distkfac_ranks::without_staleness_it_is_kaisa",
     ),
     _mutant(
@@ -2061,8 +2061,8 @@ MUTANTS = [
     _mutant(
         "a budget whose refresh pays for the mean of gradients",
         "kfac/curvature.py",
-        "self.solves.refresh(due, averaged, news)",
-        "self.solves.refresh(due, average, news)",
+        "self.solves.refresh(due, averaged, news, arriving)",
+        "self.solves.refresh(due, average, news, arriving)",
         "budget::the_mean_of_gradients_is_the_bases",
     ),
     _mutant(
@@ -2436,5 +2436,49 @@ MUTANTS = [
         "if not (self.measuring and working):",
         "if not self.measuring:",
         "refresh_budget::nothing_is_measured_while_all_is_frozen",
+    ),
+    # Statistics during the backward pass, and in a narrower dtype.
+    _mutant(
+        "statistics that wait for the step",
+        "kfac/pipeline.py",
+        "if not self._wanted:",
+        "if True:",
+        "pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[plain]",
+    ),
+    _mutant(
+        "statistics that have changed since they were sent",
+        "kfac/pipeline.py",
+        "float(not self._marks[b].holds(b, micro_batches))",
+        "0.0",
+        "pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]",
+        "pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]",
+    ),
+    _mutant(
+        "numbers of examples in bfloat16",
+        "kfac/exchange.py",
+        "self._summed(self._world, sums, heads=True, factors=False)",
+        "self._summed(self._world.wired(wire), sums, heads=True, factors=False)",
+        "exchange_dtype::factors_and_decompositions_take_half_the_bytes",
+    ),
+    _mutant(
+        "decompositions that their solver has not rounded",
+        "kfac/solves.py",
+        "if rounding is not None:",
+        "if False:",
+        "exchange_dtype::every_rank_has_the_same_numbers",
+    ),
+    _mutant(
+        "rounded inverses that may be indefinite",
+        "kronecker/rounding.py",
+        "diagonal + error.sum(-1)",
+        "diagonal.clone()",
+        "rounding::a_rounded_matrix_is_at_least_the_matrix",
+    ),
+    _mutant(
+        "averages that begin with rounded numbers",
+        "kfac/curvature.py",
+        "exact = self.training.steps < self._options.refresh_warmup_steps",
+        "exact = False",
+        "exchange_dtype::the_first_statistics_travel_as_they_are",
     ),
 ]

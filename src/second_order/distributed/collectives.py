@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from second_order.distributed.lost import explained
+from second_order.distributed.pending_sums import PendingSums
 from second_order.distributed.reductions import (
     PendingReduction,
     Started,
@@ -73,9 +74,11 @@ class World:
         rank: Rank of this process in the group.
         size: Number of processes.
         whole: Rank and size in the world of which this is a team, to find that world in a pickle.
+        wire: Dtype in which floating-point messages travel; None for their own.
     """
 
     whole: tuple[int, int] | None = None
+    wire: torch.dtype | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._connect(group)
@@ -206,8 +209,18 @@ class World:
         """The world of the same ranks for CPU tensors."""
         return self.aside() if self.backend == "nccl" else self
 
+    def wired(self, dtype: torch.dtype | None) -> World:
+        """These ranks, whose floating-point messages travel in a dtype; None for their own."""
+        if dtype is None:
+            return self
+        world = World.alone(self.rank, self.size)
+        world.group, world.wire = self.group, dtype
+        return world
+
     def _stage(self, flat: Tensor) -> Tensor:
         """The buffer in a form that the backend can send."""
+        if self.wire is not None:
+            return flat.to("cpu" if self.backend == "gloo" else flat.device, self.wire)
         if self.backend == "gloo":
             dtype = torch.float32 if flat.dtype in (torch.bfloat16, torch.float16) else flat.dtype
             return flat.to("cpu", dtype)
@@ -234,6 +247,23 @@ class World:
             sent(flat.nbytes)
             work = dist.all_reduce(flat, op, group=self.group, async_op=True)
             pending.add(work, flat.detach, bucket)
+        return pending
+
+    @explained()
+    def start_sums(self, tensors: Sequence[Tensor]) -> PendingSums:
+        """Start to sum tensors over ranks as :meth:`all_reduce` does, but leave them as they are.
+
+        They may change or go as soon as this returns.
+        """
+        pending = PendingSums(len(tensors))
+        places: dict[int, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            places.setdefault(id(tensor), []).append(place)
+        for bucket in _buckets(tensors):
+            flat = self._stage(_flatten(bucket))
+            sent(flat.nbytes)
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            pending.add(work, flat, [places[id(t)].pop(0) for t in bucket], bucket)
         return pending
 
     @explained()
@@ -288,7 +318,8 @@ class World:
     def _to_owners(self, segments: Segments, share: Tensor) -> Started:
         """Start to send this rank's share of sums to those that want it, and to get one's own."""
         leaving, (own, common) = segments.leaving(self.rank), segments.arriving(self.rank)
-        flat = torch.cat([share[part] for parts in leaving for part in parts] or [share[:0]])
+        pieces = [share[part] for parts in leaving for part in parts]
+        flat = self._stage(torch.cat(pieces or [share[:0]]))  # sums of narrow numbers are wide
         received, work = self._exchange(
             flat, sizes_of(leaving), [a + b for a, b in zip(own, common, strict=True)]
         )

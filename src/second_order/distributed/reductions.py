@@ -101,7 +101,7 @@ def in_runs(received: Tensor, own: list[int], common: list[int], sent: Tensor) -
 
 def sum_in_order(rows: Tensor, sent: Tensor) -> Tensor:
     """The sum of ``(ranks, n)`` over ranks; ``sent`` is kept alive until it has gone."""
-    total = rows[0]
+    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32))  # narrow ones add up wide
     for row in rows[1:]:
         total += row
     return total

@@ -11,6 +11,7 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers
 from second_order.kfac.matrices import gradient_blocks, gradient_statistics
 from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
+from second_order.kfac.pipeline import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -75,6 +77,8 @@ class System:
             all ranks although layers have owners; None without owners.
         conv_approximation: Approximation for convolutions; None for that of other layers.
         background: How inverses are computed on threads; None to compute them at once.
+        pipelined: Whether statistics leave for the other ranks while backward still runs.
+        exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
     """
 
     plan: Planner
@@ -83,6 +87,8 @@ class System:
     owners: str | None = None
     conv_approximation: Approximation | None = None
     background: Background | None = None
+    pipelined: bool = False
+    exchange_dtype: torch.dtype | None = None
 
 
 class KFACCurvature(Curvature):
@@ -126,6 +132,10 @@ class KFACCurvature(Curvature):
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self.solves = Solves(training, options, self.layers, system.background, self.budget)
         self._exchange: Exchange | None = None
+        self._pipeline: Pipeline | None = None
+        if system.pipelined and training.world.size > 1:
+            self._pipeline = Pipeline(training, options.factor_dtype)
+            self.layers.heard = self._pipeline.heard
         self._updated_at = 0  # the step of the last update of the averages
         self._closed = False
         self.layers.find()
@@ -220,12 +230,16 @@ class KFACCurvature(Curvature):
                 average()
 
         with self.training.meter.stage("statistics"), on(Account.STATISTICS):
-            self.take_statistics()
+            coming = self.take_statistics()
             self._take_gradients(averaged)
         with self.training.meter.stage("solve"), on(Account.REFRESH):
             due = self._due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
-            heard = self.solves.refresh(due, averaged, news)
+            arriving = partial(_arriving, coming)
+            try:
+                heard = self.solves.refresh(due, averaged, news, arriving)
+            finally:
+                deque(coming, 0)
             if self.helpers is not None:
                 self.helpers.hear(heard, self.training)
         with self.training.meter.stage("average_gradients"):
@@ -233,8 +247,13 @@ class KFACCurvature(Curvature):
         with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
 
-    def take_statistics(self) -> None:
-        """Update the running averages by the statistics of the step's passes and of helpers."""
+    def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
+        """Update the running averages by the statistics of the step's passes and of helpers.
+
+        Returns:
+            An iterator over layers whose averages are updated as it goes on, all at once if their
+            statistics are still on their way; to be taken to its end.
+        """
         helpers, exchange = self.helpers, self._exchange
         assert exchange is not None
         taken = [block for block in self.plan if block.watched and self._takes(block)]
@@ -242,16 +261,25 @@ class KFACCurvature(Curvature):
         own = self._due("factor_update_steps")
         if helpers is not None:
             own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
+        coming: Iterator[list[KroneckerBlock]] = iter(())
         if own:
-            sums = self.layers.sums(taken)
             for block in self.plan:
                 block.expect()
+        if self._pipeline is not None:
+            if own:
+                self._pipeline.expect(self._wire)
+                coming = self._take_in(self._pipeline.sums(self.layers, exchange.statistics))
+                self._updated_at = self.training.steps
+            else:
+                self._pipeline.drain()
+        elif own:
+            sums = self.layers.sums(taken)
             with self.training.meter.stage("exchange"):
-                exchange.statistics(sums)
+                exchange.statistics(sums, self._wire)
             self.layers.take_in(sums, self._decay())
             self._updated_at = self.training.steps
         if helpers is None:
-            return
+            return coming
         mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
         for found in helpers.statistics(mine, [b.name for b in fed]):
             decay = self._decay_after(self.training.steps - self._updated_at)
@@ -260,6 +288,29 @@ class KFACCurvature(Curvature):
                 block.expect()
             self.layers.take_in(found, decay)
         helpers.tell(self.training)
+        return coming
+
+    @property
+    def _wire(self) -> torch.dtype | None:
+        """The dtype in which factors' sums travel at this step; None for their own.
+
+        The averages' first entries are exact: a later one's rounding is divided by the number of
+        those before it, where alone it may be larger than a small damping.
+        """
+        exact = self.training.steps < self._options.refresh_warmup_steps
+        return None if exact else self._system.exchange_dtype
+
+    def _take_in(self, coming: Iterator[Sums]) -> Iterator[list[KroneckerBlock]]:
+        """Update the running averages by the sums that come; yields their layers."""
+        decay = self._decay()
+        while True:
+            with self.training.meter.stage("statistics"), self.budget.on(Account.STATISTICS):
+                sums = next(coming, None)
+                if sums is None:
+                    return
+                blocks = list(sums)
+                self.layers.take_in(sums, decay)
+            yield blocks
 
     def _take_gradients(self, average: Callable[[], None]) -> None:
         """Update the averages of matrices that no rule knows, by the mean gradients."""
@@ -299,7 +350,10 @@ class KFACCurvature(Curvature):
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
-        self.layers.expect(own and self._due("factor_update_steps"))
+        due = own and self._due("factor_update_steps")
+        self.layers.expect(due)
+        if self._pipeline is not None and due:
+            self._pipeline.expect(self._wire)
 
     # ------------------------------------------------------------------------------ who and when
 
@@ -388,8 +442,12 @@ class KFACCurvature(Curvature):
 
     def _connect(self) -> None:
         """Make the groups of processes by which the plan is carried out."""
-        self._exchange = Exchange(self.training.world, self._grid, self.plan)
+        wire = self._system.exchange_dtype
+        self._exchange = Exchange(self.training.world, self._grid, self.plan, wire)
         self.solves.exchange = self._exchange
+        if self._pipeline is not None:
+            self._pipeline.connect()
+            self._pipeline.follow([block for block in self.plan if block.watched])
 
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
@@ -471,6 +529,8 @@ class KFACCurvature(Curvature):
             self.helpers.close()
         self.solves.close()
         self.layers.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
         self._closed = True
         self.plan.clear()  # the exchange holds it, too
         self.known, self._shapes = {}, {}
@@ -572,6 +632,18 @@ def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
             yield
     finally:
         meter.switch(before)
+
+
+def _arriving(
+    coming: Iterator[list[KroneckerBlock]], wanted: list[KroneckerBlock]
+) -> Iterator[list[KroneckerBlock]]:
+    """The layers of a list, each as soon as its averages are those of this step."""
+    left = wanted
+    for blocks in coming:
+        arrived = set(blocks)
+        yield [block for block in left if block in arrived]
+        left = [block for block in left if block not in arrived]
+    yield left
 
 
 def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> list[int]:

@@ -38,32 +38,69 @@ class Exchange:
         world: The ranks. Every rank asks for the groups of its row and its column here.
         grid: The grid of ranks; a row of it preconditions a layer.
         layers: The plan of each layer that trains.
+        wire: Dtype in which decompositions travel; None for their own.
+
+    Attributes:
+        column: The ranks of this rank's column.
+        rounding: The dtype to which decompositions are rounded on their solvers, as they are by
+            travelling; None where they do not travel, or in their own dtype.
     """
 
     def __init__(
-        self, world: World, grid: Grid, layers: Mapping[KroneckerBlock, LayerPlan]
+        self,
+        world: World,
+        grid: Grid,
+        layers: Mapping[KroneckerBlock, LayerPlan],
+        wire: torch.dtype | None = None,
     ) -> None:
-        self._world, self._grid, self._layers = world, grid, layers
+        self._world, self._grid, self._layers, self._wire = world, grid, layers, wire
         self._row = world.subgroup(grid.row(grid.row_of(world.rank)))
+        self.rounding = wire if self._row.size > 1 else None
         self.column = world.subgroup(grid.column(grid.column_of(world.rank)))
 
-    def statistics(self, sums: Mapping[KroneckerBlock, StatisticsSums]) -> None:
+    def statistics(
+        self, sums: Mapping[KroneckerBlock, StatisticsSums], wire: torch.dtype | None = None
+    ) -> None:
         """Add statistics over the ranks that contribute, in place.
 
         Args:
             sums: Sums of the layers whose statistics this rank takes.
+            wire: Dtype in which factors' sums travel; None for their own.
         """
+        if wire is None:
+            self._summed(self._world, sums, heads=True, factors=True).wait()
+            return
+        both = (  # numbers of examples are not rounded
+            self._summed(self._world, sums, heads=True, factors=False),
+            self._summed(self._world.wired(wire), sums, heads=False, factors=True),
+        )
+        for pending in both:
+            pending.wait()
+
+    def _summed(
+        self,
+        world: World,
+        sums: Mapping[KroneckerBlock, StatisticsSums],
+        *,
+        heads: bool,
+        factors: bool,
+    ) -> PendingReduction:
+        """Start to sum heads for all ranks, or factors for those that keep them, or both."""
         tensors: list[Tensor] = []
         keepers: list[int | None] = []
         for block, each in sums.items():
             layer = self._layers[block]
-            if layer.source is None:
-                tensors += [each.head, *each.factors.values()]
-                keepers += [None, *map(layer.keeper, each.factors)]
+            if layer.source is not None:
+                continue
+            if heads:
+                tensors.append(each.head)
+                keepers.append(None)
+            if factors:
+                tensors += each.factors.values()
+                keepers += map(layer.keeper, each.factors)
         if any(keeper is not None for keeper in keepers):
-            self._world.reduce(tensors, keepers).wait()
-        elif tensors:
-            self._world.all_reduce(tensors).wait()
+            return world.reduce(tensors, keepers)
+        return world.all_reduce(tensors)
 
     def decompositions(
         self,
@@ -88,7 +125,8 @@ class Exchange:
             for block, letter in shapes
             if self._layers[block].workers == here
         }
-        return deliver_parts(self._row, shapes, routes, mine, dtype, device)
+        row = self._row.wired(self._wire)
+        return deliver_parts(row, shapes, routes, mine, dtype, device)
 
 
 def preconditioned(

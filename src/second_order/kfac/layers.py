@@ -52,6 +52,7 @@ class Layers:
         left: The parameters left to the base, and why.
         newcomers_at: The first step whose passes are sure to have been captured for layers that
             began to train in mid-run, or lost their factors.
+        heard: Hears, in a backward pass, of each layer whose statistics have grown.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Layers:
         self.newcomers_at = -1
         self._signature: tuple[Any, ...] | None = None
         self._overflown: dict[KroneckerBlock, Tensor] = {}
+        self.heard: Callable[[KroneckerBlock], None] | None = None
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the model that have blocks.
@@ -158,6 +160,8 @@ class Layers:
             warn=self._training.notices.keep,
             fsdp=fsdp,
         )
+        if self.heard is not None:
+            self.collector.heard = self.heard
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
@@ -187,9 +191,17 @@ class Layers:
             if not block.staged.empty:
                 block.staged.clear()
 
-    def sums(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, StatisticsSums]:
-        """The statistics of some layers since the last step; those of all layers are cleared."""
-        parts, dtype = self._micro_batches(blocks), self._options.factor_dtype
+    def sums(
+        self, blocks: Sequence[KroneckerBlock], micro_batches: int | None = None
+    ) -> dict[KroneckerBlock, StatisticsSums]:
+        """The statistics of some layers since the last step; those of all layers are cleared.
+
+        Args:
+            blocks: The layers.
+            micro_batches: What :meth:`micro_batches` says of all layers, if these are not all.
+        """
+        parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
+        dtype = self._options.factor_dtype
         sums = {block: block.staged.sums(parts).to(dtype) for block in blocks}
         for block in self.active:
             block.staged.clear()
@@ -208,7 +220,7 @@ class Layers:
             block, each = sums.popitem()
             block.ensure_factors().update(each, decay)
 
-    def _micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
+    def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """The number that each pass's loss was divided by: the passes with "auto", else 1."""
         options, training = self._options, self._training
         told = options.accumulation_steps != "auto" or options.loss_reduction == "sum"

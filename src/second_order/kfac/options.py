@@ -40,6 +40,7 @@ __all__ = [
     "check_clip",
     "check_damping",
     "check_decay",
+    "check_exchange_dtype",
     "documented",
 ]
 
@@ -62,6 +63,24 @@ def check_clip(value: Any) -> None:
     """Raise ValueError unless a kl_clip is positive."""
     remedy = "use a positive number, 'auto', or None for no clip"
     check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
+
+
+def check_exchange_dtype(value: Any, options: KFACOptions) -> None:
+    """Raise ValueError unless an exchange_dtype is None, or no wider than what it carries."""
+    if value is None:
+        return
+    if value not in FACTOR_DTYPES:
+        raise ValueError(
+            f"exchange_dtype={value} is not None, nor one of float32, float64 and bfloat16 "
+            f"(float16 overflows at 65504); use torch.bfloat16"
+        )
+    for name in ("factor_dtype", "inv_dtype"):
+        kept = getattr(options, name)
+        if value.itemsize > kept.itemsize:
+            raise ValueError(
+                f"exchange_dtype={value} is wider than {name}={kept}: more would travel than is "
+                f"kept; use exchange_dtype=None"
+            )
 
 
 @dataclass(frozen=True)

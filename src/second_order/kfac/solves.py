@@ -30,6 +30,7 @@ from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import LayerPlan, solve_cost_of
+from second_order.kfac.snapshots import solve
 from second_order.kronecker.background import (
     Streams,
     Ticket,
@@ -41,16 +42,18 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
-from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.options import value_at
 from second_order.stopwatch import Account
 
-__all__ = ["Background", "Solves", "solve"]
+__all__ = ["Background", "Solves"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
 Solved: TypeAlias = dict[str, Decomposition]
 """A layer's decompositions, by the factors' letters; without those that failed."""
+
+Arriving: TypeAlias = Callable[[list[KroneckerBlock]], Iterable[list[KroneckerBlock]]]
+"""Gives all layers of a list in parts, as they become ready."""
 
 
 class Verdict(IntEnum):
@@ -181,7 +184,11 @@ class Solves:
         self.dampings = {}
 
     def refresh(
-        self, due: bool, average: Callable[[], None], news: Sequence[float] = ()
+        self,
+        due: bool,
+        average: Callable[[], None],
+        news: Sequence[float] = (),
+        arriving: Arriving | None = None,
     ) -> Sequence[float]:
         """Submit the layers if they are due, and install what the ranks agree is solved.
 
@@ -190,6 +197,8 @@ class Solves:
             average: Waits for the gradients: nothing may be under way in the world while a part of
                 it communicates, since NCCL's communicators are not to be used at the same time.
             news: Further numbers for the ranks to agree on; of the same length on every rank.
+            arriving: Gives layers of a list in parts, each once its running averages are those of
+                this step; None if all are.
 
         Returns:
             The news of all ranks, the largest of each.
@@ -199,10 +208,8 @@ class Solves:
                 solved too often.
         """
         due = due or self.wanted
-        if due:
-            self._layers.tell_of_overflow()
         try:
-            heard, hopeless, silent = self._refresh(due, average, news)
+            heard, hopeless, silent = self._refresh(due, average, news, arriving or _at_once)
         except DecompositionError:
             raise
         except BaseException:  # solves under way may have lost their results
@@ -219,7 +226,11 @@ class Solves:
         return heard
 
     def _refresh(
-        self, due: bool, average: Callable[[], None], news: Sequence[float]
+        self,
+        due: bool,
+        average: Callable[[], None],
+        news: Sequence[float],
+        arriving: Arriving,
     ) -> tuple[Sequence[float], list[str], list[KroneckerBlock]]:
         """Do the refresh; returns all ranks' news, layers failed too often, and silent layers."""
         damping = 0.0
@@ -231,8 +242,11 @@ class Solves:
         hopeless: list[str] = []
         silent: list[KroneckerBlock] = []
         for part in self._parts(due):
-            with self._training.meter.stage("launch"):
-                self._submit(part, damping)
+            for arrived in arriving(part):
+                with self._training.meter.stage("launch"):
+                    self._submit(arrived, damping)
+            if due:
+                self._layers.tell_of_overflow()
             with self._training.meter.stage("agree"), self._budget.on(self._waiting):
                 agreed = self._start_agreement(news)
             with self._training.meter.stage("average_gradients"):
@@ -535,6 +549,7 @@ class Solves:
     ) -> dict[KroneckerBlock, tuple[Damping, Tensor | None, Solved]]:
         """γ, scale and decompositions of the layers that this rank preconditions."""
         options, device = self._options, self._training.device
+        rounding = self.exchange.rounding
         # γ and scale of the flight.
         travels = self._background is not None and self._training.world.size > 1
         scaled = options.preconditioner_scale == "gradient"
@@ -546,6 +561,11 @@ class Solves:
             if flight.ticket is not None:
                 streams, solved = self.streams(), flight.ticket.result()
                 solved = {k: retrieve(parts, device, streams) for k, parts in solved.items()}
+            if rounding is not None:  # on the solver as by travelling: all workers have the same
+                solved = {
+                    k: self._solver.rounded(parts, shape.is_diagonal(k), rounding)
+                    for k, parts in solved.items()
+                }
             for letter in shape.letters:
                 kept = self._solver.kept_shapes(
                     shape.groups,
@@ -561,7 +581,9 @@ class Solves:
                     mine[block, letter] = solved[letter]
                     if head:
                         numbers = (flight.damping, flight.scale)[: len(head)]
-                        sent = (torch.as_tensor(x, dtype=options.inv_dtype) for x in numbers)
+                        dtype = options.inv_dtype
+                        sent = (torch.as_tensor(x, dtype=rounding or dtype) for x in numbers)
+                        sent = (x.to(dtype) for x in sent)
                         mine[block, letter] = (*(x.to(device) for x in sent), *solved[letter])
             flight.solved, flight.ticket = {}, None
         if sound:
@@ -647,41 +669,9 @@ def _curvature_of(block: KroneckerBlock) -> Tensor:
     return torch.where(curvature > 0, curvature, 1.0)
 
 
+def _at_once(blocks: list[KroneckerBlock]) -> Iterable[list[KroneckerBlock]]:
+    return [blocks]
+
+
 def _never() -> Tensor:
     raise AssertionError("a problem is built from its snapshot")
-
-
-def solve(
-    fetch: Callable[[], list[Tensor]],
-    problems: Mapping[str, Problem],
-    triangular: bool,
-    decompose: Callable[[Sequence[Problem]], list[Decomposition | None]],
-    streams: Streams | None,
-) -> Solved:
-    """Decompose a layer's factors from a snapshot; runs on a thread."""
-    snapshot = fetch()
-    added = iter(snapshot[len(problems) :])
-    built = [
-        problem.on(
-            partial(_matrix, stored, problem, triangular),
-            None if problem.added is None else next(added),
-        )
-        for stored, problem in zip(snapshot, problems.values(), strict=False)
-    ]
-    with torch.no_grad():
-        if streams is None:
-            found = decompose(built)
-        elif built[0].device.type == "cpu":  # pinned, to be fetched without waiting
-            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(built)]
-        else:
-            with torch.cuda.stream(streams.solves):
-                found = decompose(built)
-            streams.solves.record_event().synchronize()
-    return {letter: parts for letter, parts in zip(problems, found, strict=True) if parts}
-
-
-def _matrix(stored: Tensor, problem: Problem, triangular: bool) -> Tensor:
-    """A factor of a snapshot as a full matrix, or as a diagonal."""
-    if not triangular or problem.is_diagonal:
-        return stored.to(problem.dtype, copy=True)
-    return unpack_upper_triangular(stored.to(problem.dtype), problem.dim)

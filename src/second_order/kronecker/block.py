@@ -470,6 +470,7 @@ class StatisticsCollector:
         warn: Issues a warning of statistics that cannot be had.
         blocks: The blocks of each module.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
+        heard: Hears of each block whose staged statistics have grown.
     """
 
     approximation: Approximation
@@ -482,6 +483,7 @@ class StatisticsCollector:
     )
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
     fsdp: FSDPParams | None = None
+    heard: Callable[[KroneckerBlock], None] = lambda block: None
     _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
@@ -530,6 +532,7 @@ class StatisticsCollector:
                         pair, self.gradient_scale(d), pass_id, again=again, mean=self.mean_reduction
                     )
                 block.hear()
+                self.heard(block)
 
     def _statistics(
         self,

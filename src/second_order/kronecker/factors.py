@@ -47,6 +47,10 @@ class StagedStatistics:
 
     They are kept as the running averages are, so that no more than one layer's full matrices exist
     at a time. A pair with a non-finite statistic counts nothing and is counted in :attr:`dropped`.
+
+    Attributes:
+        pairs: Number of pairs since the last :meth:`clear`.
+        revision: A number that changes whenever the sums may have.
     """
 
     def __init__(
@@ -57,10 +61,13 @@ class StagedStatistics:
         self.triangular = triangular
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self.revision = 0
         self.clear()
 
     def clear(self) -> None:
         """Drop every pair since the last step."""
+        self.pairs = 0
+        self.revision += 1
         self._sums: dict[str, Tensor] = {}
         head = 1 + len(self.shape.letters) * self.shape.groups
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
@@ -102,6 +109,8 @@ class StagedStatistics:
             again: Whether an earlier pass has come through the same forward.
             mean: Whether that loss is a mean over the examples.
         """
+        self.pairs += 1
+        self.revision += 1
         if mean:
             # Over the rows, at first: the whole step tells what share of them counts, so that
             # it does not matter how a batch was cut.

@@ -17,6 +17,7 @@ from second_order.kronecker.decompositions import (
     decompose_batched,
     eigh,
 )
+from second_order.kronecker.rounding import round_definite, round_to
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
@@ -188,6 +189,12 @@ class Solver(Protocol):
     ) -> tuple[tuple[int, ...], ...]:
         """Shapes of the parts that :meth:`decompose` gives for a factor."""
 
+    def rounded(self, parts: Decomposition, is_diagonal: bool, dtype: torch.dtype) -> Decomposition:
+        """Round a factor's parts to numbers that a narrower dtype has; they keep their own dtype.
+
+        What :meth:`combine` makes of them stays positive definite.
+        """
+
     def combine(
         self,
         parts: Mapping[str, Decomposition],
@@ -227,6 +234,10 @@ class EigenSolver:
     ) -> tuple[tuple[int, ...], ...]:
         """Shapes of the eigenvectors, if any, and of the eigenvalues."""
         return ((groups, dim),) if is_diagonal else ((groups, dim, dim), (groups, dim))
+
+    def rounded(self, parts: Decomposition, is_diagonal: bool, dtype: torch.dtype) -> Decomposition:
+        """Round eigenvectors and eigenvalues to the nearest: Q Λ Qᵀ has no sign to lose."""
+        return tuple(round_to(part, dtype) for part in parts)
 
     def combine(
         self,
@@ -287,6 +298,14 @@ class InverseSolver:
         if triangular and dim >= TRIANGULAR_FROM:
             return ((groups, packed_length(dim)),)
         return ((groups, dim, dim),)
+
+    def rounded(self, parts: Decomposition, is_diagonal: bool, dtype: torch.dtype) -> Decomposition:
+        """Round an inverse to the nearest, and its diagonal so far up that it stays definite."""
+        (inverse,) = parts
+        if is_diagonal:
+            return (round_to(inverse, dtype),)
+        rounded = round_definite(_whole(inverse), dtype)
+        return (rounded if inverse.dim() == 3 else pack_upper_triangular(rounded),)
 
     def combine(
         self,

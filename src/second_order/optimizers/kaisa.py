@@ -25,6 +25,7 @@ from second_order.kfac.options import (
     KFACOptions,
     PerStep,
     PreconditionerScale,
+    check_exchange_dtype,
     documented,
 )
 from second_order.kfac.plan import kaisa_plan
@@ -81,7 +82,13 @@ class KAISA(KroneckerOptimizer):
         factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
             sends statistics to the process that decomposes the factor, and nobody else keeps it:
             half the traffic, and memory that falls with the number of processes; a checkpoint then
-            needs :meth:`consolidate`, or ``torch.distributed.checkpoint``.
+            needs :meth:`consolidate`, or ``torch.distributed.checkpoint``. "pipelined" is
+            "all_reduce" in buckets that leave while the backward pass still runs, and decomposes
+            factors in the order in which they arrive (Shi et al. 2021): the same training.
+        exchange_dtype: Dtype in which statistics and decompositions travel, where they do; None:
+            that in which they are kept. ``torch.bfloat16`` halves the bytes of float32, and rounds
+            to 8 bits; all processes get the same numbers. Statistics of the first
+            ``refresh_warmup_steps`` steps, and gradients, travel as they are.
         assignment: Balance the "compute" (n³) or the "memory" (n²) of factors over processes.
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         {symmetry_aware}
@@ -132,6 +139,7 @@ class KAISA(KroneckerOptimizer):
         eigen_refresh: str = KFACOptions.eigen_refresh,
         grad_worker_fraction: float = 1.0,
         factor_exchange: str = "all_reduce",
+        exchange_dtype: torch.dtype | None = None,
         assignment: AssignmentCost = "compute",
         colocate_factors: bool = True,
         symmetry_aware: bool = KFACOptions.symmetry_aware,
@@ -159,7 +167,8 @@ class KAISA(KroneckerOptimizer):
             remedy="1.0 is the default",
         )
         check_choice("assignment", assignment, ("compute", "memory"))
-        check_choice("factor_exchange", factor_exchange, ("all_reduce", "reduce"))
+        check_choice("factor_exchange", factor_exchange, ("all_reduce", "reduce", "pipelined"))
+        check_exchange_dtype(exchange_dtype, options)
         check_flag("colocate_factors", colocate_factors)
         system = System(
             partial(
@@ -167,10 +176,13 @@ class KAISA(KroneckerOptimizer):
                 fraction=float(grad_worker_fraction),
                 cost=assignment,
                 colocate=colocate_factors,
-                keeps_all=factor_exchange == "all_reduce",
+                keeps_all=factor_exchange != "reduce",
             ),
             options.block_rules,
-            f"{grad_worker_fraction} {assignment} {colocate_factors} {factor_exchange}",
+            f"{grad_worker_fraction} {assignment} {colocate_factors} {factor_exchange} "
+            f"{exchange_dtype}",
+            pipelined=factor_exchange == "pipelined",
+            exchange_dtype=exchange_dtype,
         )
         super().__init__(
             params_or_model,

@@ -1,0 +1,318 @@
+"""Sums of statistics over the ranks, sent while the backward pass still runs (Shi et al. 2021).
+
+in the passes   a layer whose statistics are complete joins its bucket; a bucket whose layers all
+                are sets out, after those before it
+at the step     the other buckets set out; ranks agree on layers whose statistics have changed since
+                they were sent; each bucket's sums are taken in as they come; the layers that have
+                changed are sent again
+
+Between two steps every rank sends every bucket once, in one order, whatever its passes do: a layer
+that no pass has reached goes as zeros. So it does not matter which rank sends a bucket in a pass
+and which at the step, nor that an exception ends a pass. All of it has a process group of its own,
+where no other collective can come between.
+
+Nobody can know that statistics are complete while passes go on. They count as complete once a layer
+has as many pairs as in the steps before, over all uses and micro-batches. Where that was wrong, the
+layer is sent again: the sums are those of an exchange at the step, at twice the traffic.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from second_order.contract.training import Training
+from second_order.distributed.lent_groups import Loan, borrow_group
+from second_order.distributed.pending_sums import PendingSums
+from second_order.kfac.layers import Layers
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StagedStatistics, StatisticsSums
+from second_order.kronecker.layers import FactorShape
+
+__all__ = ["BUCKET_BYTES", "Pipeline", "Sums", "fused"]
+
+BUCKET_BYTES = 2**20
+"""Bytes of a bucket, unless one layer alone has more."""
+
+Sums = dict[KroneckerBlock, StatisticsSums]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a layer sends: fixed while a plan lasts, whatever becomes of the layer meanwhile.
+
+    Attributes:
+        block: The layer.
+        shape: Sizes of its factors.
+        device: The device of its statistics.
+    """
+
+    block: KroneckerBlock
+    shape: FactorShape
+    device: torch.device
+
+    def statistics(self) -> StagedStatistics:
+        """The layer's statistics since the last step, or none if they have another size by now."""
+        staged = self.block.staged
+        if staged.shape == self.shape and staged.device == self.device:
+            return staged
+        return StagedStatistics(self.shape, self.device, staged.dtype, staged.triangular)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the factors' sums in a dtype."""
+        triangular = self.block.staged.triangular
+        shapes = (self.shape.stored_shape(k, triangular) for k in self.shape.letters)
+        return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The state of a layer's statistics when they were sent.
+
+    Attributes:
+        staged: The statistics.
+        revision: Their revision.
+        micro_batches: The number of micro-batches that they were taken to be of.
+    """
+
+    staged: StagedStatistics
+    revision: int
+    micro_batches: int
+
+    def holds(self, block: KroneckerBlock, micro_batches: int) -> bool:
+        """Whether what was sent is what the layer has, now that the number is known."""
+        same = self.staged is block.staged and self.revision == self.staged.revision
+        return same and (self.staged.empty or self.micro_batches == micro_batches)
+
+
+def fused(slots: Sequence[Slot], dtype: torch.dtype, limit: int) -> list[list[Slot]]:
+    """Runs of layers that travel together, of up to ``limit`` bytes or one layer each."""
+    buckets: list[list[Slot]] = []
+    filled = 0
+    for slot in slots:
+        size = slot.nbytes(dtype)
+        if not buckets or filled + size > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(slot)
+        filled += size
+    return buckets
+
+
+class Pipeline:
+    """The exchange of a training's statistics, begun in its passes.
+
+    Args:
+        training: The training.
+        dtype: Dtype of the factors' sums.
+    """
+
+    def __init__(self, training: Training, dtype: torch.dtype) -> None:
+        self._training, self._dtype = training, dtype
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loan: Loan | None = None
+        self._slots: list[Slot] = []
+        self._expected = False
+        self._wire: torch.dtype | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start with buckets in the reversed order of the model, and without knowledge of it."""
+        self._ordered = False
+        self._wanted: dict[KroneckerBlock, int] = {}  # pairs that make a layer complete
+        self._before: dict[KroneckerBlock, int] = {}  # pairs in the last step
+        self._micro_batches = 1
+        self._buckets = self._fused(self._slots[::-1])
+        self._rest()
+
+    def _rest(self) -> None:
+        """Be done with the buckets of a step."""
+        self._flying: list[list[PendingSums]] = []
+        self._marks: dict[KroneckerBlock, Mark] = {}
+        self._reached: dict[KroneckerBlock, None] = {}
+        self._expected = False
+        if self._loan is not None:
+            self._loan.settled = True
+
+    def _fused(self, slots: Sequence[Slot]) -> list[list[Slot]]:
+        return fused(slots, self._dtype, BUCKET_BYTES)
+
+    # --------------------------------------------------------------------------------- the plan
+
+    def follow(self, blocks: Sequence[KroneckerBlock]) -> None:
+        """Go on with other layers; a collective.
+
+        Args:
+            blocks: The layers whose statistics come from passes, in the order of the model.
+        """
+        self.drain()
+        self._slots = [Slot(b, b.staged.shape, b.staged.device) for b in blocks]
+        self._forget()
+
+    def connect(self) -> None:
+        """Get a process group, unless there is one; a collective."""
+        if self._loan is None:
+            self._loan = borrow_group(self._training.world)
+            weakref.finalize(self, self._loan.give_back).atexit = False
+
+    def expect(self, wire: torch.dtype | None) -> None:
+        """Send what the coming passes bring, as the coming step wants statistics.
+
+        Args:
+            wire: Dtype in which the factors' sums travel; None for their own. What has been
+                expected since the last step stays: buckets may have left.
+        """
+        if not self._expected:
+            self._expected, self._wire = True, wire
+
+    # -------------------------------------------------------------------------------- the passes
+
+    def heard(self, block: KroneckerBlock) -> None:
+        """Hear in a backward pass that a layer's statistics have grown: send what is complete."""
+        if not self._expected or self._loan is None:
+            return
+        self._reached.setdefault(block)
+        if not self._wanted:  # no step has shown how many pairs there are
+            return
+        while len(self._flying) < len(self._buckets):
+            bucket = self._buckets[len(self._flying)]
+            if not all(s.block.staged.pairs >= self._wanted.get(s.block, 1) for s in bucket):
+                return
+            with self._training.meter.stage("exchange"):
+                self._send(bucket, self._micro_batches)
+
+    def _send(self, bucket: Sequence[Slot], micro_batches: int) -> None:
+        assert self._loan is not None
+        world = self._loan.world
+        self._loan.settled = False
+        found = []
+        for slot in bucket:
+            staged = slot.statistics()
+            self._marks[slot.block] = Mark(staged, staged.revision, micro_batches)
+            found.append(staged.sums(micro_batches).to(self._dtype))
+        heads = [each.head for each in found]
+        factors = [factor for each in found for factor in each.factors.values()]
+        if self._wire is None:
+            self._flying.append([world.start_sums([*heads, *factors])])
+        else:  # numbers of examples are not rounded
+            narrow = world.wired(self._wire)
+            self._flying.append([world.start_sums(heads), narrow.start_sums(factors)])
+
+    # ---------------------------------------------------------------------------------- the step
+
+    def drain(self) -> None:
+        """Let the other ranks have what they expect in this step, and drop it all; a collective."""
+        if not self._expected or self._loan is None:
+            return
+        for bucket in self._buckets[len(self._flying) :]:
+            self._send(bucket, self._micro_batches)
+        for parts in self._flying:
+            for pending in parts:
+                pending.wait()
+        self._rest()
+
+    def sums(
+        self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None]
+    ) -> Iterator[Sums]:
+        """Send what is left, and return an iterator of the sums of all ranks, bucket by bucket.
+
+        A collective, and so is the iterator, to its end. The layers' statistics are cleared.
+
+        Args:
+            layers: The layers of the model.
+            exchange: Sums statistics over all ranks at once, in place, by the dtype in which they
+                travel.
+        """
+        blocks = [slot.block for slot in self._slots]
+        micro_batches = layers.micro_batches(blocks)
+        meter, world = self._training.meter, self._training.world
+        with meter.stage("exchange"):
+            for bucket in self._buckets[len(self._flying) :]:
+                self._send(bucket, micro_batches)
+            changed = torch.tensor(
+                [float(not self._marks[b].holds(b, micro_batches)) for b in blocks], device="cpu"
+            )
+            agreed = world.on_cpu().all_reduce_max([changed])
+        buckets, flying = self._buckets, self._flying
+        self._learn(blocks, micro_batches)
+        with meter.stage("exchange"):
+            agreed.wait()
+        again = [b for b, flag in zip(blocks, changed.tolist(), strict=True) if flag]
+        local = layers.sums(again, micro_batches)
+        if self._loan is not None:
+            self._loan.settled = False
+        return self._arriving(buckets, flying, local, exchange)
+
+    def _arriving(
+        self,
+        buckets: Sequence[Sequence[Slot]],
+        flying: Sequence[Sequence[PendingSums]],
+        local: Sums,
+        exchange: Callable[[Sums, torch.dtype | None], None],
+    ) -> Iterator[Sums]:
+        """The sums of each bucket without those that have changed, and then these."""
+        meter = self._training.meter
+        for bucket, parts in zip(buckets, flying, strict=True):
+            with meter.stage("exchange"):
+                sums = iter([each for pending in parts for each in pending.wait()])
+            heads = [next(sums) for _ in bucket]
+            found = {}
+            for slot, head in zip(bucket, heads, strict=True):
+                factors = {letter: next(sums).to(self._dtype) for letter in slot.shape.letters}
+                if slot.block not in local:
+                    found[slot.block] = StatisticsSums(factors, head)
+            yield found
+        if self._loan is not None:
+            self._loan.settled = True
+        if local:
+            with meter.stage("exchange"):
+                exchange(local, self._wire)
+            yield local
+
+    def _learn(self, blocks: Sequence[KroneckerBlock], micro_batches: int) -> None:
+        """Expect as many pairs as in one of the last two steps, in the first rank's order."""
+        found = {block: block.staged.pairs for block in blocks}
+        if any(found.values()):  # a rank without a batch learns nothing
+            # The larger number: to send late costs less than to send twice.
+            before = self._before or found
+            self._wanted = {b: max(n, before.get(b, 0)) for b, n in found.items()}
+            self._before, self._micro_batches = found, micro_batches
+        reached = [b for b in self._reached if b in found]
+        self._rest()
+        if self._ordered or not blocks:
+            return
+        # Minus ones where the first rank has had no backward pass: another step shows the order.
+        number = {block: i for i, block in enumerate(blocks)}
+        ordered = [number[b] for b in dict.fromkeys([*reached, *reversed(blocks)])]
+        order = torch.tensor(ordered if reached else [-1] * len(blocks), device="cpu")
+        with self._training.meter.stage("exchange"):
+            self._training.world.on_cpu().broadcast_from_first([order])
+        indices = order.tolist()
+        if min(indices) >= 0:
+            self._ordered = True
+            self._buckets = self._fused([self._slots[i] for i in indices])
+
+    # ---------------------------------------------------------------------------------- the rest
+
+    def close(self) -> None:
+        """Send nothing more. Ranks that have begun a step's buckets let the others have theirs."""
+        if self._loan is not None:
+            if self._flying:
+                for bucket in self._buckets[len(self._flying) :]:
+                    self._send(bucket, self._micro_batches)
+            else:
+                self._loan.give_back()
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": (self._training, self._dtype)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._training, self._dtype = state["parts"]
+        self._begin()

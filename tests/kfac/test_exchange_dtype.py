@@ -1,0 +1,126 @@
+"""What travels in bfloat16: half the bytes, and the same numbers on every rank.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from models import ZOO
+from ranks import agreed, kaisa, shard, vector
+from reference import cross_entropy
+from torch import Tensor
+
+from second_order.kronecker.triangles import unpack_upper_triangular
+
+if TYPE_CHECKING:
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(4, n=12)
+BF16 = torch.bfloat16
+WAYS: dict[str, dict[str, Any]] = {
+    "all_reduce": {},
+    "pipelined": {"factor_exchange": "pipelined"},
+    "reduce": {"factor_exchange": "reduce", "colocate_factors": False},
+}
+Found = tuple[list[Tensor], list[list[Tensor]], dict[str, float]]
+
+
+def train(rank: int, ranks: int, options: dict[str, Any]) -> Found:
+    """The trajectory, each layer's inverse on this rank, and the bytes of the last step."""
+    model = MLP.model()
+    with kaisa(model, damping=0.1, **options) as optimizer:
+        trajectory = []
+        for batch in BATCHES:
+            x, y = shard(batch, rank, ranks)
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            trajectory.append(vector(model))
+        plan = optimizer._curvature.plan
+        inverses = [b.inverse.tensors for b in plan if b.inverse is not None]
+        return trajectory, inverses, optimizer.statistics()
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_rank_has_the_same_numbers(world: World, way: str, solver: str) -> None:
+    """Near those of an exchange that rounds nothing, and not the same as those."""
+    options = {**WAYS[way], "solver": solver}
+    exact = agreed([each[0] for each in world.run(train, 3, options)])
+    results = world.run(train, 3, {**options, "exchange_dtype": BF16})
+    found = agreed([each[0] for each in results])
+    for step, (mine, theirs) in enumerate(zip(found, exact, strict=True)):
+        assert 1e-6 < float((mine - theirs).norm() / theirs.norm()) < 0.02, step
+    first = results[0][1]
+    assert len(first) == 3
+    for _, inverses, _ in results:
+        for layer, of_first in zip(inverses, first, strict=True):
+            assert all(map(torch.equal, layer, of_first))
+    if solver == "inverse":
+        for matrix in (m for layer in first for m in layer):
+            whole = matrix if matrix.dim() == 3 else unpack_upper_triangular(matrix, 0)
+            assert torch.equal(whole, whole.mT)
+            assert float(torch.linalg.eigvalsh(whole).min()) > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_factors_and_decompositions_take_half_the_bytes(world: World, way: str) -> None:
+    """Examples and traces travel as they are, and so do gradients."""
+    kept = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
+    options = {**WAYS[way], **kept, "solver": "inverse", "grad_worker_fraction": 0.5}
+    options["kl_clip"] = None
+    heads = 4 * 3 * 3
+    whole, half = (
+        world.run(train, 4, {**options, "exchange_dtype": dtype}) for dtype in (None, BF16)
+    )
+    for (*_, before), (*_, after) in zip(whole, half, strict=True):
+        sums = "bytes/statistics_exchange"
+        flags = 4 * 3 if way == "pipelined" else 0
+        copies = 4 if way == "reduce" else 1  # a head to each rank, or one into the all-reduce
+        rounded = before[sums] - copies * heads - flags
+        assert after[sums] == rounded / 2 + heads + flags
+        verdicts = 4 * 3
+        assert after["bytes/solve_exchange"] - verdicts == (
+            (before["bytes/solve_exchange"] - verdicts) / 2
+        )
+        same = ("average_gradients", "precondition_exchange")
+        assert all(after[f"bytes/{name}"] == before[f"bytes/{name}"] for name in same)
+        assert before["bytes/precondition_exchange"] > 0 or before["bytes/average_gradients"] > 0
+    assert sum(each[2]["bytes/solve_exchange"] for each in half) > 4 * 4 * 3
+
+
+def test_one_process_rounds_nothing() -> None:
+    exact, _, _ = train(0, 1, {})
+    found, _, _ = train(0, 1, {"exchange_dtype": BF16, "factor_exchange": "pipelined"})
+    assert all(map(torch.equal, found, exact))
+
+
+def sums_sent(rank: int, ranks: int, options: dict[str, Any]) -> list[float]:
+    """Bytes of the statistics' exchange, step by step."""
+    model = MLP.model()
+    optimizer = kaisa(model, exchange_dtype=BF16, **options)
+    found = []
+    for batch in BATCHES:
+        x, y = shard(batch, rank, ranks)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        found.append(optimizer.statistics()["bytes/statistics_exchange"])
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_statistics_travel_as_they_are(world: World, way: str) -> None:
+    """Until the warm-up is over, so that no average is of rounded numbers alone."""
+    (first, second, third, fourth), _ = world.run(
+        sums_sent, 2, {**WAYS[way], "refresh_warmup_steps": 2}
+    )
+    assert second > 3 * third
+    assert third == fourth
+    assert first >= second  # the first step of the pipeline settles an order
