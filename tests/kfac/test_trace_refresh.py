@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,9 @@ from contract import each_kronecker, factors, make, same, take
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, counted, replaced, shard, vector
 from reference import block as dense_block
+from threaded import LONG
 from torch import nn
+from workers import SYNCHRONOUS, ends_stats, play, roles_of, train_on, until_fed
 
 from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.kfac.flights import Mark, Verdict
@@ -281,6 +284,27 @@ def test_solvers_of_one_layer_that_differ_spare_it_alike(world: World) -> None:
     judged_by_one = sum(1 in solvers for solvers in first[2])
     assert any(set(solvers) == {0, 1} for solvers in first[2])
     assert first[1] == second[1] == 3 * judged_by_one
+
+
+def traced_worker(model: nn.Module, optimizer: Any) -> Any:
+    with optimizer:
+        until_fed(model, optimizer)
+        path = train_on(model, optimizer, BATCHES)
+        rule = traces(optimizer)
+        known = [block for block in optimizer._curvature.plan if block in rule._marks]
+        return path, (rule.judged, rule.spared), {block.name for block in known}
+
+
+def test_with_stats_workers_a_layers_owner_alone_knows_its_trace(world: World) -> None:
+    """The others hear what it has found."""
+    options = {**SYNCHRONOUS, "refresh": "trace", "trace_bounds": (0.5, 0.0)}
+    scene = traced_worker, partial(ends_stats, how="")
+    first, second = roles_of(world.run(play, 3, scene, options, timeout=2 * LONG))[0]
+    agreed([first[0], second[0]])
+    assert first[1] == second[1]
+    assert 0 < first[1][1] < first[1][0]
+    assert not first[2] & second[2]
+    assert len(first[2] | second[2]) == LAYERS
 
 
 # Checkpoints, copies, and changes of the model.

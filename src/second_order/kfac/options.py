@@ -106,7 +106,7 @@ DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
-TRACE_BOUNDS = (0.01, 0.001)  # upper, lower
+TRACE_BOUNDS = (0.1, 0.0)  # by benchmarks/progress/trace_refresh.py
 
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
