@@ -117,6 +117,7 @@ trace-refresh: venv ## what refreshes by trace spare, and what that costs in ste
 grids: venv ## the papers' grids in miniature, all or those that ARGS names: some ten minutes
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/grids.py \
 		--json benchmarks/results/grids.json $(ARGS)
+	$(BIN)/python benchmarks/progress/plot_grids.py benchmarks/results/grids.json --out docs/figures/grids.png
 
 refresh-budget: venv ## what DHO2's refreshes by budget take, beside the overhead asked for: minutes
 	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/speed/refresh_budget.py \
