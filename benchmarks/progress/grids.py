@@ -12,9 +12,9 @@ norm       a deep plain network with batch norm and without (DistKFAC, figure 3)
 doubly     a wide Linear doubly factored, with A and G, or left to the base (DistKFAC, figure 4)
 
 lr is 0.1 and momentum 0.9 unless a row says otherwise; all else is default but what a row names. A
-loss is that of all training images, looked at every five steps. Without batch norm, KAISA takes the
-same steps on several processes as on one with the whole batch, so that it and SGD run on one;
-DPKFAC runs on so many processes in truth, over gloo.
+loss is that of all training images, looked at every five steps, or at every one in the grid of
+processes. Without batch norm, KAISA takes the same steps on several processes as on one with the
+whole batch, so that it and SGD run on one; DPKFAC runs on so many processes in truth, over gloo.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -63,6 +63,7 @@ class Point:
         target: Loss on the training images at which it ends.
         lr: The learning rate.
         options: The system's keywords.
+        every: Steps between two looks at the loss.
     """
 
     network: str
@@ -73,6 +74,7 @@ class Point:
     target: float
     lr: float = 0.1
     options: Mapping[str, Any] = field(default_factory=dict)
+    every: int = EVERY
 
 
 def plain_network(norm: bool) -> nn.Module:
@@ -123,7 +125,7 @@ def train(point: Point, rank: int = 0, processes: int = 1) -> Row:
         optimizer.zero_grad()
         cross_entropy(model(data.train_images[indices]), data.train_labels[indices]).backward()
         optimizer.step()
-        if step % EVERY == 0:
+        if step % point.every == 0:
             model.eval()
             with torch.no_grad():
                 loss = cross_entropy(model(data.train_images), data.train_labels).item()
@@ -158,18 +160,25 @@ def train_on(processes: int, points: Sequence[Point]) -> list[Row]:
     """Train at points on so many processes of this machine."""
     if processes == 1:
         return [train(point) for point in points]
-    found = mp.get_context("fork").SimpleQueue()  # importing torch anew costs more than a training
+    context = multiprocessing.get_context("fork")  # to import torch anew costs more than to train
+    found = context.SimpleQueue()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         arguments = (processes, f"{folder}/store", points, found)
-        context = mp.start_processes(_serve, arguments, processes, join=False, start_method="fork")
-        rows = []
+        ranks = [context.Process(target=_serve, args=(i, *arguments)) for i in range(processes)]
+        for rank in ranks:
+            rank.start()
         while len(rows) < len(points):
-            if found.empty():
-                context.join(timeout=0.05)  # raises what a process has raised
-            else:
+            if not found.empty():
                 rows.append(found.get())
-        while not context.join():
-            pass
+            elif any(rank.exitcode for rank in ranks):
+                for rank in ranks:
+                    rank.terminate()
+                raise RuntimeError("a process of the grid has failed; see above")
+            else:
+                time.sleep(0.05)
+        for rank in ranks:
+            rank.join()
     return rows
 
 
@@ -284,7 +293,7 @@ def processes(seeds: int) -> list[Row]:
 
     def point(row: Row) -> Point:
         batch = row["processes"] * row["local batch"]
-        return Point("MLP", row["optimizer"], batch, row["seed"], 200, 0.05)
+        return Point("MLP", row["optimizer"], batch, row["seed"], 200, 0.05, every=1)
 
     return [
         {**row, "global batch": row["processes"] * row["local batch"]}

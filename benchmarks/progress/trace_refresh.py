@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from second_order import KAISA
 from second_order.kfac.options import KFACOptions
 from tasks import Job, steps_to, train
 
@@ -66,7 +65,7 @@ def measured(task: str, label: str, seed: int) -> Row:
     job = Job(task, f"KAISA, {base}", lr, seed, SETTINGS[label])
     found: Row = {"task": task, "setting": label, "seed": seed}
 
-    def ended(optimizer: KAISA) -> None:
+    def ended(optimizer: Any) -> None:
         rule, layers = optimizer._curvature.solves.traces, optimizer.statistics()["layers"]
         found["due"] = rule.judged / layers - WARM_UP
         found["solves"] = found["due"] - rule.spared / layers
