@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids many-ranks scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -117,6 +117,15 @@ exchange-dtype: venv ## what bfloat16 between processes saves, and its error: a 
 
 warm-starts: venv ## how good eigenpairs are after few products, by where a refresh starts from: a minute
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/warm_starts.py $(ARGS)
+
+trace-refresh: venv ## what refreshes by trace spare, and what that costs in steps: a few minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/trace_refresh.py \
+		--json benchmarks/results/trace_refresh.json $(ARGS)
+
+grids: venv ## the papers' grids in miniature, all or those that ARGS names: some ten minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/grids.py \
+		--json benchmarks/results/grids.json $(ARGS)
+	$(BIN)/python benchmarks/progress/plot_grids.py benchmarks/results/grids.json --out docs/figures/grids.png
 
 refresh-budget: venv ## what DHO2's refreshes by budget take, beside the overhead asked for: minutes
 	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/speed/refresh_budget.py \

@@ -228,15 +228,15 @@ MUTANTS = [
     ),
     _mutant(
         "a failure is less grave than a sound solve",
-        "kfac/solves.py",
-        "    SOUND = 3\n    FAILED = 4\n",
-        "    FAILED = 3\n    SOUND = 4\n",
+        "kfac/flights.py",
+        "    SOUND = 3\n",
+        "    SOUND = 9\n",
         "failures::one_factor_that_fails_is_told",
     ),
     _mutant(
         "a lost factor is less grave than a sound one",
-        "kfac/solves.py",
-        "    LOST = 5  #",
+        "kfac/flights.py",
+        "    LOST = 7  #",
         "    LOST = 0  #",
         "factor_exchange::a_layer_whose_factor_is_lost_starts_anew",
     ),
@@ -256,7 +256,7 @@ MUTANTS = [
     ),
     _mutant(
         "silence outweighs pairs without an example",
-        "kfac/solves.py",
+        "kfac/flights.py",
         "    SILENT = 1  # no pair of statistics has ever come\n    UNSEEN = 2",
         "    UNSEEN = 1  # no pair of statistics has ever come\n    SILENT = 2",
         "kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused",
@@ -1014,8 +1014,8 @@ MUTANTS = [
     _mutant(
         "a warm-up that waits for nothing",
         "kfac/solves.py",
-        "return late or self._budget.measuring or steps < self._options.refresh_warmup_steps",
-        "return late or self._budget.measuring",
+        "self._training.steps < self._options.refresh_warmup_steps",
+        "False",
         "distkfac::during_the_warm_up_it_is_synchronous",
     ),
     _mutant(
@@ -2089,8 +2089,8 @@ MUTANTS = [
     _mutant(
         "a budget of solves that have not come",
         "kfac/solves.py",
-        "late or self._budget.measuring or",
-        "late or",
+        "return self._budget.measuring or self",
+        "return self",
         "budget::solves_on_threads_are_waited_for_while_they_are_measured",
     ),
     _mutant(
@@ -2480,5 +2480,55 @@ MUTANTS = [
         "exact = self.training.steps < self._options.refresh_warmup_steps",
         "exact = False",
         "exchange_dtype::the_first_statistics_travel_as_they_are",
+    ),
+    # Refreshes by trace.
+    _mutant(
+        "sparing counts for less than solving",
+        "kfac/flights.py",
+        "    SOUND = 3\n    SPARED = 4  # not to be solved: its trace has hardly moved\n",
+        "    SPARED = 3\n    SOUND = 4\n",
+        "trace_refresh::solvers_of_one_layer_that_differ_spare_it_alike",
+    ),
+    _mutant(
+        "traces without the damping",
+        "kfac/trace_refresh.py",
+        "block.ensure_factors().mean_curvature() + of",
+        "block.ensure_factors().mean_curvature() + 0 * of",
+        "trace_refresh::layers_are_solved_where_the_dense_trace_has_moved",
+    ),
+    _mutant(
+        "layers that settle in the warm-up",
+        "kfac/solves.py",
+        "judged = not self._dense",
+        "judged = True",
+        "trace_refresh::every_layer_is_solved_in_the_warm_up",
+    ),
+    _mutant(
+        "a failed layer is spared",
+        "kfac/trace_refresh.py",
+        " or block.state.failures:",
+        ":",
+        "trace_refresh::a_layer_that_failed_is_solved_at_the_next_refresh",
+    ),
+    _mutant(
+        "a schedule of the damping that wakes no layer",
+        "kfac/trace_refresh.py",
+        "if moved(now.damping, before.damping) > upper:",
+        "if False:",
+        "trace_refresh::a_schedule_of_the_damping_asks_for_a_solve",
+    ),
+    _mutant(
+        "what has settled is forgotten by a resumed run",
+        "kfac/curvature.py",
+        "        self.solves.traces.load(saved, self.layers.blocks)\n",
+        "",
+        "trace_refresh::what_has_settled_is_in_checkpoints",
+    ),
+    _mutant(
+        "what has settled outlives the plan",
+        "kfac/solves.py",
+        " or layers\n        self.traces.forget()\n",
+        "\n",
+        "trace_refresh::a_model_that_changes_is_solved_anew_and_watched_again",
     ),
 ]

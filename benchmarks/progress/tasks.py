@@ -145,8 +145,13 @@ def build(job: Job, model: nn.Module) -> Any:
     return (bases | {"SOAP": SOAP})[base](model.parameters(), lr=job.lr, **options)
 
 
-def train(job: Job) -> Run:
-    """Do a job, to its last step or to the first loss that is not finite."""
+def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Run:
+    """Do a job, to its last step or to the first loss that is not finite.
+
+    Args:
+        job: What is to be trained.
+        ended: Is called with the optimizer after that.
+    """
     torch.set_num_threads(1)
     task = TASKS[job.task]()
     torch.manual_seed(job.seed)
@@ -170,6 +175,7 @@ def train(job: Job) -> Run:
             run.seconds.append(round(seconds, 3))
             if not math.isfinite(run.losses[-1]):
                 break
+    ended(optimizer)
     return run
 
 

@@ -12,6 +12,7 @@ from second_order.contract.saved import COUNTABLE, SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.budget import SAVED, check_saved_intervals
 from second_order.kfac.layers import Layers
+from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
 
@@ -19,12 +20,15 @@ __all__ = ["READ_BY_ALL", "check_saved_factors", "load_factors", "saved_factors"
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
-READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, *sorted(SAVED))
+READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, *sorted(SAVED))
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
 
 def saved_factors(
-    layers: Layers, taken: Callable[[KroneckerBlock], bool], common: Mapping[str, Any]
+    layers: Layers,
+    taken: Callable[[KroneckerBlock], bool],
+    common: Mapping[str, Any],
+    of_layer: Callable[[KroneckerBlock], Mapping[str, Any]],
 ) -> dict[Tensor, dict[str, Any]]:
     """The factors that this process keeps, by the layers' weights; shared, not copied.
 
@@ -32,10 +36,15 @@ def saved_factors(
         layers: The layers of the model.
         taken: Tells whether this process has any statistics of a layer.
         common: Entries that are saved with every layer.
+        of_layer: Makes further entries of a layer, which every process has.
     """
     active = set(layers.active)
     return {
-        block.weight: {**(block.saved_factors() if taken(block) else {}), **common}
+        block.weight: {
+            **(block.saved_factors() if taken(block) else {}),
+            **common,
+            **of_layer(block),
+        }
         for block in layers.blocks
         if block in active or block.factors is not None
     }
@@ -74,7 +83,9 @@ def check_saved_factors(
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     check_saved_intervals(saved)
     for p, part in saved.items():
-        part.check_known((*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS, *SAVED), ELSEWHERE)
+        part.check_known((*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS, SETTLED, *SAVED), ELSEWHERE)
+        if SETTLED in part:
+            part.whole(SETTLED, 0, 1)
         there = [letter for letter in LETTERS if letter in part]
         if there or MEANS in part or EXAMPLES in part:
             part.require([WEIGHT])

@@ -473,7 +473,9 @@ class KFACCurvature(Curvature):
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process keeps, by the layers' weights."""
-        return saved_factors(self.layers, self._takes, self.budget.saved())
+        return saved_factors(
+            self.layers, self._takes, self.budget.saved(), self.solves.traces.saved
+        )
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
@@ -489,6 +491,7 @@ class KFACCurvature(Curvature):
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh tells
         self.solves.restart()
+        self.solves.traces.load(saved, self.layers.blocks)
         self.budget.load(saved)
         self._updated_at = self.training.steps
         self.watch()
@@ -578,9 +581,8 @@ class KFACCurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        return replace(
-            self.layers.summary(said), intervals=self.budget.said, settings=self._options.said
-        )
+        settings = "; ".join(filter(None, [self._options.said, self.solves.traces.said]))
+        return replace(self.layers.summary(said), intervals=self.budget.said, settings=settings)
 
 
 def with_stats_workers(

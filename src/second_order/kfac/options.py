@@ -125,6 +125,8 @@ DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
+TRACE_BOUNDS = (0.1, 0.0)  # by benchmarks/progress/trace_refresh.py
+
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -208,6 +210,13 @@ For layers applied at many positions: "expand" if each position has a loss term
     "eigen_refresh": """\
 "full" computes eigenvectors anew at each refresh. "warm" takes one step of orthogonal
 iteration from the last ones where that is accurate.""",
+    "refresh": """\
+"interval" solves every layer at each refresh. "trace" keeps the inverses of layers whose curvature
+has hardly moved since their last solve, by its trace (THOR, Chen et al. 2021).""",
+    "trace_bounds": """\
+With ``refresh="trace"``: (upper, lower). A layer is solved if the trace of A ⊗ G + γ has moved by
+more than ``upper`` times its value at the last solve, or the option's γ has. One that moved by less
+than ``lower`` is not looked at again; 0: no layer is let go. Not used with "interval".""",
     "symmetry_aware": "Whether to keep and send symmetric matrices as upper triangles.",
     "max_factor_dim": """\
 Largest size of a factor. Layers with a larger one, A of the inputs or G of the outputs,
@@ -265,6 +274,8 @@ class KFACOptions:
     likelihood: Likelihood = "categorical"
     kfac_approx: Approximation = "expand"
     eigen_refresh: str = "full"
+    refresh: str = "interval"
+    trace_bounds: tuple[float, float] = TRACE_BOUNDS
     symmetry_aware: bool = True
     skip_layers: tuple[str, ...] = ()
     accumulation_steps: int | Literal["auto"] = "auto"
@@ -302,6 +313,8 @@ class KFACOptions:
             ours["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
         for name in ("relative_damping", "symmetry_aware"):
             check_flag(name, ours[name])
+        if isinstance(ours["trace_bounds"], list):
+            ours["trace_bounds"] = tuple(ours["trace_bounds"])
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
 
     def scheduled(self, step: int) -> list[tuple[str, Any]]:
@@ -321,6 +334,22 @@ class KFACOptions:
         elif callable(self.factor_decay):
             memory = "weight of the past by a schedule"
         return f"damping {damping}; clip {clip}; {memory}"
+
+    def _check_refresh(self) -> None:
+        check_choice("refresh", self.refresh, ("interval", "trace"))
+        pair: Any = self.trace_bounds
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"trace_bounds={pair!r} is not a pair (upper, lower); {TRACE_BOUNDS} is the default"
+            )
+        for name, bound in zip(("upper", "lower"), pair, strict=True):
+            remedy = f"{TRACE_BOUNDS} is the default"
+            check_number(f"trace_bounds' {name}", bound, low=0.0, open_high=True, remedy=remedy)
+        if pair[1] > pair[0]:
+            raise ValueError(
+                f"trace_bounds={pair!r}: lower is above upper, so that a layer to be solved would "
+                f"have settled; swap them, as in {TRACE_BOUNDS}"
+            )
 
     @property
     def block_rules(self) -> BlockRules:
@@ -364,6 +393,7 @@ class KFACOptions:
                 f"eigen_refresh='warm' starts from eigenvectors, and solver={self.solver!r} has "
                 f"none; use solver='eigen', or leave eigen_refresh at 'full'"
             )
+        self._check_refresh()
         if self.accumulation_steps != "auto":
             meaning = "micro-batches to a step, or 'auto'"
             check_count("accumulation_steps", self.accumulation_steps, meaning)

@@ -1,6 +1,7 @@
 """Damped inverses of the layers' factors: submitted, agreed on, installed.
 
-submit    each solver decomposes its factors, at once or on threads, from a snapshot
+submit    each solver decomposes its factors, at once or on threads, from a snapshot; refreshed by
+          trace, it spares layers that have hardly moved
 agree     all ranks hear the greatest verdict on each layer
 install   decompositions go to the gradient workers of the layers that are solved, and are put to
           use by all of them at this step; the others keep what they have, or nothing
@@ -14,8 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,10 +27,12 @@ from second_order.distributed.parcels import Shapes
 from second_order.errors import DecompositionError
 from second_order.kfac.budget import Budget
 from second_order.kfac.exchange import Exchange, Item
+from second_order.kfac.flights import Flight, Solved, Verdict
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import LayerPlan, solve_cost_of
 from second_order.kfac.snapshots import solve
+from second_order.kfac.trace_refresh import TraceRefresh
 from second_order.kronecker.background import (
     Streams,
     Ticket,
@@ -39,7 +41,7 @@ from second_order.kronecker.background import (
     take_snapshot,
 )
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import Decomposition, Problem
+from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
 from second_order.options import value_at
@@ -49,27 +51,8 @@ __all__ = ["Background", "Solves"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
-Solved: TypeAlias = dict[str, Decomposition]
-"""A layer's decompositions, by the factors' letters; without those that failed."""
-
 Arriving: TypeAlias = Callable[[list[KroneckerBlock]], Iterable[list[KroneckerBlock]]]
 """Gives all layers of a list in parts, as they become ready."""
-
-
-class Verdict(IntEnum):
-    """A rank's verdict on a layer that is to be solved; the greatest of all ranks' counts.
-
-    The layer's solvers know whether there are statistics; any rank may know whether pairs without
-    an example have ever been captured.
-    """
-
-    FLYING = 0  # not solved yet, or not by this rank
-    SILENT = 1  # no pair of statistics has ever come
-    UNSEEN = 2  # pairs have come, but none with an example
-    SOUND = 3
-    FAILED = 4
-    LOST = 5  # a factor is missing where it should be kept
-    RAISED = 6  # an exception on a thread
 
 
 @dataclass(frozen=True)
@@ -87,27 +70,6 @@ class Background:
     device: str
     max_staleness: int | None
     deterministic: bool
-
-
-@dataclass
-class Flight:
-    """A layer's solve under way.
-
-    Attributes:
-        step: The step at which the factors were taken.
-        damping: γ at that step, on ranks that know it.
-        scale: What the inverse is multiplied by, on these ranks; None for nothing.
-        verdict: The verdict, as far as it is known without a thread.
-        solved: The decompositions that this rank has computed.
-        ticket: The ticket of a thread's work, or None.
-    """
-
-    step: int
-    damping: Damping | None = None
-    scale: Tensor | None = None
-    verdict: Verdict = Verdict.FLYING
-    solved: Solved = field(default_factory=dict)
-    ticket: Ticket[Solved] | None = None
 
 
 class Solves:
@@ -128,6 +90,7 @@ class Solves:
         damping: γ of the last refresh, as the option has it; NaN before.
         dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
         failed: Number of solves that gave no sound decomposition, of all layers so far.
+        traces: Which layers a refresh need not solve.
         exchange: The collectives between the ranks.
     """
 
@@ -153,6 +116,7 @@ class Solves:
         self.landed_at: dict[KroneckerBlock, int] = {}
         self.damping, self.failed = math.nan, 0
         self.dampings: dict[KroneckerBlock, Damping] = {}
+        self.traces = TraceRefresh(options.trace_bounds if options.refresh == "trace" else None)
         self._made_streams: Streams | None = None
         self._posting: Ticket[None] | None = None
         self._begin()
@@ -166,6 +130,7 @@ class Solves:
         """Go on by another plan, with everything to be solved anew."""
         self._plan = plan
         self.flights.clear()  # verdicts on other factors or layers
+        self.traces.forget()
         self.wanted = True
         known = set(self._layers.blocks)
         by_layer: tuple[dict[KroneckerBlock, Any], ...] = (
@@ -180,6 +145,7 @@ class Solves:
     def restart(self) -> None:
         """Solve all layers anew, from other factors."""
         self.flights.clear()
+        self.traces.forget()
         self.landed_at, self.taken_at, self.wanted = {}, {}, True
         self.dampings = {}
 
@@ -300,6 +266,7 @@ class Solves:
             known = [*ready, *(others if self._background is None else [])]
             dampings = self._dampings(known, damping)
             scales = self._scales(dampings)
+            ready = self._to_solve({block: dampings[block] for block in ready}, damping)
         except Exception as error:  # an exception must not part this rank from the others
             self._tell_of_error(mine, error)
             return
@@ -333,6 +300,18 @@ class Solves:
                 self._seen.add(factors[block])  # known to be so: the device need not be read again
                 ready.append(block)
         return ready
+
+    def _to_solve(
+        self, dampings: Mapping[KroneckerBlock, Damping], damping: float
+    ) -> list[KroneckerBlock]:
+        """The layers, of those with γ, that are not spared by their traces; those get verdicts."""
+        judged = not self._dense
+        marks = self.traces.marks(dampings, damping)
+        for block, mark in marks.items():
+            self.flights[block].mark = mark
+            kept = self.traces.verdict(block, mark) if judged else None
+            self.flights[block].verdict = Verdict.FLYING if kept is None else kept
+        return [block for block in dampings if self.flights[block].verdict is Verdict.FLYING]
 
     def _dampings(
         self, blocks: Sequence[KroneckerBlock], damping: float
@@ -471,7 +450,12 @@ class Solves:
             return True
         steps, most = self._training.steps, self._background.max_staleness
         late = most is not None and steps - self.flights[block].step >= most
-        return late or self._budget.measuring or steps < self._options.refresh_warmup_steps
+        return late or self._dense
+
+    @property
+    def _dense(self) -> bool:
+        """Whether refreshes come at every step: in the warm-up, and while they are measured."""
+        return self._budget.measuring or self._training.steps < self._options.refresh_warmup_steps
 
     def _start_agreement(
         self, news: Sequence[float]
@@ -532,6 +516,9 @@ class Solves:
         failing = []
         for block, verdict in verdicts.items():
             flight = self.flights.pop(block)
+            self.traces.land(block, verdict, flight.mark)
+            if verdict in (Verdict.SPARED, Verdict.SETTLED):
+                continue
             if verdict is not Verdict.SOUND:
                 failing += self._note_failure(block, verdict)
                 continue

@@ -55,7 +55,9 @@ NAMES = (
     "layers/solved",
     "layers/failing",
     "layers/under_way",
+    "layers/settled",
     "failed",
+    "spared",
     "dropped",
 )
 """The names of the numbers, but those by account."""
@@ -81,7 +83,9 @@ def statistics_of(
         "layers/solved": float(len(solved)),
         "layers/failing": float(sum(block.state.failures > 0 for block in blocks)),
         "layers/under_way": float(len(solves.flights)),
+        "layers/settled": float(len(solves.traces.settled)),
         "failed": float(solves.failed),
+        "spared": solves.traces.share,
         "dropped": float(sum(_numbers([block.staged.dropped for block in layers.blocks]))),
     }
     taken = [solves.taken_at[block] for block in solved if block in solves.taken_at]

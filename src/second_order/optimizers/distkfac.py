@@ -122,6 +122,8 @@ class DistKFAC(KroneckerOptimizer):
         {fisher}
         {likelihood}
         {kfac_approx}
+        {refresh}
+        {trace_bounds}
         {symmetry_aware}
         {skip_layers}
         {accumulation_steps}
@@ -187,6 +189,8 @@ class DistKFAC(KroneckerOptimizer):
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,
         kfac_approx: Approximation = KFACOptions.kfac_approx,
+        refresh: str = KFACOptions.refresh,
+        trace_bounds: tuple[float, float] = KFACOptions.trace_bounds,
         symmetry_aware: bool = KFACOptions.symmetry_aware,
         skip_layers: Sequence[str] = KFACOptions.skip_layers,
         accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,

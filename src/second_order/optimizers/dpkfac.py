@@ -83,6 +83,8 @@ class DPKFAC(KroneckerOptimizer):
         {likelihood}
         {kfac_approx}
         {eigen_refresh}
+        {refresh}
+        {trace_bounds}
         {symmetry_aware}
         {max_factor_dim}
         {exact_blocks}
@@ -133,6 +135,8 @@ class DPKFAC(KroneckerOptimizer):
         likelihood: Likelihood = KFACOptions.likelihood,
         kfac_approx: Approximation = KFACOptions.kfac_approx,
         eigen_refresh: str = KFACOptions.eigen_refresh,
+        refresh: str = KFACOptions.refresh,
+        trace_bounds: tuple[float, float] = KFACOptions.trace_bounds,
         symmetry_aware: bool = KFACOptions.symmetry_aware,
         max_factor_dim: int = KFACOptions.max_factor_dim,
         exact_blocks: bool = KFACOptions.exact_blocks,

@@ -76,6 +76,8 @@ class KAISA(KroneckerOptimizer):
         {likelihood}
         {kfac_approx}
         {eigen_refresh}
+        {refresh}
+        {trace_bounds}
         grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
             communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
             Where FSDP2 has sharded the model it is always one: a gradient's rows meet there.
@@ -137,6 +139,8 @@ class KAISA(KroneckerOptimizer):
         likelihood: Likelihood = KFACOptions.likelihood,
         kfac_approx: Approximation = KFACOptions.kfac_approx,
         eigen_refresh: str = KFACOptions.eigen_refresh,
+        refresh: str = KFACOptions.refresh,
+        trace_bounds: tuple[float, float] = KFACOptions.trace_bounds,
         grad_worker_fraction: float = 1.0,
         factor_exchange: str = "all_reduce",
         exchange_dtype: torch.dtype | None = None,

@@ -1,0 +1,453 @@
+"""Layers are solved where the trace of their curvature has moved, and nowhere else (THOR).
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import each_kronecker, factors, make, same, take
+from models import ZOO
+from ranks import agreed, assert_same_trajectory, counted, replaced, shard, vector
+from reference import block as dense_block
+from threaded import LONG
+from torch import nn
+from workers import SYNCHRONOUS, ends_stats, play, roles_of, train_on, until_fed
+
+from second_order import DPKFAC, KAISA, DistKFAC
+from second_order.kfac.flights import Mark, Verdict
+from second_order.kfac.trace_refresh import TraceRefresh, judge, moved
+
+if TYPE_CHECKING:
+    from pool import World
+    from reference import Batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+LAYERS = 3
+BATCHES = MLP.batches(10, n=12)
+TRACED: dict[str, Any] = {"refresh": "trace", "momentum": 0.9}
+NEVER = (1e9, 0.0)  # once solved, a layer is never solved again, and never settles
+
+
+def parts(optimizer: Any) -> dict[str, Any]:
+    """The inverse that each layer has here."""
+    blocks = optimizer._curvature.layers.blocks
+    return {block.name: block.inverse for block in blocks}
+
+
+def solved_now(optimizer: Any, before: dict[str, Any]) -> set[str]:
+    return {name for name, now in parts(optimizer).items() if now is not before.get(name)}
+
+
+def traces(optimizer: Any) -> Any:
+    return optimizer._curvature.solves.traces
+
+
+def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[str]]:
+    """The layers that are solved at each step."""
+    solved = []
+    for batch in batches:
+        before = parts(optimizer)
+        take(model, optimizer, batch, MLP.loss)
+        solved.append(solved_now(optimizer, before))
+    return solved
+
+
+# The rule.
+
+
+def test_moves_are_shares_of_what_was() -> None:
+    assert moved(1.1, 1.0) == pytest.approx(0.1)
+    assert moved(0.9, 1.0) == pytest.approx(0.1)
+    assert moved(0.0, 0.0) == 0.0
+    assert moved(1e-9, 0.0) == moved(math.nan, 1.0) == moved(1.0, math.nan) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("trace", "damping", "settled", "expected"),
+    [
+        (1.2, 0.5, False, None),
+        (0.8, 0.5, False, None),
+        (1.05, 0.5, False, Verdict.SPARED),
+        (1.001, 0.5, False, Verdict.SETTLED),
+        (1.0, 0.6, False, None),  # the option's γ moved by a fifth
+        (1.2, 0.5, True, Verdict.SETTLED),  # looked at no more
+        (1.0, 0.4, True, None),
+        (math.nan, 0.5, False, None),  # to fail, and to be told
+    ],
+)
+def test_verdicts_by_hand(
+    trace: float, damping: float, settled: bool, expected: Verdict | None
+) -> None:
+    now, before = Mark(trace, damping), Mark(1.0, 0.5)
+    assert judge(now, before, (0.1, 0.01), settled) is expected
+
+
+def test_nothing_settles_below_a_bound_of_zero() -> None:
+    mark = Mark(1.0, 0.5)
+    assert judge(mark, mark, (0.1, 0.0), False) is Verdict.SPARED
+
+
+@each_kronecker
+@pytest.mark.parametrize("relative", [False, True])
+def test_layers_are_solved_where_the_dense_trace_has_moved(System: Any, relative: bool) -> None:
+    """The curvature is built anew from A and G, as a matrix of all of the layer's weights."""
+    model = MLP.model()
+    upper = 0.08 if relative else 0.04
+    options = {**TRACED, "relative_damping": relative, "trace_bounds": (upper, 0.0)}
+    optimizer = make(System, model, **options)
+    last: dict[str, float] = {}
+    counts = {"solved": 0, "spared": 0}
+    for batch in BATCHES:
+        before = parts(optimizer)
+        take(model, optimizer, batch, MLP.loss)
+        solved = solved_now(optimizer, before)
+        for name, (A, G) in factors(optimizer).items():
+            curvature = dense_block(A, G)
+            mean = float(curvature.trace()) / len(curvature)
+            trace = mean + 0.1 * (mean if relative else 1.0)
+            expected = name not in last or abs(trace - last[name]) > upper * last[name]
+            assert (name in solved) == expected
+            last[name] = trace if expected else last[name]
+            counts["solved" if expected else "spared"] += 1
+    assert min(counts.values()) > 5  # so that both are tested
+    assert traces(optimizer).spared == counts["spared"]
+    assert traces(optimizer).judged == LAYERS * len(BATCHES)
+
+
+@each_kronecker
+def test_a_bound_of_zero_is_the_interval_and_a_huge_one_solves_once(System: Any) -> None:
+    ends, counts = [], []
+    for options in (
+        {"refresh": "interval"},
+        {"refresh": "trace", "trace_bounds": (0.0, 0.0)},
+        {"refresh": "trace", "trace_bounds": NEVER},
+    ):
+        model = MLP.model()
+        optimizer = make(System, model, **options)
+        solved = trained(optimizer, model, BATCHES)
+        ends.append(vector(model))
+        counts.append(sum(map(len, solved)))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+    assert counts == [LAYERS * len(BATCHES)] * 2 + [LAYERS]
+
+
+def test_intervals_say_when_layers_are_looked_at() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, refresh="trace", trace_bounds=(0.0, 0.0), inv_update_steps=3)
+    solved = trained(optimizer, model, BATCHES)
+    assert [step for step, names in enumerate(solved) if names] == [0, 3, 6, 9]
+
+
+def test_every_layer_is_solved_in_the_warm_up() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, refresh="trace", trace_bounds=(1e9, 1e8), refresh_warmup_steps=4)
+    solved = trained(optimizer, model, BATCHES[:4])
+    assert all(len(names) == LAYERS for names in solved)
+    assert not traces(optimizer).settled
+    assert trained(optimizer, model, BATCHES[4:6]) == [set(), set()]
+    assert len(traces(optimizer).settled) == LAYERS
+
+
+# What settles, and what wakes it.
+
+
+def larger(batch: Batch) -> Batch:
+    x, y = batch
+    return 10 * x, y
+
+
+def test_a_layer_that_settled_is_not_solved_whatever_its_trace_does() -> None:
+    for bounds, expected in (((1.0, 0.9), set()), ((1.0, 0.0), {"0"})):
+        model = MLP.model()
+        optimizer = make(KAISA, model, refresh="trace", trace_bounds=bounds)
+        trained(optimizer, model, BATCHES[:3])
+        assert len(traces(optimizer).settled) == (0 if expected else LAYERS)
+        assert trained(optimizer, model, [larger(BATCHES[3])])[0] == expected
+
+
+@pytest.mark.parametrize("lower", [0.0, 0.9])
+def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
+    """Of layers that have settled, too, which stay so; by less than the bound it does not."""
+    model, changes = MLP.model(), {3: 0.11, 5: 0.3}
+    optimizer = make(
+        KAISA,
+        model,
+        lr=1e-4,
+        damping=lambda step: changes[max(s for s in changes if s <= step)] if step >= 3 else 0.1,
+        refresh="trace",
+        trace_bounds=(0.95, lower),
+        relative_damping=True,
+    )
+    solved = trained(optimizer, model, BATCHES[:7])
+    assert [len(names) for names in solved] == [LAYERS, 0, 0, 0, 0, LAYERS, 0]
+    assert len(traces(optimizer).settled) == (LAYERS if lower else 0)
+
+
+# What fails.
+
+
+def test_a_layer_that_failed_is_solved_at_the_next_refresh() -> None:
+    """Though its trace has not moved; its last inverse serves meanwhile."""
+    native = torch.linalg.eigh
+
+    def broken(matrix: torch.Tensor) -> Any:
+        return tuple(torch.full_like(part, math.nan) for part in native(matrix))
+
+    model, change = MLP.model(), {"damping": 0.1}
+    optimizer = make(
+        KAISA,
+        model,
+        damping=lambda step: change["damping"],
+        refresh="trace",
+        trace_bounds=(0.5, 0.4),
+    )
+    trained(optimizer, model, BATCHES[:1])
+    change["damping"] = 0.2
+    with replaced(torch.linalg, {"eigh": broken}):
+        assert trained(optimizer, model, BATCHES[1:2]) == [set()]
+    blocks = optimizer._curvature.layers.blocks
+    assert all(block.solved and block.state.failures == 1 for block in blocks)
+    change["damping"] = 0.1  # as it was when the inverses that serve were made
+    assert [len(names) for names in trained(optimizer, model, BATCHES[2:4])] == [LAYERS, 0]
+    assert not any(block.state.failures for block in blocks)
+
+
+# Ranks.
+
+SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "KAISA": (KAISA, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
+    "KAISA-reduce": (KAISA, {"factor_exchange": "reduce", "colocate_factors": False}),
+    "DPKFAC": (DPKFAC, {}),
+    "DistKFAC": (DistKFAC, {}),
+    "DistKFAC-threads": (DistKFAC, {"max_staleness": 2, "deterministic": True}),
+}
+
+
+def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
+    System, own = SYSTEMS[name]
+    model, path = MLP.model(), []
+    with counted("all_reduce", "broadcast", "reduce") as messages:
+        optimizer = make(System, model, **{**TRACED, **own, **options})
+        for batch in BATCHES:
+            take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
+            path.append(vector(model))
+    rule = traces(optimizer)
+    settled = sorted(block.name for block in rule.settled)
+    optimizer.close()
+    return path, (rule.judged, rule.spared, settled), sum(messages.values())
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str) -> None:
+    options = {"trace_bounds": (0.08, 0.01)}
+    results = world.run(on_ranks, 4, name, options)
+    path = agreed([result[0] for result in results])
+    judged, spared, settled = results[0][1]
+    assert all(result[1] == results[0][1] for result in results)
+    assert 0 < spared < judged
+    assert settled
+    every = world.run(on_ranks, 4, name, {"refresh": "interval"})
+    assert all(a[2] <= b[2] for a, b in zip(results, every, strict=True))
+    assert not torch.equal(path[-1], every[0][0][-1])
+    if name != "DPKFAC":  # whose factors are those of one rank's batches
+        alone = on_ranks(0, 1, name, options)
+        assert_same_trajectory(path, alone[0])
+        assert alone[1] == results[0][1]
+
+
+def of_two_minds(rank: int, world_size: int) -> Any:
+    """Rank 1 would spare every layer, and rank 0 none."""
+    model = MLP.model()
+    optimizer = make(KAISA, model, colocate_factors=False, refresh="trace", trace_bounds=(0.0, 0.0))
+    mind = Verdict.SPARED if rank == 1 else None
+    take(model, optimizer, shard(BATCHES[0], rank, world_size), MLP.loss)
+    with replaced(TraceRefresh, {"verdict": lambda self, block, mark: mind}):
+        for batch in BATCHES[1:4]:
+            take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
+    solvers = [layer.solvers for layer in optimizer._curvature.plan.values()]
+    return vector(model), traces(optimizer).spared, solvers
+
+
+def test_solvers_of_one_layer_that_differ_spare_it_alike(world: World) -> None:
+    first, second = world.run(of_two_minds, 2)
+    assert torch.equal(first[0], second[0])
+    judged_by_one = sum(1 in solvers for solvers in first[2])
+    assert any(set(solvers) == {0, 1} for solvers in first[2])
+    assert first[1] == second[1] == 3 * judged_by_one
+
+
+def traced_worker(model: nn.Module, optimizer: Any) -> Any:
+    with optimizer:
+        until_fed(model, optimizer)
+        path = train_on(model, optimizer, BATCHES)
+        rule = traces(optimizer)
+        known = [block for block in optimizer._curvature.plan if block in rule._marks]
+        return path, (rule.judged, rule.spared), {block.name for block in known}
+
+
+def test_with_stats_workers_a_layers_owner_alone_knows_its_trace(world: World) -> None:
+    """The others hear what it has found."""
+    options = {**SYNCHRONOUS, "refresh": "trace", "trace_bounds": (0.5, 0.0)}
+    scene = traced_worker, partial(ends_stats, how="")
+    first, second = roles_of(world.run(play, 3, scene, options, timeout=2 * LONG))[0]
+    agreed([first[0], second[0]])
+    assert first[1] == second[1]
+    assert 0 < first[1][1] < first[1][0]
+    assert not first[2] & second[2]
+    assert len(first[2] | second[2]) == LAYERS
+
+
+# Checkpoints, copies, and changes of the model.
+
+
+def saved_state(optimizer: Any, model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+SETTLING: dict[str, Any] = {"refresh": "trace", "trace_bounds": (0.6, 0.1)}
+
+
+def saved_after(rank: int, world_size: int, name: str) -> Any:
+    System, own = SYSTEMS[name]
+    model = MLP.model()
+    optimizer = make(System, model, **own, **SETTLING)
+    for batch in BATCHES[:3]:
+        take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
+    optimizer.consolidate(to=None)
+    return saved_state(optimizer, model), sorted(b.name for b in traces(optimizer).settled)
+
+
+def resumed(rank: int, world_size: int, name: str, saved: Any, options: dict[str, Any]) -> Any:
+    System, own = SYSTEMS[name]
+    model = MLP.model()
+    optimizer = make(System, model, **{**own, **SETTLING, **options})
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    settled = sorted(block.name for block in traces(optimizer).settled)
+    counts = []
+    for batch in BATCHES[3:5]:
+        before = traces(optimizer).spared
+        take(model, optimizer, shard(larger(batch), rank, world_size), MLP.loss)
+        counts.append(traces(optimizer).spared - before)
+    return settled, counts, vector(model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize("name", ["KAISA-reduce", "DPKFAC"])
+def test_what_has_settled_is_in_checkpoints(
+    world: World, name: str, before: int, after: int
+) -> None:
+    """Of other numbers of ranks, too. All are solved once, as there are no inverses in them."""
+    saved, settled = world.run(saved_after, before, name)[0]
+    assert settled
+    results = world.run(resumed, after, name, saved, {})
+    for found, counts, end in results:
+        assert found == settled
+        assert counts[0] == 0
+        assert counts[1] >= len(settled)
+        assert torch.equal(end, results[0][2])
+
+
+def test_older_checkpoints_and_those_of_intervals_load() -> None:
+    saved, settled = saved_after(0, 1, "KAISA")
+    assert settled
+    ignoring, counts, _ = resumed(0, 1, "KAISA", copy.deepcopy(saved), {"refresh": "interval"})
+    assert (ignoring, counts) == ([], [0, 0])
+    for entry in saved["optimizer"]["state"].values():
+        entry.get("curvature", {}).pop("settled", None)
+    assert resumed(0, 1, "KAISA", saved, {})[0] == []
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, "yes"])
+def test_an_entry_that_cannot_be_is_refused(value: Any) -> None:
+    saved, _ = saved_after(0, 1, "KAISA")
+    saved["optimizer"]["state"][0]["curvature"]["settled"] = value
+    model = MLP.model()
+    optimizer = make(KAISA, model, **SETTLING)
+    with pytest.raises(ValueError, match=r"\['settled'\].*nothing has been loaded"):
+        optimizer.load_state_dict(saved["optimizer"])
+
+
+def test_intervals_leave_no_trace_in_checkpoints() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model)
+    trained(optimizer, model, BATCHES[:2])
+    state = optimizer.state_dict()["state"].values()
+    assert all("settled" not in entry["curvature"] for entry in state if "curvature" in entry)
+
+
+def test_a_copy_goes_on_as_its_original() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, **{**TRACED, "trace_bounds": (0.04, 0.0)})
+    trained(optimizer, model, BATCHES[:5])
+    other, twin = copy.deepcopy((model, optimizer))
+    solved = [trained(o, m, BATCHES[5:]) for m, o in ((model, optimizer), (other, twin))]
+    assert solved[0] == solved[1]
+    assert 0 < sum(map(len, solved[0])) < LAYERS * 5
+    assert same(model, other)
+
+
+@pytest.mark.parametrize("change", ["freeze", "thaw", "group"])
+def test_a_model_that_changes_is_solved_anew_and_watched_again(change: str) -> None:
+    model = MLP.model()
+    first = list(model[0].parameters())
+    rest = [p for name, p in model.named_parameters() if not name.startswith("0.")]
+    late = change == "group"
+    optimizer = make(
+        KAISA, rest if late else model, **({"model": model} if late else {}), **SETTLING
+    )
+    if change == "thaw":
+        model[0].requires_grad_(False)
+    trained(optimizer, model, BATCHES[:3])
+    names = {"2", "4"} if change in ("thaw", "group") else {"0", "2", "4"}
+    assert {block.name for block in traces(optimizer).settled} <= names
+    assert traces(optimizer).settled
+    if late:
+        optimizer.add_param_group({"params": first})
+    else:
+        model[0].requires_grad_(change == "thaw")
+    now = {"2", "4"} if change == "freeze" else {"0", "2", "4"}
+    watched: list[set[str]] = []
+    land = TraceRefresh.land
+
+    def landing(self: TraceRefresh, block: Any, *args: Any) -> None:
+        watched[-1] |= {each.name for each in self.settled}
+        land(self, block, *args)
+
+    with replaced(TraceRefresh, {"land": landing}):
+        solved = []
+        for batch in BATCHES[3:5]:
+            watched.append(set())
+            solved += trained(optimizer, model, [batch])
+    assert not watched[0]  # nothing is settled at the refresh that follows a change
+    assert solved[0] >= {"2", "4"}
+    assert solved[0] | solved[1] >= now
+
+
+# What is told.
+
+
+def test_statistics_and_summary_tell_what_was_spared() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, **SETTLING)
+    assert math.isnan(optimizer.statistics()["spared"])
+    trained(optimizer, model, BATCHES[:4])
+    found, rule = optimizer.statistics(), traces(optimizer)
+    assert found["spared"] == rule.spared / (4 * LAYERS) > 0
+    assert found["layers/settled"] == len(rule.settled) > 0
+    assert f"{rule.spared} of {4 * LAYERS} solves spared" in str(optimizer.summary())
+    other = make(KAISA, MLP.model())
+    assert "spared" not in str(other.summary())
