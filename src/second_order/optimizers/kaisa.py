@@ -98,6 +98,7 @@ class KAISA(KroneckerOptimizer):
         {max_consecutive_failures}
         {gradient_averaging}
         {process_group}
+        {debug}
         {**base_kwargs}
 
     Raises:
@@ -148,6 +149,7 @@ class KAISA(KroneckerOptimizer):
         max_consecutive_failures: int = KFACOptions.max_consecutive_failures,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
+        debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
         options = KFACOptions.of(locals())
@@ -182,6 +184,7 @@ class KAISA(KroneckerOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            debug=debug,
             rest=rest,
             rest_layers=rest_layers,
             rest_kwargs=rest_kwargs,
