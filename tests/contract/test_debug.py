@@ -385,10 +385,3 @@ def test_one_process_compares_nothing(System: Any, monkeypatch: pytest.MonkeyPat
         take(twin, without, batch)
     assert same(model, twin)
     assert asking(model, optimizer, BATCHES[0]) is not None
-
-
-@each_of_five
-@pytest.mark.parametrize("wrong", [0, -3, 1.5, "often", None])
-def test_wrong_values_are_refused_with_the_remedy(System: Any, wrong: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"debug=.*use True for every 100 steps"):
-        System(CASE.model(), lr=0.1, debug=wrong)
