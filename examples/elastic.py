@@ -4,11 +4,10 @@
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py --folder run
     torchrun --standalone --nproc-per-node=3 examples/elastic.py --folder run --steps 400
 
-Every process begins by looking for the newest checkpoint that is whole. Kill a process, and torchrun
-starts all of them again from there; ``--die-at 35`` does it for you. Start the script again with
-another number of processes, and it goes on with those: a step takes the same batch, cut into as
-many shares as there are processes. torchrun does so by itself with ``--nnodes=1:3``, one process a
-node, when nodes come and go.
+The script begins at the newest checkpoint that is whole. Kill a process, and torchrun starts all of
+them again from there; ``--die-at 35`` does it for you. Start it again with another number of
+processes, and it goes on with those: a step takes the same batch, cut into as many shares as there
+are processes. torchrun does so by itself with ``--nnodes=1:3``, as nodes come and go.
 """
 
 import argparse
@@ -100,18 +99,20 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"), reverse=True)
 
 
+def is_whole(path: Path) -> bool:
+    try:
+        load_checkpoint(path)
+    except CheckpointError as error:
+        print(f"left out: {error}", flush=True)
+        return False
+    return True
+
+
 def newest(folder: Path) -> Path | None:
     """The newest checkpoint that is whole; the first process looks, and tells the others."""
     found: list[Path | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for path in checkpoints(folder):
-            try:
-                load_checkpoint(path)
-            except CheckpointError as error:
-                print(f"left out: {error}", flush=True)
-            else:
-                found = [path]
-                break
+        found = [next(filter(is_whole, checkpoints(folder)), None)]
     if dist.is_initialized():
         dist.broadcast_object_list(found)
     return found[0]

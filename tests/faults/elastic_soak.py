@@ -1,6 +1,6 @@
 """Kill processes of `examples/elastic.py` at random, and look where the training ends.
 
-    python benchmarks/faults/elastic_soak.py --optimizer kaisa --json benchmarks/results/elastic.json
+    python tests/faults/elastic_soak.py --optimizer kaisa dpkfac --json elastic.json
 
 A process is killed (SIGKILL) at a random moment, twenty times: while processes find each other,
 within a step, while a checkpoint is written. The others have to end by themselves, unless they were
@@ -85,12 +85,17 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def ranks(size: int, arguments: list[str], log: Path) -> list[Any]:
-    """Start the script on processes of their own, with the variables of torchrun."""
+def place_of(size: int) -> dict[str, str]:
+    """The variables of torchrun that all processes have."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+
+
+def ranks(size: int, arguments: list[str], log: Path) -> list[Any]:
+    """Start the script on processes of their own."""
+    place = place_of(size)
     started = [FORK.Process(target=run, args=(place, r, arguments, log)) for r in range(size)]
     for process in started:
         process.start()
@@ -281,8 +286,7 @@ def soaked(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "kills": kills,
         "kills_under_torchrun": 2 * args.torchrun,
         "resumed_on_another_number": sum(
-            a.processes != b.processes
-            for a, b in zip(soak.lives[:-1], soak.lives[1:], strict=True)
+            a.processes != b.processes for a, b in zip(soak.lives[:-1], soak.lives[1:], strict=True)
         ),
         "hung": soak.hung,
         "ended_while_they_had_not_met": soak.unmet,
@@ -298,7 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--optimizer", nargs="+", choices=elastic.OPTIMIZERS, default=["kaisa"])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--json", type=Path)
