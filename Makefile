@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids many-ranks scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help elastic-soak venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids many-ranks scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -140,6 +140,10 @@ scaling: venv ## what 64 processes would send and keep, beside the paper's formu
 faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes
 	$(BIN)/python benchmarks/faults/faults.py --jobs 3 --json benchmarks/results/faults.json \
 		--page docs/faults.md $(ARGS)
+
+elastic-soak: venv ## kill processes of a training at random, resume on others: many minutes
+	PYTHONPATH=examples $(BIN)/python tests/faults/elastic_soak.py --torchrun \
+		--optimizer kaisa dpkfac distkfac dho2 mrdho2 --json benchmarks/results/elastic.json $(ARGS)
 
 compatibility: venv ## run the tests of training stacks, and write docs/compatibility.md: a minute
 	$(BIN)/python tests/compatibility.py

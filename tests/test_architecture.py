@@ -5,6 +5,7 @@
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
+    files                                  of what is saved
     report  errors  farewell  patterns  stages  stopwatch  sharded   know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
@@ -33,11 +34,12 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "farewell": set(),
+    "files": {"errors"},
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
     "stopwatch": set(),
-    "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
+    "kronecker": {"errors", "farewell", "files", "patterns", "sharded", "stages"},
     "lanczos": {"errors", "distributed", "sharded", "patterns"},
     "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},
@@ -58,9 +60,9 @@ BELOW: dict[str, set[str]] = {
     "recipes": {"errors", "options", "contract"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        "recipes",
+        *("files", "recipes"),
     },
-    "profiling": {"stages"},
+    "profiling": {"files", "stages"},
     "__main__": {"profiling"},
 }
 

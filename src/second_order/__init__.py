@@ -3,12 +3,14 @@
 from second_order import lanczos
 from second_order.contract.checkpoint import export_base_state
 from second_order.errors import (
+    CheckpointError,
     CurvatureError,
     DecompositionError,
     RankMismatchError,
     SecondOrderError,
     SecondOrderWarning,
 )
+from second_order.files import load_checkpoint, save_checkpoint
 from second_order.kfac.distkfac_options import DecayingClip
 from second_order.kfac.options import PerStep
 from second_order.kronecker.layer_curvature import LayerCurvature
@@ -37,6 +39,7 @@ __all__ = [
     "DPKFAC",
     "KAISA",
     "MRDHO2",
+    "CheckpointError",
     "CurvatureError",
     "CurvatureReport",
     "DecayingClip",
@@ -56,6 +59,8 @@ __all__ = [
     "Summary",
     "export_base_state",
     "lanczos",
+    "load_checkpoint",
     "parameter_groups",
     "register_layer",
+    "save_checkpoint",
 ]

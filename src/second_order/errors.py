@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "CurvatureError",
     "DecompositionError",
     "RankMismatchError",
@@ -13,6 +14,10 @@ __all__ = [
 
 class SecondOrderError(RuntimeError):
     """Base class of the errors that a run can meet, as opposed to wrong arguments."""
+
+
+class CheckpointError(SecondOrderError):
+    """A checkpoint's file is cut short, spoilt, or of something else; the error names it."""
 
 
 class DecompositionError(SecondOrderError):

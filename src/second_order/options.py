@@ -21,6 +21,7 @@ __all__ = [
     "check_base",
     "check_choice",
     "check_count",
+    "check_debug",
     "check_flag",
     "check_interval",
     "check_learning_rate",
@@ -48,6 +49,8 @@ AUTO: Literal["auto"] = "auto"
 
 LONGEST_WAIT = 1e6  # seconds, 11 days: clocks of threads and of process groups take no endless wait
 LARGEST_SEED = 2**62  # torch's generators take 64 bits, and steps are added
+
+DEBUG_STEPS = 100
 
 PEAK_LR = "peak_lr"
 """The entry of a group that :func:`follow_learning_rates` keeps."""
@@ -256,6 +259,14 @@ def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
         raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
     if value < low:
         raise ValueError(f"{name}={value} is below {low}; use {remedy}")
+
+
+def check_debug(value: Any) -> int:
+    """Check the option ``debug``; returns the steps between comparisons, 0 for none."""
+    if isinstance(value, bool):
+        return DEBUG_STEPS if value else 0
+    check_whole("debug", value, 1, f"True for every {DEBUG_STEPS} steps, False for never")
+    return int(value)
 
 
 def check_seed(name: str, value: Any) -> None:

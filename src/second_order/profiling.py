@@ -27,6 +27,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from second_order.files import replacing
 from second_order.stages import ELSEWHERE, PAPER_NAMES, RANGES, account
 
 __all__ = [
@@ -405,7 +406,8 @@ def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
     path = chosen.output.with_name(f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"rank": rank, "world_size": size, "skipped": chosen.skip, **picture.as_json()}
-    path.write_text(json.dumps(found, indent=1), "utf-8")
+    with replacing(path) as file:
+        file.write(json.dumps(found, indent=1).encode())
     if chosen.trace and recorder.result is not None:
         recorder.result.export_chrome_trace(str(path.with_name(f"{name}.trace.json")))
     if rank == 0:

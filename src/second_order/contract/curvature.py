@@ -11,7 +11,7 @@ Between ``prepare`` and ``precondition`` gradients set out for the ranks that ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -126,6 +126,15 @@ class Curvature:
     def kept_elsewhere(self) -> str:
         """A name for state that only other processes keep; "" if there is none."""
         return ""
+
+    @property
+    def base_in_parts(self) -> bool:
+        """Whether each rank has a part of the base's state, and no other rank the same one."""
+        return False
+
+    def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
+        """Tensors by name that every rank keeps, bit for bit the same."""
+        return ()
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Collect the parts of the state that the ranks ``ranks`` lack; a collective.

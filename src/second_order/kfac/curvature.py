@@ -12,7 +12,7 @@ p.grad        <- ν P, everywhere
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -505,6 +505,18 @@ class KFACCurvature(Curvature):
         spread = any(layer.keepers is not None for layer in self.known.values())
         here = self.training.world.size > 1 and self.training.steps > 0 and spread
         return "the factors that other processes keep" if here else ""
+
+    def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
+        """The factors and the inverses of layers of which every rank has them."""
+        for block, layer in self.plan.items():
+            if layer.keepers is None:
+                for letter in block.shape.letters:
+                    factor = block.stored(letter)
+                    if factor is not None:
+                        yield f"factor {letter} of layer {block.name!r}", factor
+            if block.inverse is not None and len(layer.workers) == self.training.world.size:
+                for i, tensor in enumerate(block.inverse.tensors):
+                    yield f"tensor {i} of the inverse of layer {block.name!r}", tensor
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Collect copies of the factors that other ranks keep; a collective."""

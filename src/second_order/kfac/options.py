@@ -249,6 +249,11 @@ Number of refreshes in a row without a sound decomposition of a layer that raise
 "auto" averages gradients over the processes, after giving all of them the first one's
 parameters, unless DistributedDataParallel does; True or False: always or never.""",
     "process_group": "The processes to work with; None for the default group, if there is one.",
+    "debug": """\
+Compare the processes' parameters, the base's state, and factors and inverses that all keep, bit
+for bit: before the first step and every 100 steps for True, or every so many steps. Where they have
+parted, every process raises :class:`~second_order.RankMismatchError` with the name of the tensor
+and the ranks. Not saved in checkpoints.""",
     "**base_kwargs": """\
 Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on; with ``rest``, of
 whichever of the two has them, or of both.""",

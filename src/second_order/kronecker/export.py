@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from second_order.files import replacing
 from second_order.kronecker.layer_curvature import LayerCurvature
 
 __all__ = ["write_kronfluence", "write_laplace", "write_safetensors"]
@@ -51,7 +52,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in contents.values():
@@ -149,7 +150,8 @@ def write_laplace(
         "enable_backprop": False,
         "cls_name": "KronLaplace",
     }
-    torch.save(state, path)
+    with replacing(path) as file:
+        torch.save(state, file)
 
 
 def _blocks_of(layer: LayerCurvature, examples: int) -> dict[str, list[Tensor]]:

@@ -42,6 +42,7 @@ from second_order.contract.checkpoint import (
 )
 from second_order.contract.collected import Collected
 from second_order.contract.curvature import Curvature
+from second_order.contract.debug import Comparison
 from second_order.contract.given import check_scaler, refuse_unknown_scaler, what_is_given
 from second_order.contract.groups import (
     check_assigned,
@@ -111,6 +112,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             in DistributedDataParallel; True or False: always or never.
         grad_scaler: The GradScaler that scales the loss, if one does.
         process_group: The processes to work with; None for the default group.
+        debug: Every how many steps ranks compare their parameters and states; True or False.
         rest: Class of a second first-order optimizer, for all that is no hidden weight; None for
             one base.
         rest_layers: Patterns of modules that ``rest`` trains besides.
@@ -135,6 +137,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         gradient_averaging: str | bool,
         grad_scaler: Any,
         process_group: Any,
+        debug: bool | int = False,
         rest: type[torch.optim.Optimizer] | None = None,
         rest_layers: Sequence[str] = (),
         rest_kwargs: Mapping[str, Any] | None = None,
@@ -146,6 +149,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         for each in keywords:
             check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
+        comparison = Comparison(debug)
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
         check_mesh(dict(given.model.named_parameters()), world)
@@ -169,7 +173,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"optimizer"
             )
         self._constructed, self._outline, self._unwatched = False, Outline(), False
-        self._collected = Collected()
+        self._collected, self._comparison = Collected(), comparison
 
         if given.strange and needs_model:
             training.warn(
@@ -203,6 +207,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
         lines = [*described(training), *self._curvature.description()]
+        lines.append(f"debug: every {self._comparison.every} steps")
         if self._division is not None:
             lines += self._division.description([d for _, d in kinds_of(self._base)])
         world.require_equal(lines, "models or options")
@@ -280,6 +285,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._share_state()
         with training.meter.stage("compare"):
             self._agree("take a step")
+            self._comparison.compare(training, curvature)
         follow_learning_rates(self.param_groups)
         curvature.prepare()
         with training.meter.stage("average_gradients"):

@@ -123,6 +123,10 @@ class DHO2(EigenpairOptimizer):
             the first one's parameters, unless DistributedDataParallel does; True or False: always
             or never.
         process_group: The processes to work with; None for the default group, if there is one.
+        debug: Compare the processes' parameters bit for bit, and the base's state where each has
+            all of it: before the first step and every 100 steps for True, or every so many steps.
+            Where they have parted, every process raises :class:`~second_order.RankMismatchError`
+            with the name of the tensor and the ranks. Not saved in checkpoints.
         **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
 
     Attributes:
@@ -165,6 +169,7 @@ class DHO2(EigenpairOptimizer):
         grad_scaler: Any = None,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
+        debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
         values = dict(locals())
@@ -185,4 +190,5 @@ class DHO2(EigenpairOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            debug=debug,
         )

@@ -137,6 +137,7 @@ class DistKFAC(KroneckerOptimizer):
             DistributedDataParallel does; True or False: always or never. With stats workers, wrap
             the model after the optimizer is made, with ``process_group=optimizer.worker_group``.
         {process_group}
+        {debug}
         {**base_kwargs}
 
     Attributes:
@@ -201,6 +202,7 @@ class DistKFAC(KroneckerOptimizer):
         max_consecutive_failures: int = KFACOptions.max_consecutive_failures,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
+        debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
         decay = FORGETFUL if factor_decay is None else factor_decay
@@ -240,6 +242,7 @@ class DistKFAC(KroneckerOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            debug=debug,
             rest=rest,
             rest_layers=rest_layers,
             rest_kwargs=rest_kwargs,

@@ -99,6 +99,7 @@ class DPKFAC(KroneckerOptimizer):
         {max_consecutive_failures}
         {gradient_averaging}
         {process_group}
+        {debug}
         {**base_kwargs}
 
     Raises:
@@ -151,6 +152,7 @@ class DPKFAC(KroneckerOptimizer):
         max_consecutive_failures: int = KFACOptions.max_consecutive_failures,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
+        debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
         options = KFACOptions.of(locals())
@@ -172,6 +174,7 @@ class DPKFAC(KroneckerOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            debug=debug,
             rest=rest,
             rest_layers=rest_layers,
             rest_kwargs=rest_kwargs,

@@ -107,6 +107,7 @@ class KAISA(KroneckerOptimizer):
         {max_consecutive_failures}
         {gradient_averaging}
         {process_group}
+        {debug}
         {**base_kwargs}
 
     Raises:
@@ -160,6 +161,7 @@ class KAISA(KroneckerOptimizer):
         max_consecutive_failures: int = KFACOptions.max_consecutive_failures,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
+        debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
         options = KFACOptions.of(locals())
@@ -198,6 +200,7 @@ class KAISA(KroneckerOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            debug=debug,
             rest=rest,
             rest_layers=rest_layers,
             rest_kwargs=rest_kwargs,

@@ -89,6 +89,7 @@ class MRDHO2(EigenpairOptimizer):
             DistributedDataParallel, make the optimizer of the plain model with False, then wrap it
             with ``process_group=optimizer.worker_group``.
         process_group: All the processes; None for the default group, if there is one.
+        debug: Compare the workers' parameters and the base's state bit for bit, as for DHO2.
         **base_kwargs: Arguments of ``base``.
 
     Attributes:
@@ -130,6 +131,7 @@ class MRDHO2(EigenpairOptimizer):
         grad_scaler: Any = None,
         gradient_averaging: str | bool = "auto",
         process_group: Any = None,
+        debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
         options = EpochOptions.of({**locals(), "curvature_interval": epoch_steps})
@@ -144,6 +146,7 @@ class MRDHO2(EigenpairOptimizer):
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
             process_group=process_group,
+            debug=debug,
         )
 
     _curvature: Divided

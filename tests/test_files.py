@@ -1,0 +1,185 @@
+"""Checkpoints' files: there as a whole or not at all, and refused by name where they are spoilt."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import make
+from hypothesis import given
+from hypothesis import strategies as st
+from tampered import MLP, alike, train
+
+from second_order import KAISA, CheckpointError, load_checkpoint, save_checkpoint
+from second_order.files import replacing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUMBERS = torch.arange(1.0, 60.0, dtype=torch.float64)
+STATE = {"step": 3, "w": NUMBERS, "groups": [{"lr": 0.1, "b": torch.ones(2, 3)}], "empty": None}
+
+
+def saved() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(STATE, buffer)
+    return buffer.getvalue()
+
+
+SAVED = saved()
+WHERE = SAVED.index(NUMBERS.numpy().tobytes())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files") / "step 20.pt"
+
+
+def test_a_training_goes_through_a_file(tmp_path: Path) -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model)
+    train(model, optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": (1, "a")}
+    save_checkpoint(state, tmp_path / "a.pt")
+    assert alike(load_checkpoint(str(tmp_path / "a.pt")), state)
+    assert alike(torch.load(tmp_path / "a.pt"), state), "it is a file of torch.save"
+    save_checkpoint({"step": 2}, tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt") == {"step": 2}
+    assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
+
+
+def cut(path: Path, length: int) -> None:
+    path.write_bytes(SAVED[:length])
+    with pytest.raises(CheckpointError, match=r"step 20\.pt is (empty|cut short)"):
+        load_checkpoint(path)
+
+
+def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path) -> None:
+    path.write_bytes(SAVED)
+    assert alike(load_checkpoint(path), STATE)
+    for length in {*range(0, len(SAVED), 23), *range(len(SAVED) - 40, len(SAVED))}:
+        cut(path, length)
+
+
+@given(st.integers(0, len(SAVED) - 1))
+def test_so_it_is_at_any_byte(path: Path, length: int) -> None:
+    cut(path, length)
+
+
+def flipped(path: Path, at: int, bit: int) -> Any:
+    """The state of the file with a flipped bit; None if it is refused, with its name."""
+    data = bytearray(SAVED)
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+    try:
+        return load_checkpoint(path)
+    except CheckpointError as error:
+        return None if str(path) in str(error) else error
+
+
+def test_a_flipped_bit_of_a_number_is_refused(path: Path) -> None:
+    """`torch.load` takes it without a word."""
+    for at in range(WHERE, WHERE + NUMBERS.nbytes, 31):
+        assert flipped(path, at, at % 8) is None
+        assert not alike(torch.load(path), STATE)
+    with pytest.raises(CheckpointError, match=r"step 20\.pt is spoilt: its entry '.*/data/0'"):
+        load_checkpoint(path)
+
+
+@given(st.integers(0, len(SAVED) - 1), st.integers(0, 7))
+def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(
+    path: Path, at: int, bit: int
+) -> None:
+    found = flipped(path, at, bit)
+    assert found is None or alike(found, STATE)
+
+
+def test_so_it_is_throughout_the_file(path: Path) -> None:
+    found = [flipped(path, at, at % 8) for at in range(0, len(SAVED), 13)]
+    assert all(state is None or alike(state, STATE) for state in found)
+    assert sum(state is None for state in found) > len(found) / 4, "the rest is padding"
+
+
+def foreign() -> dict[str, tuple[bytes, str]]:
+    archive, old, classes = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("a/b.txt", "text")
+    torch.save(STATE, old, _use_new_zipfile_serialization=False)
+    torch.save({"a": pickle.PicklingError("not a number")}, classes)
+    return {
+        "nothing": (b"", "is empty"),
+        "text": (b"epoch,loss\n1,0.5\n", "is no file of torch.save: it does not begin"),
+        "another archive": (archive.getvalue(), "is no file of torch.save: it is a zip archive"),
+        "a file of old": (old.getvalue(), "is no file of torch.save"),
+        "classes": (classes.getvalue(), "cannot be loaded: Weights only"),
+    }
+
+
+@pytest.mark.parametrize("kind", foreign())
+def test_what_is_no_checkpoint_is_refused_by_name(path: Path, kind: str) -> None:
+    content, what = foreign()[kind]
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"step 20\.pt {what}"):
+        load_checkpoint(path)
+
+
+def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "none.pt")
+    with pytest.raises(FileNotFoundError):
+        save_checkpoint(STATE, tmp_path / "no folder" / "a.pt")
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    save_checkpoint(STATE, tmp_path / "a.pt")
+    with pytest.raises(TypeError, match=r"a\.pt has not been written: .*neither tensors nor"):
+        save_checkpoint({"rng": torch.Generator}, tmp_path / "a.pt")
+    assert alike(load_checkpoint(tmp_path / "a.pt"), STATE)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_file_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the new one is on the disk the old one is there, whatever happens meanwhile."""
+    path, order = tmp_path / "a.pt", []
+    path.write_bytes(b"old")
+
+    def written() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            assert path.read_bytes() == b"old"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        written()
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.pt", b"old")]
+    fsync = os.fsync
+
+    def synced(handle: int) -> None:
+        kind = "file" if stat.S_ISREG(os.fstat(handle).st_mode) else "folder"
+        order.append((kind, path.read_bytes()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    with replacing(path) as file:
+        file.write(b"new")
+    assert order == [("file", b"old"), ("folder", b"new")]
+    (tmp_path / "usual").write_bytes(b"")
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_without_crcs_of_torch_it_writes_its_own(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(STATE, tmp_path / "a.pt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert alike(load_checkpoint(tmp_path / "a.pt"), STATE)
