@@ -1,6 +1,7 @@
 """The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
 
     optimizers                             what users make
+    planning                               what it will cost, before it is made
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
@@ -49,6 +50,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
         *("distributed", "stopwatch"),
     },
+    "planning": {"kronecker", "distributed", "kfac", "stages"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded"),

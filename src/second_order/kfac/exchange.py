@@ -20,7 +20,7 @@ from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import World
 from second_order.distributed.parcels import Parts, Shapes, deliver_parts
 from second_order.kfac.clip import Clip
-from second_order.kfac.plan import LayerPlan
+from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.clip import kl_clip_coefficient
 from second_order.kronecker.factors import StatisticsSums
@@ -227,18 +227,10 @@ class OwnerGradients:
     def _owners(
         self, layers: Mapping[KroneckerBlock, LayerPlan], params: Sequence[Tensor]
     ) -> list[int]:
-        """The owner of each gradient; for parameters of no layer, the rank that gets the least."""
+        """The owner of each gradient, in a layer or not."""
         owner_of = {id(p): layer.workers[0] for b, layer in layers.items() for p in b.params}
-        load = [0] * self._training.world.size
-        for p in params:
-            if id(p) in owner_of:
-                load[owner_of[id(p)]] += p.numel()
-        for p in sorted(params, key=Tensor.numel, reverse=True):
-            if id(p) not in owner_of:
-                rank = min(range(len(load)), key=load.__getitem__)
-                owner_of[id(p)] = rank
-                load[rank] += p.numel()
-        return [owner_of[id(p)] for p in params]
+        owners = [owner_of.get(id(p)) for p in params]
+        return gradient_owners([p.numel() for p in params], owners, self._training.world.size)
 
     def start_bucket(
         self, layers: Mapping[KroneckerBlock, LayerPlan], bucket: Any

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -34,6 +35,7 @@ __all__ = [
     "dims_of",
     "distkfac_plan",
     "dpkfac_plan",
+    "gradient_owners",
     "kaisa_plan",
     "solve_cost_of",
     "with_one_worker",
@@ -172,6 +174,31 @@ def with_one_worker(plan: Plan) -> Plan:
         said = layer.said if layer.workers == (rank,) else f"solve and precondition {rank}"
         layers.append(LayerPlan(layer.source, keepers, (rank, rank), (rank,), said))
     return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), tuple(layers))
+
+
+def gradient_owners(
+    sizes: Sequence[int], owners: Sequence[int | None], ranks: int
+) -> list[int]:
+    """The owner of each gradient; for parameters of no layer, the rank that gets the least.
+
+    Args:
+        sizes: Elements of the gradients.
+        owners: The owner of each gradient's layer; None for a gradient of no layer.
+        ranks: Number of ranks.
+    """
+    load = [0] * ranks
+    for size, owner in zip(sizes, owners, strict=True):
+        if owner is not None:
+            load[owner] += size
+    queue = [(size, rank) for rank, size in enumerate(load)]
+    heapq.heapify(queue)
+    found = list(owners)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if found[i] is None:
+            least, rank = queue[0]
+            heapq.heapreplace(queue, (least + sizes[i], rank))
+            found[i] = rank
+    return [owner for owner in found if owner is not None]
 
 
 def dims_of(block: KroneckerBlock) -> LayerDims:

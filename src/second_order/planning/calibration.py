@@ -26,7 +26,7 @@ from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import SOLVERS
 from second_order.kronecker.triangles import pack_upper_triangular, unpack_upper_triangular
 from second_order.planning.machine import Curve, Machine, Overhead, Surface
-from second_order.planning.network import Level, Network
+from second_order.planning.links import Level, Network
 from second_order.stages import Meter
 
 __all__ = ["DEFAULT_NETWORKS", "Clock", "calibrate", "measure_machine", "measure_network"]

@@ -1,207 +1,233 @@
-"""A network as a plan sees it: latency and bandwidth by level, and collectives by formula.
+"""The layers and parameters of a model, as counts of work and messages need them.
 
-A collective over several levels is done level by level, as NCCL and MPI do: sums come together
-inside of each node first, then between nodes, each rank with its share of the data, and back. With
-g parties, n bytes, latency a and b bytes a second, on one level:
-
-all_reduce   ring 2 (g - 1) (a + n / (g b))                or tree 2 ceil(log2 g) (a + n / b)
-broadcast,   tree ceil(log2 g) (a + n / b)
-reduce       or ring (ceil(log2 g) + g - 1) a + 2 (g - 1) / g n / b   (scatter, then all-gather)
-all_to_all   pairwise: a for each other rank, and what a rank sends or receives, whichever is more
-
-(Thakur, Rabenseifner & Gropp 2005). Of two ways the faster one counts.
+Layers are found as training finds them, by the same rules. A model on the meta device will do: no
+parameter is read.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from second_order.planning.machine import positive
+import torch
+from torch import Tensor, nn
 
-__all__ = ["Level", "Network"]
+from second_order.distributed.assignment import LayerDims
+from second_order.kfac.options import KFACOptions
+from second_order.kfac.plan import dims_of
+from second_order.kronecker.attention import hosts
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.gradient import GradientBlock
+from second_order.kronecker.layers import FactorShape, is_convolution
+from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
+
+__all__ = ["Layer", "Network", "Parameter", "base_state_bytes", "network_of"]
 
 
 @dataclass(frozen=True)
-class Level:
-    """The links of one level: inside a node, or between nodes.
+class Parameter:
+    """A parameter that trains.
 
     Attributes:
-        latency: Seconds from one rank to another, whatever the size.
-        bandwidth: Bytes a second of one rank while all the others use theirs.
-        ranks: Number of ranks that are together on this level; None for all.
-
-    Raises:
-        ValueError: For numbers out of range.
+        elements: Number of elements.
+        dtype: Dtype of the parameter and its gradient.
     """
 
-    latency: float
-    bandwidth: float
-    ranks: int | None = None
+    elements: int
+    dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        positive("latency", self.latency)
-        positive("bandwidth", self.bandwidth)
-        if self.ranks is not None and (not isinstance(self.ranks, int) or self.ranks < 1):
-            raise ValueError(f"ranks={self.ranks!r} of a level; give a whole number, 1 or more")
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with curvature.
+
+    Attributes:
+        name: Its name.
+        shape: Sizes of its factors.
+        dims: What a plan is made from.
+        params: Indices of its parameters in the network's.
+        work_dtype: Dtype in which its preconditioned gradient travels.
+        hooked: Whether statistics come from its passes; from its mean gradient otherwise.
+        rows: Rows of statistics that an example gives; None if none has been passed through.
+    """
+
+    name: str
+    shape: FactorShape
+    dims: LayerDims
+    params: tuple[int, ...]
+    work_dtype: torch.dtype
+    hooked: bool = True
+    rows: float | None = None
 
 
 @dataclass(frozen=True)
 class Network:
-    """The levels of a network, the innermost first; ranks are numbered node by node.
+    """Layers with curvature, and every parameter that trains.
 
     Attributes:
-        levels: Each holds more ranks than the one before, a whole number of times; the last holds
-            all of them.
-        measured: Whether the numbers were measured, for tables.
-
-    Raises:
-        ValueError: For no level, or sizes that do not nest.
+        layers: The layers, in the order of the model's modules.
+        params: The parameters, in the model's order.
+        base_bytes: Bytes of the base's state.
+        left: What is left to the base, and why.
     """
 
-    levels: tuple[Level, ...]
-    measured: bool = False
+    layers: tuple[Layer, ...]
+    params: tuple[Parameter, ...]
+    base_bytes: int = 0
+    left: tuple[LeftToBase, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        if not self.levels:
-            raise ValueError("a network without levels; give one at least")
-        if self.levels[-1].ranks is not None:
-            raise ValueError("the last level of a network holds all ranks; give it ranks=None")
-        before = 1
-        for level in self.levels[:-1]:
-            if level.ranks is None or level.ranks % before:
-                raise ValueError(
-                    f"a level of {level.ranks} ranks after one of {before}; give whole multiples, "
-                    f"and None for the last alone"
-                )
-            before = level.ranks
+    @property
+    def gradient_elements(self) -> int:
+        """N_g: elements of all gradients."""
+        return sum(p.elements for p in self.params)
 
-    @classmethod
-    def flat(cls, latency: float, bandwidth: float) -> Network:
-        """Make a network in which all ranks are equally far from each other."""
-        return cls((Level(latency, bandwidth),))
+    @property
+    def factor_elements(self) -> int:
+        """N_f: elements of all factors as whole matrices, a diagonal's its diagonal."""
+        shapes = [layer.shape for layer in self.layers]
+        return sum(
+            torch.Size(shape.stored_shape(letter, False)).numel()
+            for shape in shapes
+            for letter in shape.letters
+        )
 
-    @classmethod
-    def of_nodes(
-        cls, ranks: int, inside: tuple[float, float], between: tuple[float, float]
-    ) -> Network:
-        """Make a network of nodes.
 
-        Args:
-            ranks: Ranks of each node.
-            inside: Latency in seconds and bandwidth in bytes a second of a rank inside of a node.
-            between: The same between nodes.
-        """
-        return cls((Level(*inside, ranks), Level(*between)))
+def network_of(
+    model: nn.Module,
+    options: KFACOptions | None = None,
+    *,
+    rules: BlockRules | None = None,
+    conv_approximation: str | None = None,
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    base: type[torch.optim.Optimizer] | None = None,
+    base_kwargs: Mapping[str, Any] | None = None,
+) -> Network:
+    """Find the layers of a model, as training does.
 
-    # ---------------------------------------------------------------------------- the collectives
+    Args:
+        model: The model; on the meta device, too.
+        options: Options of the K-FAC step, which decide what a layer is; None for the defaults.
+        rules: The system's rules for which modules become blocks; None for those of ``options``.
+        conv_approximation: Approximation for convolutions; None for that of other layers.
+        example: Arguments of the model, a batch on the model's device: one forward pass finds
+            the rows of statistics of each layer. None: no rows are known.
+        base: Class of the base, for the bytes of its state; None for a base without.
+        base_kwargs: Its arguments.
 
-    def parties(self, ranks: Sequence[int]) -> list[int]:
-        """By level, the number of parties that meet there: ranks of a node, nodes, and so on.
-
-        Where nodes have unequally many of the ranks, that of the fullest counts.
-        """
-        found, units = [], list(dict.fromkeys(ranks))
-        for level in self.levels:
-            if level.ranks is None:
-                found.append(len(units))
-                break
-            members: dict[int, int] = {}
-            for unit in units:
-                # A unit of the level below is known by its first rank's place.
-                members[unit // level.ranks] = members.get(unit // level.ranks, 0) + 1
-            found.append(max(members.values(), default=0))
-            units = [place * level.ranks for place in members]
-        return found
-
-    def all_reduce(self, nbytes: float, ranks: Sequence[int]) -> float:
-        """Seconds to sum n bytes over ranks, for all of them."""
-        seconds, share = 0.0, float(nbytes)
-        for level, g in zip(self.levels, self.parties(ranks), strict=True):
-            if g > 1:
-                ring = 2 * (g - 1) * (level.latency + share / g / level.bandwidth)
-                tree = 2 * _rounds(g) * (level.latency + share / level.bandwidth)
-                seconds += min(ring, tree)
-                share /= g
-        return seconds
-
-    def broadcast(self, nbytes: float, ranks: Sequence[int]) -> float:
-        """Seconds to send n bytes from one rank to the others."""
-        seconds = 0.0
-        for level, g in zip(self.levels, self.parties(ranks), strict=True):
-            if g > 1:
-                tree = _rounds(g) * (level.latency + nbytes / level.bandwidth)
-                ring = (_rounds(g) + g - 1) * level.latency
-                ring += 2 * (g - 1) / g * nbytes / level.bandwidth
-                seconds += min(ring, tree)
-        return seconds
-
-    def reduce(self, nbytes: float, ranks: Sequence[int]) -> float:
-        """Seconds to sum n bytes over ranks, for one of them: a broadcast in reverse."""
-        return self.broadcast(nbytes, ranks)
-
-    def all_to_all(self, sent: float, received: float, ranks: Sequence[int]) -> float:
-        """Seconds of an exchange of unlike parts between all pairs of ranks.
-
-        Args:
-            sent: Bytes that the busiest rank sends to the others in all.
-            received: Bytes that it receives.
-            ranks: The ranks; peers on each level get an equal share.
-        """
-        others = len(set(ranks)) - 1
-        if others < 1:
-            return 0.0
-        seconds, nearer = 0.0, 1
-        for level, g in zip(self.levels, self.parties(ranks), strict=True):
-            peers = min(nearer * g, others + 1) - nearer
-            nbytes = max(sent, received) * peers / others
-            seconds += peers * level.latency + nbytes / level.bandwidth
-            nearer += peers
-        return seconds
-
-    def timed(self, verb: str) -> Callable[..., float]:
-        """The formula of a collective by its name.
-
-        Raises:
-            ValueError: For a name that has none.
-        """
-        verbs = {
-            "all_reduce": self.all_reduce,
-            "broadcast": self.broadcast,
-            "reduce": self.reduce,
-            "all_to_all": self.all_to_all,
-        }
-        if verb not in verbs:
-            raise ValueError(f"no formula for {verb!r}; there are {', '.join(verbs)}")
-        return verbs[verb]
-
-    # -------------------------------------------------------------------------------------- JSON
-
-    def as_json(self) -> dict[str, Any]:
-        """The network as primitives."""
-        return {"measured": self.measured, "levels": [dict(vars(level)) for level in self.levels]}
-
-    @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Network:
-        """Make a network from what :meth:`as_json` gave.
-
-        Raises:
-            ValueError: For entries that are missing or unknown.
-        """
-        if "levels" not in found:
-            raise ValueError(
-                "a network without levels; give a list of latency, bandwidth and ranks, the "
-                "innermost first"
+    Raises:
+        ValueError: If an example has no tensor, whose first dimension would be the batch.
+    """
+    options = KFACOptions() if options is None else options
+    params = [p for p in model.parameters() if p.requires_grad]
+    blocks, left = find_blocks(
+        model,
+        {id(p): p.numel() for p in params},
+        options.skip_layers,
+        {},
+        options.factor_dtype,
+        options.symmetry_aware,
+        options.block_rules if rules is None else rules,
+    )
+    index = {id(p): i for i, p in enumerate(params)}
+    outputs = {} if example is None else _outputs(model, blocks, example)
+    layers = []
+    for block in blocks:
+        approximation: str = options.kfac_approx
+        if conv_approximation is not None and is_convolution(block.modules[0]):
+            approximation = conv_approximation
+        rows = None if example is None else _rows(block, outputs, approximation)
+        layers.append(
+            Layer(
+                block.name,
+                block.shape,
+                dims_of(block),
+                tuple(index[id(p)] for p in block.params),
+                block.work_dtype,
+                not isinstance(block, GradientBlock),
+                rows,
             )
-        try:
-            levels = tuple(Level(**level) for level in found["levels"])
-        except TypeError as error:
-            raise ValueError(f"a level of a network: {error}") from None
-        return cls(levels, bool(found.get("measured", False)))
+        )
+    state = 0 if base is None else base_state_bytes(base, params, **(base_kwargs or {}))
+    found = tuple(Parameter(p.numel(), p.dtype) for p in params)
+    return Network(tuple(layers), found, state, tuple(left))
 
 
-def _rounds(parties: int) -> int:
-    return math.ceil(math.log2(parties))
+def base_state_bytes(
+    base: type[torch.optim.Optimizer], params: Iterable[Tensor], **keywords: Any
+) -> int:
+    """Bytes of a base's state after a step, which is taken on the meta device.
+
+    Args:
+        base: The base's class.
+        params: The parameters.
+        **keywords: The base's arguments.
+    """
+    copies = [torch.empty_like(p, device="meta").requires_grad_() for p in params]
+    for copy in copies:
+        copy.grad = torch.empty_like(copy)
+    optimizer = base(copies, **keywords)
+    optimizer.step()
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+_Outputs = Mapping[nn.Module, Sequence[tuple[torch.Size, int]]]
+"""By module, the shape of each output, and the number of examples in the pass."""
+
+
+def _outputs(
+    model: nn.Module,
+    blocks: Iterable[KroneckerBlock],
+    example: Sequence[Any] | Mapping[str, Any],
+) -> _Outputs:
+    """The shapes of the outputs of the layers' modules in one forward pass."""
+    values = example.values() if isinstance(example, Mapping) else example
+    batch = next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), None)
+    if not batch:
+        raise ValueError(
+            f"the example {example!r} has no tensor with a batch dimension; give the model's "
+            f"arguments, a batch of at least one example"
+        )
+    found: defaultdict[nn.Module, list[tuple[torch.Size, int]]] = defaultdict(list)
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            found[module].append((first.shape, batch))
+
+    layers = dict.fromkeys(m for block in blocks for m in block.watched)
+    called = {layer: hosts(model, [layer])[0] for layer in layers}
+    hooks = [host.register_forward_hook(note) for host in dict.fromkeys(called.values())]
+    try:
+        with torch.no_grad():
+            _ = model(**example) if isinstance(example, Mapping) else model(*example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {layer: found[host] for layer, host in called.items()}
+
+
+def _rows(block: KroneckerBlock, outputs: _Outputs, approximation: str) -> float:
+    """Rows of statistics that an example gives to a layer, over all calls of its modules."""
+    total = 0.0
+    for module in block.watched:
+        for shape, batch in outputs.get(module, ()):
+            maps = is_convolution(module) or isinstance(
+                module, nn.GroupNorm | nn.modules.batchnorm._BatchNorm
+            )
+            if approximation == "reduce" or (maps and isinstance(block, ExactBlock)):
+                total += 1
+            elif maps:
+                total += shape[2:].numel()
+            else:
+                width = block.params[0].shape if isinstance(block, ExactBlock) else shape[-1:]
+                total += shape.numel() / width.numel() / batch
+    return total

@@ -1,0 +1,1 @@
+"""What a training costs before it is run: counts of work, messages and memory, rank by rank."""
