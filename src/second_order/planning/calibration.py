@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import SOLVERS
 from second_order.kronecker.triangles import pack_upper_triangular, unpack_upper_triangular
+from second_order.options import PEAK_LR, follow_learning_rates
+from second_order.planning.interconnect import Interconnect, Level
 from second_order.planning.machine import Curve, Machine, Overhead, Surface
-from second_order.planning.links import Level, Network
 from second_order.stages import Meter
 
 __all__ = ["DEFAULT_NETWORKS", "Clock", "calibrate", "measure_machine", "measure_network"]
@@ -38,8 +40,8 @@ ROWS = (32, 512, 8192)
 FEW, MANY, WIDTH = 2, 10, 8  # layers of the small trainings, and their size
 
 DEFAULT_NETWORKS = {
-    "cpu": Network.flat(1e-4, 1e9),
-    "cuda": Network.of_nodes(8, (1e-5, 1e11), (2e-5, 2.5e10)),
+    "cpu": Interconnect.flat(1e-4, 1e9),
+    "cuda": Interconnect.of_nodes(8, (1e-5, 1e11), (2e-5, 2.5e10)),
 }
 """Where there is no process group to measure: gloo over a fast link, and eight devices a node on
 NVLink with 200 Gbit/s for each between nodes. Round numbers, not those of a machine."""
@@ -52,7 +54,7 @@ def calibrate(
     seconds: float = 10.0,
     sizes: Sequence[int] = (),
     clock: Clock = time.perf_counter,
-) -> tuple[Machine, Network]:
+) -> tuple[Machine, Interconnect]:
     """Measure this machine, and the network if a process group is initialised.
 
     With a process group it is a collective: every rank calls it, and all of them get what the first
@@ -64,7 +66,8 @@ def calibrate(
         seconds: About how long the machine may be measured, 60 at most; sizes that would take
             longer are left to extrapolation.
         sizes: Sizes of factors that are measured besides the usual ones.
-        clock: Returns the time in seconds. ``time.process_time`` leaves out what others do on a CPU.
+        clock: Returns the time in seconds. ``time.process_time`` leaves out what others do on a
+            CPU.
 
     Raises:
         ValueError: For seconds outside 0 to 60, or a device without a calibration.
@@ -153,12 +156,21 @@ def measure_machine(
         tuple((rows, timer.curve(second_moment(rows), SIZES[:7], 2.0)) for rows in ROWS)
     )
     eigh, inverse = (timer.curve(decomposition(s), usual) for s in ("eigen", "inverse"))
-    small, large = filled(8), filled(2**22)
+    small, large, other = filled(8), filled(2**23), filled(2**23)
     launch = timer(lambda: small.mul_(1.0))
-    bandwidth = 2 * large.nbytes / timer(lambda: large.mul_(1.0))
+    bandwidth = 3 * large.nbytes / timer(lambda: large.add_(other))
+    copies = 2 * large.nbytes / timer(lambda: torch.cat([large, other]))
     machine = Machine(
-        name or _name_of(device), device.type, products, eigh, inverse, bandwidth, launch,
-        memory=_memory_of(device), gram=surface,
+        name or _name_of(device),
+        device.type,
+        products,
+        eigh,
+        inverse,
+        bandwidth,
+        launch,
+        memory=_memory_of(device),
+        gram=surface,
+        copies=copies,
     )
     return _with_overheads(machine, device, clock)
 
@@ -237,7 +249,8 @@ def _with_overheads(machine: Machine, device: torch.device, clock: Clock) -> Mac
             elif stage == "precondition":
                 priced = (4 if solver == "eigen" else 2) * machine.product(WIDTH, WIDTH, WIDTH)
             name = solver if stage == "solve" else stage
-            found[name] = Overhead(start, max(slope - priced, 0.0))
+            each = 2 if stage == "base" else 1  # a weight and a bias
+            found[name] = Overhead(start, max(slope - priced, 0.0) / each)
     found["exchange"] = Overhead(0.0, found["precondition"].layer / 2)
     return Machine(**{**vars(machine), "overheads": found})
 
@@ -251,10 +264,19 @@ def _stages_of(
     torch.set_rng_state(torch_state)
     model = nn.Sequential(*modules).to(device)
     base = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    base.param_groups[0][PEAK_LR] = 0.0
     meter = Meter(clock)
     training = Training(
-        "calibration", model, True, False, World.alone(), False, None, base=base,
-        base_name="SGD", meter=meter,
+        "calibration",
+        model,
+        True,
+        False,
+        World.alone(),
+        False,
+        None,
+        base=base,
+        base_name="SGD",
+        meter=meter,
     )
     options = KFACOptions(
         damping=0.1,
@@ -275,6 +297,7 @@ def _stages_of(
             with torch.enable_grad():
                 model(x).square().mean().backward()
             with torch.no_grad():
+                follow_learning_rates(base.param_groups)
                 curvature.prepare()
                 curvature.precondition(_nothing)
                 with meter.stage("base"):
@@ -305,28 +328,36 @@ def _nothing() -> None:
 # -------------------------------------------------------------------------------------- the network
 
 
-def measure_network(world: World, device: torch.device, ranks_of_node: int | None = None) -> Network:
+def measure_network(world: World, device: torch.device) -> Interconnect:
     """Measure latency and bandwidth among all ranks; a collective.
 
-    Two sums, of next to nothing and of 16 MB, are put into the formula of a ring. Ranks on other
-    nodes are taken to be on one level with these, unless a node's ranks are told.
+    Two sums, of next to nothing and of 16 MB, and a word from each rank to each are put into the
+    formulas. Ranks on other nodes are taken to be on one level with these.
 
     Args:
         world: The ranks, two at least.
         device: The device of the messages.
-        ranks_of_node: Ranks of each node; None for one level.
     """
     small, large = (torch.ones(n, device=device) for n in (8, 2**22))
-    seconds = [_slowest(world, _fastest_sum(world, each, device)) for each in (small, large)]
-    return network_of(seconds[0], seconds[1], large.nbytes, world.size)
+    words = torch.ones(world.size, dtype=torch.int64, device=device)
+    calls = [
+        partial(dist.all_reduce, small, group=world.group),
+        partial(dist.all_reduce, large, group=world.group),
+        partial(dist.all_to_all_single, torch.empty_like(words), words, group=world.group),
+    ]
+    seconds = [_slowest(world, _usual_seconds(world, call, device)) for call in calls]
+    return network_of(seconds[0], seconds[1], seconds[2], large.nbytes, world.size)
 
 
-def network_of(small: float, large: float, nbytes: int, ranks: int) -> Network:
-    """The flat network in which a ring sums next to nothing, and n bytes, in so many seconds.
+def network_of(
+    small: float, large: float, exchange: float, nbytes: int, ranks: int
+) -> Interconnect:
+    """The flat network in which collectives take so many seconds.
 
     Args:
         small: Seconds of a sum of next to nothing.
         large: Seconds of a sum of ``nbytes``.
+        exchange: Seconds of a word from each rank to each.
         nbytes: Bytes of the large sum.
         ranks: Number of ranks, two at least.
     """
@@ -334,19 +365,22 @@ def network_of(small: float, large: float, nbytes: int, ranks: int) -> Network:
     rounds = min(2 * (ranks - 1), 2 * (ranks - 1).bit_length())
     latency = small / rounds
     rest = max(large - 2 * (ranks - 1) * latency, large / 10)
-    return Network((Level(latency, 2 * (ranks - 1) / ranks * nbytes / rest),), measured=True)
+    gap = (exchange - latency) / (ranks - 2) if ranks > 2 else latency
+    gap = min(max(gap, latency / 100), latency)
+    bandwidth = 2 * (ranks - 1) / ranks * nbytes / rest
+    return Interconnect((Level(latency, bandwidth, gap=gap),), measured=True)
 
 
-def _fastest_sum(world: World, values: Tensor, device: torch.device) -> float:
+def _usual_seconds(world: World, call: Callable[[], Any], device: torch.device) -> float:
+    """The median of some calls, all of which all ranks begin together."""
     times = []
-    for _ in range(7):
-        world.words(0)  # all ranks begin together
+    for _ in range(9):
+        world.on_cpu().words(0)
         start = time.perf_counter()
-        dist.all_reduce(values, group=world.group)
+        call()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
-        values.fill_(1.0)
     return sorted(times)[len(times) // 2]
 
 

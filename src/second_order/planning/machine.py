@@ -139,7 +139,9 @@ class Machine:
         inverse: Seconds of one sound Cholesky inverse, by n.
         gram: Seconds of the statistics X^T X of a matrix X of rows x n, by rows and n; None for
             those of a product with as many operations.
-        bandwidth: Bytes that simple operations on large tensors read and write in a second.
+        bandwidth: Bytes that operations in place on large tensors read and write in a second.
+        copies: Bytes a second of copies into new memory, which a CPU has to find first; None for
+            half the bandwidth.
         launch: Seconds of an operation on next to nothing.
         overheads: Overhead of each stage, by one of :data:`STAGES`, "inverse" and "eigen" for the
             solves of each solver, and "base" for a step of the base with its parameters as layers.
@@ -159,10 +161,13 @@ class Machine:
     overheads: Mapping[str, Overhead] = field(default_factory=dict)
     memory: int | None = None
     gram: Surface | None = None
+    copies: float | None = None
 
     def __post_init__(self) -> None:
         positive("bandwidth", self.bandwidth)
         positive("launch", self.launch)
+        if self.copies is not None:
+            positive("copies", self.copies)
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r} of a machine; use 'cpu' or 'cuda'")
         for stage, overhead in self.overheads.items():
@@ -233,9 +238,13 @@ class Machine:
         """Seconds of the statistics of a matrix of rows x n."""
         return self.product(n, n, rows) if self.gram is None else self.gram.at(rows, n)
 
-    def moved(self, nbytes: float) -> float:
-        """Seconds to read or write so many bytes in one operation."""
-        return self.launch + nbytes / self.bandwidth
+    def touched(self, nbytes: float) -> float:
+        """Seconds to read or write so many bytes in place."""
+        return nbytes / self.bandwidth
+
+    def copied(self, nbytes: float) -> float:
+        """Seconds to copy so many bytes into new memory."""
+        return nbytes / (self.copies or self.bandwidth / 2)
 
     def decomposition(self, solver: str, n: float) -> float:
         """Seconds to decompose one factor of size n, by the name of the solver.
@@ -258,7 +267,7 @@ class Machine:
         curves = {name: getattr(self, name).as_json() for name in ("products", "eigh", "inverse")}
         rest = {
             name: getattr(self, name)
-            for name in ("name", "device", "bandwidth", "launch", "memory")
+            for name in ("name", "device", "bandwidth", "copies", "launch", "memory")
         }
         gram = {} if self.gram is None else {"gram": self.gram.as_json()}
         overheads = {"overheads": {k: asdict(v) for k, v in self.overheads.items()}}
@@ -285,8 +294,8 @@ class Machine:
         surface = None if gram is None else Surface(tuple((c["rows"], _curve(c)) for c in gram))
         overheads = {k: Overhead(**v) for k, v in found.get("overheads", {}).items()}
         rest = {k: found[k] for k in ("name", "device", "bandwidth", "launch")}
-        memory = found.get("memory")
-        return cls(**rest, **curves, overheads=overheads, memory=memory, gram=surface)
+        rest |= {k: found.get(k) for k in ("memory", "copies")}
+        return cls(**rest, **curves, overheads=overheads, gram=surface)
 
     def renamed(self, name: str) -> Machine:
         """The same machine with another name."""

@@ -1,4 +1,4 @@
-"""A network as a plan sees it: latency and bandwidth by level, and collectives by formula.
+"""The links between ranks as a plan sees them: levels, and collectives by formula.
 
 A collective over several levels is done level by level, as NCCL and MPI do: sums come together
 inside of each node first, then between nodes, each rank with its share of the data, and back. With
@@ -7,9 +7,10 @@ g parties, n bytes, latency a and b bytes a second, on one level:
 all_reduce   ring 2 (g - 1) (a + n / (g b))                or tree 2 ceil(log2 g) (a + n / b)
 broadcast,   tree ceil(log2 g) (a + n / b)
 reduce       or ring (ceil(log2 g) + g - 1) a + 2 (g - 1) / g n / b   (scatter, then all-gather)
-all_to_all   pairwise: a for each other rank, and what a rank sends or receives, whichever is more
+all_to_all   a + g_m (messages - 1), and what a rank sends or receives, whichever is more
 
-(Thakur, Rabenseifner & Gropp 2005). Of two ways the faster one counts.
+(Thakur, Rabenseifner & Gropp 2005; the gap g_m between two messages of a rank is LogP's, Culler et
+al. 1993). Of two ways the faster one counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from second_order.planning.machine import positive
 
-__all__ = ["Level", "Network"]
+__all__ = ["Interconnect", "Level"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Level:
         latency: Seconds from one rank to another, whatever the size.
         bandwidth: Bytes a second of one rank while all the others use theirs.
         ranks: Number of ranks that are together on this level; None for all.
+        gap: Seconds between two messages of one rank to different others; None for the latency,
+            as if each waited for the one before.
 
     Raises:
         ValueError: For numbers out of range.
@@ -40,16 +43,19 @@ class Level:
     latency: float
     bandwidth: float
     ranks: int | None = None
+    gap: float | None = None
 
     def __post_init__(self) -> None:
         positive("latency", self.latency)
+        if self.gap is not None:
+            positive("gap", self.gap)
         positive("bandwidth", self.bandwidth)
-        if self.ranks is not None and (not isinstance(self.ranks, int) or self.ranks < 1):
+        if self.ranks is not None and self.ranks < 1:
             raise ValueError(f"ranks={self.ranks!r} of a level; give a whole number, 1 or more")
 
 
 @dataclass(frozen=True)
-class Network:
+class Interconnect:
     """The levels of a network, the innermost first; ranks are numbered node by node.
 
     Attributes:
@@ -80,14 +86,14 @@ class Network:
             before = level.ranks
 
     @classmethod
-    def flat(cls, latency: float, bandwidth: float) -> Network:
+    def flat(cls, latency: float, bandwidth: float) -> Interconnect:
         """Make a network in which all ranks are equally far from each other."""
         return cls((Level(latency, bandwidth),))
 
     @classmethod
     def of_nodes(
         cls, ranks: int, inside: tuple[float, float], between: tuple[float, float]
-    ) -> Network:
+    ) -> Interconnect:
         """Make a network of nodes.
 
         Args:
@@ -157,8 +163,10 @@ class Network:
         seconds, nearer = 0.0, 1
         for level, g in zip(self.levels, self.parties(ranks), strict=True):
             peers = min(nearer * g, others + 1) - nearer
-            nbytes = max(sent, received) * peers / others
-            seconds += peers * level.latency + nbytes / level.bandwidth
+            if peers:
+                gap = level.latency if level.gap is None else level.gap
+                seconds += level.latency + (peers - 1) * gap
+                seconds += max(sent, received) * peers / others / level.bandwidth
             nearer += peers
         return seconds
 
@@ -168,7 +176,7 @@ class Network:
         Raises:
             ValueError: For a name that has none.
         """
-        verbs = {
+        verbs: dict[str, Callable[..., float]] = {
             "all_reduce": self.all_reduce,
             "broadcast": self.broadcast,
             "reduce": self.reduce,
@@ -185,7 +193,7 @@ class Network:
         return {"measured": self.measured, "levels": [dict(vars(level)) for level in self.levels]}
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Network:
+    def of_json(cls, found: Mapping[str, Any]) -> Interconnect:
         """Make a network from what :meth:`as_json` gave.
 
         Raises:

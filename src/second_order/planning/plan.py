@@ -1,0 +1,616 @@
+"""Which system with which setting: time, memory and bytes of each, and the one to take.
+
+second_order.plan(model, batch, 64).summary()
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from second_order.kfac.budget import intervals as budgeted
+from second_order.kfac.options import KFACOptions
+from second_order.options import AUTO, check_choice, check_count, check_interval, check_number
+from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
+from second_order.planning.counts import Case
+from second_order.planning.interconnect import Interconnect
+from second_order.planning.machine import Machine
+from second_order.planning.network import Network
+from second_order.planning.observation import Observation, arguments_of, observe, undisturbed
+from second_order.planning.systems import PLANNED, Planned
+from second_order.planning.times import PASSES, RankCost, StepTimes, rank_costs, step_times
+
+__all__ = [
+    "SIMILAR",
+    "Choice",
+    "Intervals",
+    "Plan",
+    "Planner",
+    "bytes_of",
+    "plan",
+    "workers_of",
+]
+
+Intervals: TypeAlias = tuple[int, int] | Literal["auto"]
+"""Steps between statistics and between refreshes, or "auto" for those of the budget."""
+
+SIMILAR = 0.03
+"""Settings whose steps differ by less than this share count as equally fast: the model of time is
+no better than that."""
+
+COPIES = 4  # of the largest factor while it is decomposed: itself, scaled, its result, work space
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting, and what it costs.
+
+    Attributes:
+        system: The optimizer's class.
+        setting: The setting in words.
+        keywords: The keywords that have the optimizer do this.
+        world_size: Number of ranks.
+        stages: Seconds a step by stage, those of statistics and refreshes shared out over their
+            intervals.
+        seconds: Seconds a step.
+        memory: Bytes at the peak on the fullest rank.
+        held: Bytes by what they are for, on that rank.
+        sent: Bytes a step that leave the busiest rank.
+        operations: Floating point operations a step of second order on the busiest rank.
+        hidden: Seconds a step of solves on threads, beside training.
+        fits: Whether the memory allowed is enough.
+        ranks: The costs of each rank at a step with statistics and a refresh.
+    """
+
+    system: str
+    setting: str
+    keywords: Mapping[str, Any]
+    world_size: int
+    stages: Mapping[str, float]
+    seconds: float
+    memory: int
+    held: Mapping[str, int]
+    sent: float
+    operations: float
+    hidden: float = 0.0
+    fits: bool = True
+    ranks: tuple[RankCost, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The system, the setting and the solver in words."""
+        words = " ".join(filter(None, [self.system, self.setting]))
+        return f"{words}, {self.keywords['solver']}"
+
+    def as_json(self, every_rank: bool = False) -> dict[str, Any]:
+        """The choice as primitives.
+
+        Args:
+            every_rank: Whether to add the costs of each rank.
+        """
+        names = ("system", "setting", "world_size", "seconds", "memory", "sent", "operations")
+        found: dict[str, Any] = {name: getattr(self, name) for name in (*names, "hidden", "fits")}
+        found["keywords"] = {k: _primitive(v) for k, v in self.keywords.items()}
+        found |= {"stages": dict(self.stages), "held": dict(self.held)}
+        if every_rank:
+            found["ranks"] = [_rank_json(cost) for cost in self.ranks]
+        return found
+
+
+def _primitive(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _rank_json(cost: RankCost) -> dict[str, Any]:
+    work = cost.work
+    stages = dict.fromkeys((*(c.stage for c in work.computes), *(t.stage for t in work.transfers)))
+    return {
+        "rank": work.rank,
+        "ranks_alike": cost.ranks,
+        "seconds": dict(cost.times.due),
+        "hidden_seconds": cost.times.hidden,
+        "operations": {stage: work.operations(stage) for stage in stages},
+        "bytes_handed_over": {stage: work.handed(stage) for stage in stages},
+        "bytes_moved": {stage: work.moved(stage) for stage in stages},
+        "memory": {held.what: held.nbytes for held in work.held},
+    }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings for a number of ranks, and the one that is recommended.
+
+    Attributes:
+        world_size: Number of ranks.
+        choices: The settings, the fastest first.
+        recommended: The setting to take; None where none fits into memory.
+        reason: Why, in words.
+        base: Seconds a step of the base alone, with its mean of gradients.
+        observation: What the model's passes take.
+        machine: The machine of every rank.
+        network: The links between the ranks.
+        memory: Bytes that a rank may use; None for no limit.
+    """
+
+    world_size: int
+    choices: tuple[Choice, ...]
+    recommended: Choice | None
+    reason: str
+    base: float
+    observation: Observation
+    machine: Machine
+    network: Interconnect
+    memory: int | None = None
+
+    def summary(self, rows: int | None = 12) -> str:
+        """The settings as a table, and the recommendation.
+
+        Args:
+            rows: Number of rows at most; None for all.
+        """
+        header = ("system", "setting", "solver", "intervals", "ms a step", "over base")
+        header += ("statistics", "solve", "precondition", "messages", "peak memory", "sent", "")
+        table = [header]
+        for choice in self.choices[:rows]:
+            table.append(self._row(choice))
+        left = len(self.choices) - len(table) + 1
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        known = "measured" if self.network.measured else "not measured"
+        title = f"{ranks} of {self.machine.name}; network {known}; "
+        title += f"the base alone takes {1000 * self.base:.3g} ms a step"
+        lines = [title, *_aligned(table), *([f"and {left} slower settings"] if left else [])]
+        return "\n".join([*lines, self.reason])
+
+    def _row(self, choice: Choice) -> tuple[str, ...]:
+        stages = choice.stages
+        messages = sum(s for k, s in stages.items() if k in MESSAGES)
+        words = choice.keywords
+        note = "recommended" if choice is self.recommended else ""
+        return (
+            choice.system,
+            choice.setting,
+            words["solver"],
+            f"{words['factor_update_steps']}/{words['inv_update_steps']}",
+            f"{1000 * choice.seconds:,.3g}",
+            f"{choice.seconds / self.base - 1:+.0%}" if self.base else "",
+            *(f"{1000 * stages.get(k, 0.0):,.3g}" for k in ("statistics", "solve", "precondition")),
+            f"{1000 * messages:,.3g}",
+            said_bytes(choice.memory),
+            said_bytes(choice.sent),
+            note if choice.fits else "does not fit",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as primitives; the recommended setting with the costs of each rank."""
+        best = self.recommended
+        return {
+            "world_size": self.world_size,
+            "memory": self.memory,
+            "base_seconds": self.base,
+            "examples": self.observation.examples,
+            "activations": self.observation.activations,
+            "operations": self.observation.operations,
+            "passes_measured": self.observation.seconds is not None,
+            "recommended": None if best is None else best.as_json(every_rank=True),
+            "reason": self.reason,
+            "choices": [choice.as_json() for choice in self.choices],
+            "machine": self.machine.as_json(),
+            "network": self.network.as_json(),
+        }
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """The plan as JSON."""
+        return json.dumps(self.as_json(), indent=indent)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+MESSAGES = (
+    "compare",
+    "average_gradients",
+    "statistics_exchange",
+    "solve_exchange",
+    "precondition_exchange",
+)
+
+
+# ------------------------------------------------------------------------------------- the planner
+
+
+def plan(
+    model: nn.Module,
+    sample_batch: Any,
+    world_size: int = 1,
+    *,
+    device: torch.device | str | None = None,
+    machine: Machine | None = None,
+    network: Interconnect | None = None,
+    memory: int | str | None = None,
+    systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
+    solvers: Sequence[str] = ("inverse", "eigen"),
+    intervals: Sequence[Intervals] = ((10, 10),),
+    base: type[torch.optim.Optimizer] = torch.optim.SGD,
+    base_kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    seconds: float = 10.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Plan:
+    """Predict time, memory and bytes of every system's settings, and recommend one.
+
+    Each rank has a batch like ``sample_batch``. Counts of work, bytes and kept memory are exact;
+    times are those of a model: see docs/planning.md. No message is sent, and the model stays as it
+    is.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine, with ``machine``.
+        sample_batch: A rank's batch, as the model's arguments: a tensor, a tuple or list of
+            arguments, or a dictionary by name.
+        world_size: Number of ranks to plan for.
+        device: The device to measure; None for that of the model.
+        machine: The machine of each rank; None to measure this one, passes and statistics of the
+            model as well.
+        network: The links between the ranks; None for documented numbers, which are round.
+        memory: Bytes that a rank may use, as a number or like "80GB"; None for the machine's memory
+            where it is known.
+        systems: Names of the optimizers.
+        solvers: The solvers: "inverse" (Cholesky) and "eigen".
+        intervals: Pairs of ``factor_update_steps`` and ``inv_update_steps``; "auto" for those that
+            a budget of 15 % would choose. The recommendation is for the first.
+        base: Class of the base.
+        base_kwargs: Arguments of the base that decide the size of its state.
+        options: Further keywords that all systems share, as ``symmetry_aware`` or ``skip_layers``.
+        seconds: About how long the machine may be measured, 60 at most.
+        clock: The clock to measure by; ``time.process_time`` leaves out what others do on a CPU.
+
+    Raises:
+        TypeError: For values of the wrong type.
+        ValueError: For values out of range, a model that does not take the batch, or a model on the
+            meta device without a machine.
+    """
+    planner = Planner(
+        model,
+        sample_batch,
+        device=device,
+        machine=machine,
+        network=network,
+        systems=systems,
+        solvers=solvers,
+        intervals=intervals,
+        base=base,
+        base_kwargs=base_kwargs,
+        options=options,
+        memory=memory,
+        seconds=seconds,
+        clock=clock,
+        world_sizes=[world_size],
+    )
+    return planner.plan(world_size)
+
+
+class Planner:
+    """A model looked at once, to be planned for several numbers of ranks.
+
+    Args:
+        model: The model.
+        sample_batch: A rank's batch, as the model's arguments.
+        world_sizes: The numbers of ranks that will be asked for, which are checked first.
+        **given: The other arguments of :func:`plan`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_batch: Any,
+        *,
+        world_sizes: Sequence[int] = (),
+        device: torch.device | str | None = None,
+        machine: Machine | None = None,
+        network: Interconnect | None = None,
+        memory: int | str | None = None,
+        systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
+        solvers: Sequence[str] = ("inverse", "eigen"),
+        intervals: Sequence[Intervals] = ((10, 10),),
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        base_kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        seconds: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        for size in world_sizes:
+            check_count("world_size", size, "ranks")
+        for name, values, allowed in (
+            ("systems", systems, tuple(PLANNED)),
+            ("solvers", solvers, ("inverse", "eigen")),
+        ):
+            if isinstance(values, str) or not values:
+                raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(allowed)}")
+            for value in values:
+                check_choice(name, value, allowed)
+        self._intervals = [_checked_intervals(pair) for pair in intervals]
+        if not self._intervals:
+            raise ValueError("intervals=[]; give one pair at least, as (10, 10)")
+        check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
+        self.memory = None if memory is None else bytes_of(memory)
+        arguments_of(sample_batch)
+        placed = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = placed if device is None else torch.device(device)
+        if machine is None and "meta" in (placed.type, device.type):
+            raise ValueError(
+                "the model is on the meta device, and no machine is given to plan for; give "
+                "machine=Machine.given(...), or the model on the device to measure"
+            )
+        if machine is None and placed.type != device.type:
+            raise ValueError(
+                f"the model is on {placed}, and the machine to measure is {device}; move the "
+                f"model and the batch there, or give machine="
+            )
+        self._systems, self._solvers = tuple(systems), tuple(solvers)
+        shared = dict(options or {})
+        for name in ("solver", "factor_update_steps", "inv_update_steps"):
+            if name in shared:
+                raise ValueError(f"options[{name!r}] is planned; use solvers= and intervals=")
+        self._made = {
+            (system, solver): PLANNED[system](base=base, solver=solver, **shared)
+            for system in systems
+            for solver in solvers
+        }
+        self._shared = shared
+        keywords = {"lr": 0.1, **({"momentum": 0.9} if base is torch.optim.SGD else {})}
+        keywords |= dict(base_kwargs or {})
+
+        # Nothing is run before all is checked.
+        measured = machine is None
+        self._seen: dict[str, tuple[Network, Observation]] = {}
+        for system in systems:
+            planned = self._made[system, self._solvers[0]]
+            found = observe(model, sample_batch, planned, measure=measured, clock=clock)
+            arguments, named = arguments_of(sample_batch)
+            with undisturbed(model, placed):
+                seen = planned.network(model, example=named or arguments, **keywords)
+            self._seen[system] = seen, found
+        sizes = {
+            layer.shape.dim(letter)
+            for seen, _ in self._seen.values()
+            for layer in seen.layers
+            for letter in layer.shape.letters
+            if not layer.shape.is_diagonal(letter)
+        }
+        self.machine = machine or measure_machine(
+            device, seconds=seconds, sizes=_spread(sizes), clock=clock
+        )
+        self.network = network or DEFAULT_NETWORKS[self.machine.device]
+        self.memory = self.machine.memory if self.memory is None else self.memory
+
+    def plan(self, world_size: int) -> Plan:
+        """The plan for a number of ranks."""
+        check_count("world_size", world_size, "ranks")
+        choices: list[Choice] = []
+        for system in self._systems:
+            for solver in self._solvers:
+                for setting, keywords in _settings(system, world_size):
+                    choices += self._choices(system, solver, setting, keywords, world_size)
+        first = choices[0]
+        alone = (PASSES, "average_gradients", "base")
+        # DPKFAC sums gradients for their owners: an all-reduce is what the base alone would have.
+        base = sum(first.stages.get(stage, 0.0) for stage in alone)
+        choices.sort(key=lambda choice: choice.seconds)
+        comparable = [c for c in choices if c.keywords["intervals"] == self._intervals[0]]
+        best, reason = recommended(comparable, self.memory)
+        observation = next(iter(self._seen.values()))[1]
+        return Plan(
+            world_size,
+            tuple(choices),
+            best,
+            reason,
+            base,
+            observation,
+            self.machine,
+            self.network,
+            self.memory,
+        )
+
+    def _choices(
+        self, system: str, solver: str, setting: str, keywords: Mapping[str, Any], world_size: int
+    ) -> Iterable[Choice]:
+        """A setting at each of the intervals."""
+        network, seen = self._seen[system]
+        shared = vars(self._made[system, solver].options)
+        base = self._made[system, solver].base
+        planned = PLANNED[system](base=base, solver=solver, **self._shared, **keywords)
+        assert shared.keys() == vars(planned.options).keys()
+        case = Case(network, planned, world_size, examples=seen.examples)
+        passes = seen.passes(self.machine)
+        costs = rank_costs(case, self.machine, self.network, passes=passes, captured=seen.captured)
+        times = step_times(costs)
+        peak, held = peak_memory(case, costs, seen)
+        for wanted in self._intervals:
+            every = _steps(wanted, times)
+            words = {"solver": solver, **keywords, "intervals": wanted}
+            words |= dict(zip(("factor_update_steps", "inv_update_steps"), every, strict=True))
+            yield Choice(
+                system,
+                setting,
+                words,
+                world_size,
+                times.amortised(*every),
+                times.step(*every),
+                peak,
+                held,
+                max(_amortised(cost, *every, cost.work.moved) for cost in costs),
+                max(_amortised(cost, *every, cost.work.operations) for cost in costs),
+                times.hidden / every[1],
+                self.memory is None or peak <= self.memory,
+                tuple(costs),
+            )
+
+
+def _checked_intervals(pair: Any) -> Intervals:
+    if pair == AUTO:
+        return AUTO
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise ValueError(
+            f"intervals: {pair!r} is not a pair of factor_update_steps and inv_update_steps, as "
+            f"(10, 100), or 'auto'"
+        )
+    for name, every in zip(("factor_update_steps", "inv_update_steps"), pair, strict=True):
+        check_interval(name, every)
+    return int(pair[0]), int(pair[1])
+
+
+def _steps(wanted: Intervals, times: StepTimes) -> tuple[int, int]:
+    return budgeted(*times.costs, KFACOptions.overhead) if wanted == AUTO else wanted
+
+
+def _spread(sizes: Iterable[int], most: int = 6) -> list[int]:
+    """Some of the sizes, evenly among them; a measurement at each takes its time."""
+    found = sorted(sizes)
+    step = max(1, -(-len(found) // most))
+    return found[::-step]
+
+
+def _amortised(cost: RankCost, f: int, i: int, of: Callable[[str], float]) -> float:
+    """What a rank does or sends a step, by a function of the stage."""
+    stages = {c.stage for c in cost.work.computes} | {t.stage for t in cost.work.transfers}
+    every = {"statistics": f, "statistics_exchange": f, "solve": i, "solve_exchange": i}
+    return sum(of(stage) / every.get(stage, 1) for stage in sorted(stages))
+
+
+def _settings(system: str, world_size: int) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The settings of a system on so many ranks, in words and as keywords."""
+    if system != "KAISA":
+        yield "", {}
+        return
+    for workers in workers_of(world_size):
+        name = "HYBRID " + f"1/{world_size // workers}"
+        if workers in (1, world_size):
+            name = "MEM-OPT" if workers < world_size else "COMM-OPT"
+        fraction = workers / world_size
+        yield name, {"grad_worker_fraction": fraction}
+        if world_size > 1:
+            yield f"{name}, reduce", {"grad_worker_fraction": fraction, "factor_exchange": "reduce"}
+
+
+def workers_of(world_size: int, most: int = 8) -> list[int]:
+    """Numbers of gradient workers that are compared: divisors of the number of ranks.
+
+    All of them if they are few; else the largest and the smallest, and some evenly between.
+    """
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if len(divisors) <= most:
+        return divisors[::-1]
+    last = len(divisors) - 1
+    return [divisors[round(k * last / (most - 1))] for k in range(most)][::-1]
+
+
+def peak_memory(
+    case: Case, costs: Iterable[RankCost], seen: Observation
+) -> tuple[int, dict[str, int]]:
+    """Bytes at the peak on the fullest rank, and what they are for.
+
+    Kept memory is exact. What comes and goes does not come at once: activations during the passes,
+    buffers of one exchange, the largest factor in some copies; the greatest of them counts.
+    """
+    peak, held = 0, {}
+    for cost in costs:
+        kept = {each.what: each.nbytes for each in cost.work.held}
+        buffers = max((t.buffers for t in cost.work.transfers), default=0)
+        solved = [c for c in cost.work.computes if c.stage == "solve"]
+        factors = (c.sizes[-1] ** 2 * c.dtype.itemsize for c in solved)
+        passing = max(seen.activations, buffers, COPIES * max(factors, default=0))
+        total = sum(kept.values()) + passing
+        if total > peak:
+            peak, held = total, {**kept, "passing": passing}
+    return peak, held
+
+
+def recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice | None, str]:
+    """The fastest setting that fits, and why; of similar ones the one with the least memory.
+
+    Args:
+        choices: Settings at equal intervals, the fastest first.
+        memory: Bytes that a rank may use; None for no limit.
+    """
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        least = min(choices, key=lambda choice: choice.memory)
+        assert memory is not None
+        return None, (
+            f"none of {len(choices)} settings fits into {said_bytes(memory)}: {least.name} takes "
+            f"the least, {said_bytes(least.memory)}; a smaller batch, skip_layers=[...] or "
+            f"FSDP2 would make room"
+        )
+    fastest = fitting[0]
+    similar = [c for c in fitting if c.seconds <= (1 + SIMILAR) * fastest.seconds]
+    best = min(similar, key=lambda choice: (choice.memory, choice.seconds))
+    said = f"recommended: {best.name}: {1000 * best.seconds:.3g} ms a step"
+    if best is fastest:
+        said += f", the fastest of {len(choices)} settings"
+    else:
+        said += (
+            f", within {SIMILAR:.0%} of the fastest, {fastest.name}, and "
+            f"{said_bytes(fastest.memory - best.memory)} less memory"
+        )
+    if len(fitting) < len(choices):
+        assert memory is not None
+        quicker = [c for c in choices if not c.fits and c.seconds < best.seconds]
+        said += f"; {len(choices) - len(fitting)} do not fit into {said_bytes(memory)}"
+        said += f", {len(quicker)} of them faster" if quicker else ""
+    if best.system == "DPKFAC" and best.world_size > 1:
+        said += "; its factors are of their owner's batches alone"
+    if best.hidden:
+        said += "; its solves need cores of their own beside training"
+    return best, said
+
+
+# ----------------------------------------------------------------------------------------- in words
+
+
+def bytes_of(size: int | str) -> int:
+    """A number of bytes from a number, or a text like "80GB" or "512 MiB".
+
+    Raises:
+        ValueError: For anything else, or less than one byte.
+    """
+    text = str(size).strip()
+    digits = text.rstrip("BbKkMmGgTtIi ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        found = int(float(digits) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        found = 0
+    if found < 1:
+        raise ValueError(f"memory={size!r} is not a number of bytes; write 80GB or 512MiB")
+    return found
+
+
+def said_bytes(size: float) -> str:
+    """A number of bytes for tables."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = zip(row, widths, strict=True)
+        left = [
+            c.ljust(w) if i < 4 or i == len(row) - 1 else c.rjust(w)
+            for i, (c, w) in enumerate(cells)
+        ]
+        lines.append("  ".join(left).rstrip())
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
