@@ -50,7 +50,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
         *("distributed", "stopwatch"),
     },
-    "planning": {"kronecker", "distributed", "kfac", "stages"},
+    "planning": {"kronecker", "distributed", "kfac", "options"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded"),

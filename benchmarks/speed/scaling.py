@@ -304,10 +304,15 @@ class _Done:
 
 
 def _from_all_alike(
-    output: Tensor, message: Tensor, received: list[int], sent: list[int], **_: Any
+    output: Tensor,
+    message: Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup | None = None,
+    **_: Any,
 ) -> _Done:
     """An all-to-all in which the others send what this process sends to itself, or else zeros."""
-    parts, mine = output.split(received), message.split(sent)[dist.get_rank()]
+    parts, mine = output.split(received), message.split(sent)[dist.get_rank(group)]
     for part in parts:
         if part.shape == mine.shape:
             part.copy_(mine)

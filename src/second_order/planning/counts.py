@@ -6,8 +6,9 @@
 
 Messages are those of tensors as NCCL takes them; gloo, for one, sends bfloat16 as float32. Not
 counted are messages outside of steps (construction, checkpoints, moved factors), those of stats
-workers, FSDP2's shards, and work that is linear in the sizes of gradients and factors. A solve on
-threads is counted at the step that submits it, and its result as if it landed there; until it
+workers, FSDP2's shards, and work that is linear in the sizes of inputs, gradients and factors. Of
+statistics every layer's own are counted, also where layers fed by one tensor share one A. A solve
+on threads is counted at the step that submits it, and its result as if it landed there; until it
 lands, every step has one more message, on the verdicts.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -133,7 +134,7 @@ class Case:
         if rank in self._busy:
             return rank
         row = self.plan.grid.row_of(rank)
-        return self._idle_in[row] if row in self._idle_in else self._idle
+        return self._idle_in.get(row, self._idle)
 
     @cached_property
     def _classes(self) -> dict[int, int]:
@@ -453,6 +454,7 @@ class Case:
                 n = shape.dim(letter)
                 if layer.hooked:
                     rows = round(self.examples * (layer.rows or 0.0))
+                    n -= layer.homogeneous and letter == "A"  # a sum of rows, no product
                     if rows:
                         yield Compute("statistics", "gram", (rows, n), shape.groups, dtype)
                 elif (layer.name, letter) in kept:

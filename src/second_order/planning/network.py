@@ -56,6 +56,7 @@ class Layer:
         params: Indices of its parameters in the network's.
         work_dtype: Dtype in which its preconditioned gradient travels.
         hooked: Whether statistics come from its passes; from its mean gradient otherwise.
+        homogeneous: Whether A has the coordinate of a bias.
         rows: Rows of statistics that an example gives; None if none has been passed through.
     """
 
@@ -65,6 +66,7 @@ class Layer:
     params: tuple[int, ...]
     work_dtype: torch.dtype
     hooked: bool = True
+    homogeneous: bool = False
     rows: float | None = None
 
 
@@ -102,7 +104,7 @@ class Network:
 
 def network_of(
     model: nn.Module,
-    options: KFACOptions | None = None,
+    options: KFACOptions,
     *,
     rules: BlockRules | None = None,
     conv_approximation: str | None = None,
@@ -114,7 +116,7 @@ def network_of(
 
     Args:
         model: The model; on the meta device, too.
-        options: Options of the K-FAC step, which decide what a layer is; None for the defaults.
+        options: Options of the K-FAC step, which decide what a layer is.
         rules: The system's rules for which modules become blocks; None for those of ``options``.
         conv_approximation: Approximation for convolutions; None for that of other layers.
         example: Arguments of the model, a batch on the model's device: one forward pass finds
@@ -125,7 +127,6 @@ def network_of(
     Raises:
         ValueError: If an example has no tensor, whose first dimension would be the batch.
     """
-    options = KFACOptions() if options is None else options
     params = [p for p in model.parameters() if p.requires_grad]
     blocks, left = find_blocks(
         model,
@@ -152,6 +153,7 @@ def network_of(
                 tuple(index[id(p)] for p in block.params),
                 block.work_dtype,
                 not isinstance(block, GradientBlock),
+                block.trains_bias,
                 rows,
             )
         )
