@@ -7,7 +7,7 @@
     distributed options                    recipes
     report  errors  farewell  patterns  stages  stopwatch  sharded   know nothing at all
 
-`python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
+`python -m second_order` (`__main__`) has a file for each command: `profiling`, and `command` in planning.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -50,7 +50,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
         *("distributed", "stopwatch"),
     },
-    "planning": {"kronecker", "distributed", "kfac", "options"},
+    "planning": {"kronecker", "distributed", "kfac", "options", "contract", "stages"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded"),
@@ -58,10 +58,10 @@ BELOW: dict[str, set[str]] = {
     "recipes": {"errors", "options", "contract"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        "recipes",
+        *("recipes", "planning"),
     },
     "profiling": {"stages"},
-    "__main__": {"profiling"},
+    "__main__": {"profiling", "planning"},
 }
 
 

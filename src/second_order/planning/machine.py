@@ -6,7 +6,7 @@ Every number can be measured (:mod:`second_order.planning.calibration`) or given
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -61,11 +61,13 @@ class Curve:
         if size <= first[0]:
             return first[1]
         if size >= last[0]:
-            return last[1] * (size / last[0]) ** self.power
+            beyond: float = last[1] * (size / last[0]) ** self.power
+            return beyond
         right = next(i for i, (n, _) in enumerate(self.points) if n >= size)
         (n0, s0), (n1, s1) = self.points[right - 1], self.points[right]
         share = math.log(size / n0) / math.log(n1 / n0)
-        return s0 * (s1 / s0) ** share
+        found: float = s0 * (s1 / s0) ** share
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """The curve as primitives."""
@@ -107,7 +109,8 @@ class Surface:
         (r0, c0), (r1, c1) = self.curves[right - 1], self.curves[right]
         share = math.log(rows / r0) / math.log(r1 / r0)
         less = c0.at(size)
-        return less * (max(c1.at(size), less) / less) ** share
+        found: float = less * (max(c1.at(size), less) / less) ** share
+        return found
 
     def as_json(self) -> list[dict[str, Any]]:
         """The surface as primitives."""
@@ -289,11 +292,13 @@ class Machine:
                 f"a machine without {', '.join(missing)}; give flops, eigh, inverse and bandwidth, "
                 f"or what as_json() of a calibrated machine gave"
             )
-        curves = {name: _curve(found[name]) for name in ("products", "eigh", "inverse")}
+        curves: dict[str, Any] = {
+            name: _curve(found[name]) for name in ("products", "eigh", "inverse")
+        }
         gram = found.get("gram")
         surface = None if gram is None else Surface(tuple((c["rows"], _curve(c)) for c in gram))
         overheads = {k: Overhead(**v) for k, v in found.get("overheads", {}).items()}
-        rest = {k: found[k] for k in ("name", "device", "bandwidth", "launch")}
+        rest: dict[str, Any] = {k: found[k] for k in ("name", "device", "bandwidth", "launch")}
         rest |= {k: found.get(k) for k in ("memory", "copies")}
         return cls(**rest, **curves, overheads=overheads, gram=surface)
 
@@ -306,7 +311,7 @@ def _curve(found: Mapping[str, Any]) -> Curve:
     return Curve.of(found["seconds"], found.get("power", 3.0))
 
 
-def _called(make: Any, found: Mapping[str, Any], *wanted: str) -> Any:
+def _called(make: Callable[..., Machine], found: Mapping[str, Any], *wanted: str) -> Machine:
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ValueError(f"a machine without {', '.join(missing)}; give {', '.join(wanted)}")

@@ -23,7 +23,7 @@ from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.network import Network
 from second_order.planning.observation import Observation, arguments_of, observe, undisturbed
-from second_order.planning.systems import PLANNED, Planned
+from second_order.planning.systems import PLANNED
 from second_order.planning.times import PASSES, RankCost, StepTimes, rank_costs, step_times
 
 __all__ = [
@@ -156,11 +156,7 @@ class Plan:
         Args:
             rows: Number of rows at most; None for all.
         """
-        header = ("system", "setting", "solver", "intervals", "ms a step", "over base")
-        header += ("statistics", "solve", "precondition", "messages", "peak memory", "sent", "")
-        table = [header]
-        for choice in self.choices[:rows]:
-            table.append(self._row(choice))
+        table = [HEADER, *map(self._row, self.choices[:rows])]
         left = len(self.choices) - len(table) + 1
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         known = "measured" if self.network.measured else "not measured"
@@ -214,6 +210,10 @@ class Plan:
         return self.summary()
 
 
+HEADER = (
+    *("system", "setting", "solver", "intervals", "ms a step", "over base", "statistics"),
+    *("solve", "precondition", "messages", "peak memory", "sent", ""),
+)
 MESSAGES = (
     "compare",
     "average_gradients",
