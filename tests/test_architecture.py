@@ -53,7 +53,7 @@ BELOW: dict[str, set[str]] = {
     "planning": {"kronecker", "distributed", "kfac", "options", "contract", "stages"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi", "sharded"),
+        *("kfac", "fosi", "sharded", "planning"),
     },
     "recipes": {"errors", "options", "contract"},
     "": {

@@ -31,7 +31,14 @@ from second_order.planning.interconnect import Interconnect, Level
 from second_order.planning.machine import Curve, Machine, Overhead, Surface
 from second_order.stages import Meter
 
-__all__ = ["DEFAULT_NETWORKS", "Clock", "calibrate", "measure_machine", "measure_network"]
+__all__ = [
+    "DEFAULT_NETWORKS",
+    "Clock",
+    "calibrate",
+    "measure_machine",
+    "measure_network",
+    "quick_machine",
+]
 
 Clock = Callable[[], float]
 
@@ -173,6 +180,37 @@ def measure_machine(
         copies=copies,
     )
     return _with_overheads(machine, device, clock)
+
+
+def quick_machine(device: torch.device, clock: Clock = time.perf_counter) -> Machine:
+    """Measure matrix products and copies of a device, in a fraction of a second.
+
+    Decompositions are taken to go at the rate of products, with 9 n^3 operations for eigenvectors
+    and n^3 for an inverse, at a third of it: good enough to compare how the same ones are spread.
+
+    Args:
+        device: The device.
+        clock: Returns the time in seconds.
+    """
+    timer = _Timer(device, clock, 0.1)
+
+    def product(n: int) -> Callable[[], Any]:
+        left = torch.ones(n, n, device=device)
+        return lambda: left @ left
+
+    products = timer.curve(product, (32, 128, 512))
+    slower = {factor: [(n, factor * s) for n, s in products.points] for factor in (1.5, 13.5)}
+    x = torch.ones(2**20, device=device)
+    return Machine(
+        _name_of(device),
+        "cpu" if device.type == "cpu" else "cuda",
+        products,
+        Curve(tuple(slower[13.5])),
+        Curve(tuple(slower[1.5])),
+        2 * x.nbytes / timer(lambda: x.add_(1.0)),
+        timer(lambda: x[:8].add_(1.0)),
+        copies=2 * x.nbytes / timer(lambda: torch.cat([x, x])),
+    )
 
 
 class _Timer:
