@@ -234,6 +234,7 @@ def plan(
     device: torch.device | str | None = None,
     machine: Machine | None = None,
     network: Interconnect | None = None,
+    measure: bool | None = None,
     memory: int | str | None = None,
     systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
     solvers: Sequence[str] = ("inverse", "eigen"),
@@ -256,9 +257,10 @@ def plan(
             arguments, or a dictionary by name.
         world_size: Number of ranks to plan for.
         device: The device to measure; None for that of the model.
-        machine: The machine of each rank; None to measure this one, passes and statistics of the
-            model as well.
+        machine: The machine of each rank; None to measure this one.
         network: The links between the ranks; None for documented numbers, which are round.
+        measure: Whether to measure the model's passes and statistics on this machine; None: if
+            ``machine`` is None. Otherwise their operations are counted.
         memory: Bytes that a rank may use, as a number or like "80GB"; None for the machine's memory
             where it is known.
         systems: Names of the optimizers.
@@ -282,6 +284,7 @@ def plan(
         device=device,
         machine=machine,
         network=network,
+        measure=measure,
         systems=systems,
         solvers=solvers,
         intervals=intervals,
@@ -315,6 +318,7 @@ class Planner:
         device: torch.device | str | None = None,
         machine: Machine | None = None,
         network: Interconnect | None = None,
+        measure: bool | None = None,
         memory: int | str | None = None,
         systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
         solvers: Sequence[str] = ("inverse", "eigen"),
@@ -370,7 +374,7 @@ class Planner:
         keywords |= dict(base_kwargs or {})
 
         # Nothing is run before all is checked.
-        measured = machine is None
+        measured = machine is None if measure is None else measure
         self._seen: dict[str, tuple[Network, Observation]] = {}
         for system in systems:
             planned = self._made[system, self._solvers[0]]

@@ -38,7 +38,7 @@ EVERY_STATISTICS = ("statistics", "statistics_exchange")
 EVERY_REFRESH = ("solve", "solve_exchange")
 
 # Reads and writes of work that is linear in the sizes of tensors, counted from the code.
-UPDATE = 4  # of factors: checked for overflow, averaged
+UPDATE = 6  # of factors: G scaled, sums divided by examples, averages moved
 COMBINE = 4  # of eigenvalues' products, gradient-sized: product, damping, reciprocal, NaN
 GATHER = 3  # of a gradient as a matrix, and its product with what the eigenvalues make
 CLIP_AND_WRITE = 6  # of every layer's result: dot product, times the coefficient, written
