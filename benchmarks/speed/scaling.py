@@ -3,9 +3,9 @@
     python benchmarks/speed/scaling.py             ResNet-50 on 64 processes, a minute or two
     python benchmarks/speed/scaling.py --processes 16 --skip-check
 
-Nothing is sent. Volumes follow from the optimizers' own assignments; then, unless --skip-check, a
-few of the processes are simulated: each builds its optimizer in a world of that size, with torch's
-fake process group, and takes one step with a refresh, whose bytes and state must be those computed.
+Nothing is sent. Volumes are those of `second_order.planning`; then, unless --skip-check, a few of
+the processes are simulated: each builds its optimizer in a world of that size, with torch's fake
+process group, and takes one step with a refresh, whose bytes and state must be those computed.
 Beside them stand the formulas of the DP-KFAC paper (Zhang et al. 2023, Table 2). All in float32, at
 a step that refreshes everything. MEM-OPT is with factor_exchange="reduce".
 
@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,76 +38,36 @@ from tqdm import tqdm
 
 from instruments import sent_bytes
 from second_order import DPKFAC, KAISA, SecondOrderWarning
-from second_order.distributed.assignment import (
-    Grid,
-    LayerDims,
-    OwnerAssignment,
-    assign_layers,
-    assign_owners,
-)
+from second_order.distributed.assignment import OwnerAssignment, assign_owners
 from second_order.kronecker.solvers import SOLVERS, SolverName
-from second_order.kronecker.triangles import packed_length
+from second_order.planning.counts import Case
+from second_order.planning.network import Network
+from second_order.planning.systems import Planned, dpkfac, kaisa
 from workloads import resnet50
 
 FLOAT = 4
 MB, MILLION = 1e6, 1e6
 KINDS = ("factors", "inverses", "averaging", "gradients")
+STAGES = ("statistics_exchange", "solve_exchange", "average_gradients", "precondition_exchange")
 KIND_NAMES = ("factors", "inverses", "plain gradients", "preconditioned")
 ALLOWANCE = 1.05
-
-# ------------------------------------------------------------------------------------- the model
-
-
-@dataclass(frozen=True)
-class Network:
-    """What volumes follow from: layers with factors, and parameters that are in none.
-
-    Attributes:
-        layers: Sizes of their factors.
-        others: Elements of every other parameter.
-        biases: How many of the layers have one.
-    """
-
-    layers: Sequence[LayerDims]
-    others: Sequence[int]
-    biases: int
-
-    @property
-    def gradient_sizes(self) -> list[int]:
-        """Elements of each layer's gradient."""
-        return [layer.groups * layer.in_dim * layer.out_dim for layer in self.layers]
-
-    @property
-    def factor_sizes(self) -> list[int]:
-        """A² + G² of each layer, as the paper counts."""
-        return [layer.groups * (layer.in_dim**2 + layer.out_dim**2) for layer in self.layers]
-
-    @property
-    def tensors(self) -> int:
-        """Number of parameters, each weight and each bias for itself."""
-        return len(self.layers) + self.biases + len(self.others)
-
-
-def network_of(model: nn.Module) -> Network:
-    """The layers of a network of Conv2d and Linear, in the order in which it names them."""
-    modules = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    layers = []
-    for module in modules:
-        groups = module.groups if isinstance(module, nn.Conv2d) else 1
-        in_dim = module.weight[0].numel() + (module.bias is not None)
-        layers.append(LayerDims(groups, in_dim, len(module.weight) // groups))
-    known = {id(p) for module in modules for p in module.parameters()}
-    others = [p.numel() for p in model.parameters() if id(p) not in known]
-    biases = sum(module.bias is not None for module in modules)
-    return Network(layers, others, biases)
-
 
 # ------------------------------------------------------------------------------------ the volumes
 
 
+def network_of(model: nn.Module) -> Network:
+    """The layers of a network, as all systems here find them."""
+    return kaisa().network(model)
+
+
+def factor_sizes(network: Network) -> list[int]:
+    """A² + G² of each layer, as the paper counts."""
+    return [replace(network, layers=(layer,)).factor_elements for layer in network.layers]
+
+
 @dataclass(frozen=True)
 class Sent:
-    """Elements of one kind that each process hands over, and that leave it, in a step."""
+    """Bytes of one kind that each process hands over, and that leave it, in a step."""
 
     handed: list[float]
     moved: list[float]
@@ -116,7 +75,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Volumes:
-    """What one system sends at a step with a refresh, and keeps; elements, a list over processes.
+    """What one system sends at a step with a refresh, and keeps; bytes, a list over processes.
 
     Attributes:
         name: The system, as the tables have it.
@@ -133,164 +92,48 @@ class Volumes:
 
 @dataclass(frozen=True)
 class System:
-    """An optimizer with its options, and its volumes as they should be."""
+    """An optimizer with its options, and its description before it is made."""
 
     name: str
     optimizer: Callable[..., Any]
+    describe: Callable[..., Planned]
     options: dict[str, Any]
-    volumes: Callable[[Network, int, SolverName], Volumes]
 
-
-def all_reduced(elements: int, processes: int) -> Sent:
-    """A sum that everybody gets."""
-    moved = 2 * (processes - 1) / processes * elements
-    return Sent([elements] * processes, [moved] * processes)
-
-
-def summed_for_owners(owned: Sequence[int], for_all: int) -> Sent:
-    """Sums of which each process gets its own; ``for_all`` elements go to everybody."""
-    handed = sum(owned) + len(owned) * for_all
-    return Sent([handed] * len(owned), [handed - own - for_all for own in owned])
-
-
-def given_to_all(owned: Sequence[int]) -> Sent:
-    """Each process sends what it has to every other one."""
-    sent: list[float] = [(len(owned) - 1) * own for own in owned]
-    return Sent(sent, sent)
-
-
-def by_owner(sizes: Sequence[int], owners: Sequence[int], processes: int) -> list[int]:
-    """What each process has of items with these sizes and owners."""
-    owned = [0] * processes
-    for size, owner in zip(sizes, owners, strict=True):
-        owned[owner] += size
-    return owned
-
-
-def kept_factors(layers: Sequence[LayerDims]) -> list[int]:
-    """Elements of each layer's running averages: two triangles."""
-    return [x.groups * (packed_length(x.in_dim) + packed_length(x.out_dim)) for x in layers]
-
-
-def decompositions(layers: Sequence[LayerDims], solver: SolverName) -> list[int]:
-    """Elements of each layer's two decompositions, as they travel."""
-
-    def elements(groups: int, dim: int) -> int:
-        shapes = SOLVERS[solver].kept_shapes(groups, dim, False, True)
-        return sum(math.prod(shape) for shape in shapes)
-
-    return [elements(x.groups, x.in_dim) + elements(x.groups, x.out_dim) for x in layers]
-
-
-def kept_inverses(network: Network, solver: SolverName) -> list[int]:
-    """Elements of each layer's inverse, as it is kept."""
-    if solver == "inverse":
-        return decompositions(network.layers, solver)
-    pairs = zip(network.factor_sizes, network.gradient_sizes, strict=True)
-    return [factors + gradient for factors, gradient in pairs]
-
-
-def heads(network: Network) -> int:
-    """Scalars that travel with the statistics: examples, and mean eigenvalues."""
-    return sum(1 + 2 * layer.groups for layer in network.layers)
-
-
-def s_sgd(network: Network, processes: int, solver: SolverName) -> Volumes:
-    """Plain data parallel SGD."""
-    nothing = all_reduced(0, processes)
-    sent = dict.fromkeys(KINDS, nothing)
-    elements = sum(network.gradient_sizes) + sum(network.others)
-    sent["averaging"] = all_reduced(elements, processes)
-    return Volumes("S-SGD", sent, [0] * processes, [0] * processes)
-
-
-def averaged_everywhere(network: Network, processes: int) -> Sent:
-    """The optimizer's own average; with it, one number a parameter: who has a gradient."""
-    elements = sum(network.gradient_sizes) + sum(network.others)
-    return all_reduced(elements + network.tensors, processes)
-
-
-def kaisa_comm_opt(network: Network, processes: int, solver: SolverName) -> Volumes:
-    """Everything everywhere; decompositions travel."""
-    given = assign_layers(network.layers, Grid(1, processes))
-    owners = [each.a_solver for each in given]
-    factors, inverses = kept_factors(network.layers), kept_inverses(network, solver)
-    results = given_to_all(by_owner(decompositions(network.layers, solver), owners, processes))
-    agreement = all_reduced(len(network.layers), processes)  # on which layers failed
-    sent = {
-        "factors": all_reduced(sum(factors) + heads(network), processes),
-        "inverses": added(results, agreement),
-        "averaging": averaged_everywhere(network, processes),
-        "gradients": all_reduced(0, processes),
-    }
-    return Volumes("KAISA COMM-OPT", sent, [sum(factors)] * processes, [sum(inverses)] * processes)
-
-
-def kaisa_mem_opt(network: Network, processes: int, solver: SolverName) -> Volumes:
-    """Each layer's curvature on one process; statistics and gradients travel."""
-    owners = [each.row for each in assign_layers(network.layers, Grid(processes, 1))]
-    factors = by_owner(kept_factors(network.layers), owners, processes)
-    inverses = by_owner(kept_inverses(network, solver), owners, processes)
-    sent = {
-        "factors": summed_for_owners(factors, heads(network)),
-        "inverses": all_reduced(len(network.layers), processes),
-        "averaging": averaged_everywhere(network, processes),
-        "gradients": given_to_all(by_owner(network.gradient_sizes, owners, processes)),
-    }
-    return Volumes("KAISA MEM-OPT", sent, factors, inverses)
-
-
-def dpkfac(
-    name: str, assignment: OwnerAssignment, exchange: str
-) -> Callable[[Network, int, SolverName], Volumes]:
-    """Each layer's curvature on one process; gradients travel, and nothing else."""
-
-    def volumes(network: Network, processes: int, solver: SolverName) -> Volumes:
-        owners = assign_owners(network.layers, processes, assignment)
-        preconditioned = by_owner(network.gradient_sizes, owners, processes)
-        if exchange == "owner":
-            for size in sorted(network.others, reverse=True):  # to where the least is to be sent
-                preconditioned[preconditioned.index(min(preconditioned))] += size
-            averaging = summed_for_owners(preconditioned, network.tensors)
-        else:
-            averaging = averaged_everywhere(network, processes)
+    def volumes(self, network: Network, processes: int, solver: SolverName) -> Volumes:
+        """What every process sends and keeps."""
+        case = Case(network, self.describe(solver=solver, **self.options), processes)
+        shares = case.everybody(statistics=True, refresh=True)
+        known = {share.work.rank: share.work for share in shares}
+        works = [known[case.alike(rank)] for rank in range(processes)]
         sent = {
-            "factors": all_reduced(0, processes),
-            "inverses": all_reduced(len(network.layers), processes),
-            "averaging": averaging,
-            "gradients": given_to_all([n + 1 for n in preconditioned]),  # and a part of the clip's
+            kind: Sent([w.handed(stage) for w in works], [w.moved(stage) for w in works])
+            for kind, stage in zip(KINDS, STAGES, strict=True)
         }
-        factors = by_owner(kept_factors(network.layers), owners, processes)
-        inverses = by_owner(kept_inverses(network, solver), owners, processes)
-        return Volumes(name, sent, factors, inverses)
-
-    return volumes
+        factors = [work.nbytes("factors") for work in works]
+        return Volumes(self.name, sent, factors, [work.nbytes("inverses") for work in works])
 
 
-def added(first: Sent, second: Sent) -> Sent:
-    """Both together."""
-    return Sent(
-        [a + b for a, b in zip(first.handed, second.handed, strict=True)],
-        [a + b for a, b in zip(first.moved, second.moved, strict=True)],
-    )
-
-
-def _dpkfac_system(name: str, assignment: OwnerAssignment, exchange: str) -> System:
-    options = {"assignment": assignment, "gradient_exchange": exchange}
-    return System(name, DPKFAC, options, dpkfac(name, assignment, exchange))
+def s_sgd(network: Network, processes: int) -> Volumes:
+    """Plain data parallel SGD."""
+    nothing = [0] * processes
+    sent = dict.fromkeys(KINDS, Sent([0.0] * processes, [0.0] * processes))
+    nbytes = FLOAT * network.gradient_elements
+    moved = 2 * (processes - 1) / processes * nbytes
+    sent["averaging"] = Sent([nbytes] * processes, [moved] * processes)
+    return Volumes("S-SGD", sent, nothing, nothing)
 
 
 SYSTEMS = (
-    System("KAISA COMM-OPT", KAISA, {"grad_worker_fraction": 1.0}, kaisa_comm_opt),
+    System("KAISA COMM-OPT", KAISA, kaisa, {"grad_worker_fraction": 1.0}),
     System(
         "KAISA MEM-OPT",
         KAISA,
+        kaisa,
         {"grad_worker_fraction": 0.0, "factor_exchange": "reduce"},
-        kaisa_mem_opt,
     ),
-    _dpkfac_system("DPKFAC, round_robin", "round_robin", "owner"),
-    _dpkfac_system("DPKFAC, balanced", "balanced", "owner"),
-    _dpkfac_system("DPKFAC, all_reduce", "balanced", "all_reduce"),
+    System("DPKFAC, round_robin", DPKFAC, dpkfac, {"assignment": "round_robin"}),
+    System("DPKFAC, balanced", DPKFAC, dpkfac, {"assignment": "balanced"}),
+    System("DPKFAC, all_reduce", DPKFAC, dpkfac, {"gradient_exchange": "all_reduce"}),
 )
 
 # ---------------------------------------------------------------------------------- the simulation
@@ -360,11 +203,8 @@ def simulated(
 
 def computed(volumes: Volumes, rank: int) -> dict[str, int]:
     """What `simulated` should give."""
-    sent = {kind: int(FLOAT * volumes.sent[kind].handed[rank]) for kind in KINDS}
-    state = {
-        "kept factors": FLOAT * volumes.factors[rank],
-        "kept inverses": FLOAT * volumes.inverses[rank],
-    }
+    sent = {kind: int(volumes.sent[kind].handed[rank]) for kind in KINDS}
+    state = {"kept factors": volumes.factors[rank], "kept inverses": volumes.inverses[rank]}
     return {**sent, "other": 0, **state}
 
 
@@ -404,7 +244,7 @@ def mean_and_most(values: Sequence[float], unit: float) -> str:
 
 def total(volumes: Volumes, kind: str) -> float:
     """Elements moved by all processes together."""
-    return sum(volumes.sent[kind].moved)
+    return sum(volumes.sent[kind].moved) / FLOAT
 
 
 def handed_table(rows: Sequence[Volumes], processes: int) -> Table:
@@ -416,7 +256,7 @@ def handed_table(rows: Sequence[Volumes], processes: int) -> Table:
     for name in KIND_NAMES:
         result.add_column(name, justify="right")
     for row in rows:
-        cells = [mean_and_most([FLOAT * n for n in row.sent[k].handed], MB) for k in KINDS]
+        cells = [mean_and_most(row.sent[k].handed, MB) for k in KINDS]
         result.add_row(row.name, *cells)
     return result
 
@@ -437,7 +277,7 @@ def moved_table(rows: Sequence[Volumes], network: Network, processes: int) -> Ta
             row.name,
             *(f"{count / MILLION:,.0f}" for count in (*counts, sum(counts))),
             f"{sum(counts) / reference:.2f}",
-            f"{max(each) * processes / reference:.2f}",
+            f"{max(each) / FLOAT * processes / reference:.2f}",
         )
     result.add_section()
     for name, counts in paper_traffic(network, processes).items():
@@ -460,12 +300,10 @@ def memory_table(rows: Sequence[Volumes], network: Network, processes: int) -> T
         result.add_column(name, justify="left" if name == "system" else "right")
     for row in rows[1:]:
         both = [sum(pair) for pair in zip(row.factors, row.inverses, strict=True)]
-        cells = [
-            mean_and_most([FLOAT * n for n in v], MB) for v in (row.factors, row.inverses, both)
-        ]
+        cells = [mean_and_most(n, MB) for n in (row.factors, row.inverses, both)]
         result.add_row(row.name, *cells)
     result.add_section()
-    elements = sum(network.factor_sizes)
+    elements = network.factor_elements
     for name, kept in (("MPD-KFAC", elements), ("DP-KFAC", elements / processes)):
         megabytes = FLOAT * kept / MB
         cells = [f"{n:,.1f}" for n in (megabytes, megabytes, 2 * megabytes)]
@@ -479,8 +317,8 @@ def memory_table(rows: Sequence[Volumes], network: Network, processes: int) -> T
 
 def paper_traffic(network: Network, processes: int) -> dict[str, list[float]]:
     """Table 2 of Zhang et al. 2023, in elements, in the order of KINDS."""
-    factors = sum(network.factor_sizes)
-    gradients = sum(network.gradient_sizes) + sum(network.others)
+    factors = network.factor_elements
+    gradients = network.gradient_elements
     p = processes - 1
     return {
         "S-SGD": [0, 0, 2 * p * gradients, 0],
@@ -491,13 +329,16 @@ def paper_traffic(network: Network, processes: int) -> dict[str, list[float]]:
 
 def fullest(network: Network, processes: int, assignment: OwnerAssignment) -> int:
     """A² + G² summed over the layers of the process that has the most."""
-    owners = assign_owners(network.layers, processes, assignment)
-    return max(by_owner(network.factor_sizes, owners, processes))
+    owners = assign_owners([layer.dims for layer in network.layers], processes, assignment)
+    held = [0] * processes
+    for size, owner in zip(factor_sizes(network), owners, strict=True):
+        held[owner] += size
+    return max(held)
 
 
 def least_possible(network: Network, processes: int) -> float:
     """No assignment has a fullest process that holds less."""
-    return max(sum(network.factor_sizes) / processes, *network.factor_sizes)
+    return max(network.factor_elements / processes, *factor_sizes(network))
 
 
 def balance_table(network: Network, worlds: Sequence[int]) -> Table:
@@ -514,8 +355,8 @@ def balance_table(network: Network, worlds: Sequence[int]) -> Table:
         found = [fullest(network, processes, name) for name in names]
         result.add_row(
             str(processes),
-            f"{sum(network.factor_sizes) / processes / MILLION:.1f}",
-            f"{max(network.factor_sizes) / MILLION:.1f}",
+            f"{network.factor_elements / processes / MILLION:.1f}",
+            f"{max(factor_sizes(network)) / MILLION:.1f}",
             *(f"{n / MILLION:.1f} (+{100 * (n / bound - 1):.1f} %)" for n in found),
         )
     return result
@@ -525,9 +366,9 @@ def record_of(rows: Sequence[Volumes], network: Network, processes: int) -> dict
     """All of it, as JSON wants it."""
     return {
         "processes": processes,
-        "gradient_elements": sum(network.gradient_sizes) + sum(network.others),
-        "factor_elements": sum(network.factor_sizes),
-        "largest_layer": max(network.factor_sizes),
+        "gradient_elements": network.gradient_elements,
+        "factor_elements": network.factor_elements,
+        "largest_layer": max(factor_sizes(network)),
         "systems": [asdict(row) for row in rows],
         "paper": paper_traffic(network, processes),
     }
@@ -546,12 +387,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.device("meta"):
         network = network_of(resnet50())
     processes = options.processes
-    rows = [s_sgd(network, processes, options.solver)]
+    rows = [s_sgd(network, processes)]
     rows += [system.volumes(network, processes, options.solver) for system in SYSTEMS]
-    gradients = sum(network.gradient_sizes) + sum(network.others)
+    gradients = network.gradient_elements
     console.print(
         f"ResNet-50: {len(network.layers)} layers with factors, N_g {gradients / MILLION:.1f} M, "
-        f"N_f {sum(network.factor_sizes) / MILLION:.1f} M elements; solver {options.solver}"
+        f"N_f {network.factor_elements / MILLION:.1f} M elements; solver {options.solver}"
     )
     console.print(handed_table(rows, processes))
     console.print(moved_table(rows, network, processes))

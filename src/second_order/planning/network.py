@@ -24,7 +24,7 @@ from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import FactorShape, is_convolution
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 
-__all__ = ["Layer", "Network", "Parameter", "base_state_bytes", "network_of"]
+__all__ = ["Layer", "Network", "Parameter", "base_state_bytes", "examples_of", "network_of"]
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,22 @@ def base_state_bytes(
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
+def examples_of(example: Sequence[Any] | Mapping[str, Any]) -> int:
+    """The number of examples in a model's arguments: the first dimension of their first tensor.
+
+    Raises:
+        ValueError: If there is no such tensor, or none with an example in it.
+    """
+    values = example.values() if isinstance(example, Mapping) else example
+    batch: int | None = next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), 0)
+    if not batch:
+        raise ValueError(
+            f"the example {example!r} has no tensor with a batch dimension; give the model's "
+            f"arguments, a batch of at least one example"
+        )
+    return batch
+
+
 _Outputs = Mapping[nn.Module, Sequence[tuple[torch.Size, int]]]
 """By module, the shape of each output, and the number of examples in the pass."""
 
@@ -191,13 +207,7 @@ def _outputs(
     example: Sequence[Any] | Mapping[str, Any],
 ) -> _Outputs:
     """The shapes of the outputs of the layers' modules in one forward pass."""
-    values = example.values() if isinstance(example, Mapping) else example
-    batch = next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), None)
-    if not batch:
-        raise ValueError(
-            f"the example {example!r} has no tensor with a batch dimension; give the model's "
-            f"arguments, a batch of at least one example"
-        )
+    batch = examples_of(example)
     found: defaultdict[nn.Module, list[tuple[torch.Size, int]]] = defaultdict(list)
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
