@@ -86,6 +86,10 @@ def test_memory_is_honoured() -> None:
     assert found.recommended.fits
     assert "do not fit into" in found.reason
     assert "does not fit" in found.summary(rows=None)
+    assert all((c.largest_batch or 0) >= 6 for c in found.choices if c.fits), "as given"
+    assert all(
+        c.largest_batch is None for c in planned(machine=replace(MACHINE, memory=None)).choices
+    )
     nothing = planned(memory="1KB")
     assert nothing.recommended is None
     assert "none of 20 settings fits into 1 KB" in nothing.reason

@@ -185,7 +185,7 @@ def test_solves_fall_with_ranks_and_messages_rise(system: str) -> None:
     found = [step_times(rank_costs(case(system, n), MACHINE, FLAT)) for n in (1, 2, 3)]
     hidden = system == "DistKFAC"
     solves = [t.hidden if hidden else t.due["solve"] for t in found]
-    assert solves[0] > solves[1] > solves[2] > 0
+    assert solves[0] > solves[1] >= solves[2] > 0, "the largest layer is not divided"
     sent = [t.due.get("average_gradients", 0.0) for t in found]
     assert 0 == sent[0] < sent[1] < sent[2]
 

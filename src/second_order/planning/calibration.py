@@ -404,7 +404,7 @@ def network_of(
     latency = small / rounds
     rest = max(large - 2 * (ranks - 1) * latency, large / 10)
     gap = (exchange - latency) / (ranks - 2) if ranks > 2 else latency
-    gap = min(max(gap, latency / 100), latency)
+    gap = max(gap, latency / 100)  # noise gives no negative one
     bandwidth = 2 * (ranks - 1) / ranks * nbytes / rest
     return Interconnect((Level(latency, bandwidth, gap=gap),), measured=True)
 

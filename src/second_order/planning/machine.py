@@ -71,7 +71,7 @@ class Curve:
 
     def as_json(self) -> dict[str, Any]:
         """The curve as primitives."""
-        return {"seconds": {f"{n:g}": s for n, s in self.points}, "power": self.power}
+        return {"seconds": {repr(n): s for n, s in self.points}, "power": self.power}
 
 
 @dataclass(frozen=True)

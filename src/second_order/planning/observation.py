@@ -20,6 +20,8 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import is_convolution
 from second_order.kronecker.model_blocks import find_blocks
 from second_order.planning.machine import Machine
+from second_order.planning.memory import activation_bytes
+from second_order.planning.network import examples_of
 from second_order.planning.systems import Planned
 
 __all__ = ["Observation", "arguments_of", "observe", "undisturbed"]
@@ -75,17 +77,8 @@ def arguments_of(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             f"sample_batch is a {type(sample_batch).__name__}; give the model's arguments: a "
             f"tensor, a tuple or a list of them, or a dictionary by name"
         )
-    if not _examples(found):
-        raise ValueError(
-            "sample_batch has no tensor with a batch dimension and an example in it; give the "
-            "model's arguments for a rank's batch"
-        )
+    examples_of(found[1] or found[0])
     return found
-
-
-def _examples(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
-    values = (*arguments[0], *arguments[1].values())
-    return next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), 0)
 
 
 def observe(
@@ -118,31 +111,17 @@ def observe(
     device = params[0].device
     run = partial(_passes, model, arguments, params)
     with undisturbed(model, device), torch.enable_grad():
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            owner = tensor.untyped_storage()
-            kept[owner._cdata] = owner.nbytes()
-            return tensor
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, _same),
-            FlopCounterMode(display=False) as counter,
-        ):
+        with FlopCounterMode(display=False) as counter:
             run()
-        weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        activations = sum(n for owner, n in kept.items() if owner not in weights)
         operations = float(counter.get_total_flops())
-        examples = _examples(arguments)
+        example = arguments[1] or arguments[0]
+        examples = examples_of(example)
+        activations = round(examples * activation_bytes(model, example))
         if not measure or device.type == "meta":
             return Observation(examples, activations, operations)
         seconds = _fastest(run, device, clock)
         captured = _captured(model, arguments, params, planned, device, clock)
     return Observation(examples, activations, operations, seconds, captured)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _passes(

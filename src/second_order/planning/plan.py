@@ -21,6 +21,7 @@ from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
 from second_order.planning.counts import Case
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
+from second_order.planning.memory import largest_batch, message_bytes
 from second_order.planning.network import Network
 from second_order.planning.observation import Observation, arguments_of, observe, undisturbed
 from second_order.planning.systems import PLANNED
@@ -67,6 +68,7 @@ class Choice:
         operations: Floating point operations a step of second order on the busiest rank.
         hidden: Seconds a step of solves on threads, beside training.
         fits: Whether the memory allowed is enough.
+        largest_batch: Examples to a rank's batch for which it would still be; None without a limit.
         ranks: The costs of each rank at a step with statistics and a refresh.
     """
 
@@ -82,6 +84,7 @@ class Choice:
     operations: float
     hidden: float = 0.0
     fits: bool = True
+    largest_batch: int | None = None
     ranks: tuple[RankCost, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -97,7 +100,9 @@ class Choice:
             every_rank: Whether to add the costs of each rank.
         """
         names = ("system", "setting", "world_size", "seconds", "memory", "sent", "operations")
-        found: dict[str, Any] = {name: getattr(self, name) for name in (*names, "hidden", "fits")}
+        found: dict[str, Any] = {
+            name: getattr(self, name) for name in (*names, "hidden", "fits", "largest_batch")
+        }
         found["keywords"] = {k: _primitive(v) for k, v in self.keywords.items()}
         found |= {"stages": dict(self.stages), "held": dict(self.held)}
         if every_rank:
@@ -438,6 +443,9 @@ class Planner:
         costs = rank_costs(case, self.machine, self.network, passes=passes, captured=seen.captured)
         times = step_times(costs)
         peak, held = peak_memory(case, costs, seen)
+        room, each = None, seen.activations / seen.examples
+        if self.memory is not None and each:
+            room = largest_batch(self.memory, [cost.work for cost in costs], each)
         for wanted in self._intervals:
             every = _steps(wanted, times)
             words = {"solver": solver, **keywords, "intervals": wanted}
@@ -455,6 +463,7 @@ class Planner:
                 max(_amortised(cost, *every, cost.work.operations) for cost in costs),
                 times.hidden / every[1],
                 self.memory is None or peak <= self.memory,
+                room,
                 tuple(costs),
             )
 
@@ -528,7 +537,7 @@ def peak_memory(
     peak, held = 0, {}
     for cost in costs:
         kept = {each.what: each.nbytes for each in cost.work.held}
-        buffers = max((t.buffers for t in cost.work.transfers), default=0)
+        buffers = message_bytes(cost.work)
         solved = [c for c in cost.work.computes if c.stage == "solve"]
         factors = (c.sizes[-1] ** 2 * c.dtype.itemsize for c in solved)
         passing = max(seen.activations, buffers, COPIES * max(factors, default=0))
