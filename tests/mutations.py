@@ -2423,4 +2423,47 @@ MUTANTS = [
         "if not self.measuring:",
         "refresh_budget::nothing_is_measured_while_all_is_frozen",
     ),
+    # Times and choices of plans.
+    _mutant(
+        "sums between nodes of all the data",
+        "planning/interconnect.py",
+        "                share /= g\n",
+        "",
+        "planning_times::sums_come_together_inside_of_nodes_first",
+    ),
+    _mutant(
+        "stages as fast as the quickest rank",
+        "planning/times.py",
+        "due[stage] = max(due.get(stage, 0.0), seconds)",
+        "due[stage] = min(due.get(stage, seconds), seconds)",
+        "planning_times::the_slowest_rank_decides_stage_by_stage",
+    ),
+    _mutant(
+        "plans of settings that do not fit",
+        "planning/plan.py",
+        "fitting = [choice for choice in choices if choice.fits]",
+        "fitting = list(choices)",
+        "planning_plan::memory_is_honoured",
+    ),
+    _mutant(
+        "plans that change the model",
+        "planning/observation.py",
+        "                buffer.copy_(value)",
+        "                pass",
+        "planning_plan::the_model_is_left_as_it_was",
+    ),
+    _mutant(
+        "a fraction that each rank chooses for itself",
+        "planning/fraction.py",
+        "workers, error = world.all_gather_object((workers, error))[0]",
+        "workers, error = world.all_gather_object((workers, error))[world.rank]",
+        "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
+    ),
+    _mutant(
+        "a chosen fraction that checkpoints forget",
+        "kfac/curvature.py",
+        "{**self.budget.saved(), **chosen}",
+        "self.budget.saved()",
+        "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
+    ),
 ]
