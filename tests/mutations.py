@@ -2423,6 +2423,49 @@ MUTANTS = [
         "if not self.measuring:",
         "refresh_budget::nothing_is_measured_while_all_is_frozen",
     ),
+    # What is counted beforehand.
+    _mutant(
+        "heads that are sent to one rank alone",
+        "planning/counts.py",
+        "handed = for_owners + self.ranks * for_all",
+        "handed = for_owners + for_all",
+        "planning_counts::a_rank_sends_keeps_and_computes_what_is_counted",
+    ),
+    _mutant(
+        "dampings that do not travel with decompositions",
+        "planning/counts.py",
+        'if self.planned.background and letter == "A":',
+        "if False:",
+        "planning_ranks::processes_send_what_is_counted",
+    ),
+    _mutant(
+        "idle ranks that precondition nothing",
+        "planning/counts.py",
+        "return self._idle_in.get(row, self._idle)",
+        "return self._idle",
+        "planning_counts::equal_ranks_are_counted_once_and_none_is_left_out",
+    ),
+    _mutant(
+        "a bias counted as a column of the product",
+        "planning/counts.py",
+        'n -= layer.homogeneous and letter == "A"',
+        "n -= 0",
+        "planning_counts::statistics_take_the_operations_that_are_counted",
+    ),
+    _mutant(
+        "gradients that travel when nothing else does",
+        "planning/memory.py",
+        "return gradients + max(",
+        "return max(gradients, 0) and max(",
+        "planning_memory::gradients_travel_beside_the_largest_of_the_other_messages",
+    ),
+    _mutant(
+        "owners of lone gradients who do not grow",
+        "kfac/plan.py",
+        "(least + sizes[i], rank)",
+        "(least, rank)",
+        "planning_ranks::gradients_of_no_layer_go_where_there_is_least",
+    ),
     # Times and choices of plans.
     _mutant(
         "sums between nodes of all the data",

@@ -7,7 +7,7 @@
     distributed options                    recipes
     report  errors  farewell  patterns  stages  stopwatch  sharded   know nothing at all
 
-`python -m second_order` (`__main__`) has a file for each command: `profiling`, and `command` in planning.
+`python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.command`.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """

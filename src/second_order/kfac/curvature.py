@@ -462,10 +462,10 @@ class KFACCurvature(Curvature):
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh tells
         self.solves.restart()
-        self.budget.load(saved)
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
+        self.budget.load(saved)
         self._updated_at = self.training.steps
         self.watch()
 
