@@ -2483,7 +2483,7 @@ MUTANTS = [
     ),
     _mutant(
         "plans of settings that do not fit",
-        "planning/plan.py",
+        "planning/choices.py",
         "fitting = [choice for choice in choices if choice.fits]",
         "fitting = list(choices)",
         "planning_plan::memory_is_honoured",

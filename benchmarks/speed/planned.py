@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import second_order
-from second_order.planning.plan import Choice, Planner
+from second_order.planning.choices import Choice
+from second_order.planning.plan import Planner
 from second_order.planning.times import step_times
 from workloads import ResNet, Transformer
 
@@ -139,8 +140,8 @@ def measured(
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     net = model.build()
-    words = {k: v for k, v in choice.keywords.items() if k != "intervals"}
-    optimizer = getattr(second_order, choice.system)(net, lr=1e-3, momentum=0.9, **words)
+    system = getattr(second_order, choice.system)
+    optimizer = system(net, lr=1e-3, momentum=0.9, **choice.keywords)
     meter = optimizer._training.meter
     meter._now = CLOCKS[how.clock]
     meter.lap()

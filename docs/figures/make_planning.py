@@ -17,8 +17,9 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from second_order.planning.choices import Choice, Plan
 from second_order.planning.interconnect import Interconnect, Level
-from second_order.planning.plan import Choice, Plan, Planner
+from second_order.planning.plan import Planner
 from workloads import WORKLOADS
 
 HERE = Path(__file__).parent

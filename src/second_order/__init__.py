@@ -21,9 +21,10 @@ from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
 from second_order.planning.calibration import calibrate
+from second_order.planning.choices import Plan
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
-from second_order.planning.plan import Plan, plan
+from second_order.planning.plan import plan
 from second_order.recipes import parameter_groups
 from second_order.report import (
     CurvatureReport,

@@ -16,8 +16,9 @@ from second_order import KAISA, Interconnect, Machine
 from second_order.__main__ import main
 from second_order.planning import plan as planning
 from second_order.planning.calibration import calibrate
+from second_order.planning.choices import Choice, bytes_of, recommended
 from second_order.planning.observation import observe
-from second_order.planning.plan import Choice, Planner, bytes_of, recommended, workers_of
+from second_order.planning.plan import Planner, workers_of
 from second_order.planning.systems import kaisa
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
     assert str(found).count("recommended") == 2, "in its row, and below the table"
     hybrid = next(c for c in found.choices if c.name == "KAISA HYBRID 1/4, eigen")
     assert hybrid.keywords["grad_worker_fraction"] == 0.25
-    KAISA(net(), lr=0.1, **{k: v for k, v in hybrid.keywords.items() if k != "intervals"})
+    assert hybrid.intervals == (10, 10)
+    KAISA(net(), lr=0.1, **hybrid.keywords)
 
 
 def test_counts_are_those_of_a_rank_and_a_step() -> None:
@@ -98,7 +100,7 @@ def test_memory_is_honoured() -> None:
 
 def choice(name: str, seconds: float, memory: int, *, fits: bool = True) -> Choice:
     words = {"solver": "inverse"}
-    return Choice("KAISA", name, words, 4, {}, seconds, memory, {}, 0.0, 0.0, fits=fits)
+    return Choice("KAISA", name, words, (1, 1), 4, {}, seconds, memory, {}, 0.0, 0.0, fits=fits)
 
 
 def test_of_similar_settings_the_smallest_is_recommended() -> None:
@@ -115,8 +117,8 @@ def test_intervals_by_budget_keep_to_it() -> None:
     found = planned(intervals=[(1, 1), "auto"])
     assert found.recommended is not None
     assert found.recommended.keywords["inv_update_steps"] == 1, "for the first of the intervals"
-    auto = [c for c in found.choices if c.keywords["intervals"] == "auto"]
-    assert auto
+    auto = [c for c in found.choices if c.keywords["inv_update_steps"] == "auto"]
+    assert len(auto) == 20
     for each in auto:
         due = sum(s for k, s in each.stages.items() if k.startswith(("statistics", "solve")))
         assert due <= 0.15 * found.base * 1.1
@@ -279,7 +281,8 @@ def test_the_command_prints_tables_and_writes_json(
     levels = eight["network"]["levels"]
     assert [level["ranks"] for level in levels] == [4, None]
     assert levels[1]["bandwidth"] == 1e6
-    assert {c["keywords"]["intervals"] for c in eight["choices"]} >= {"auto"}
+    every = {c["keywords"]["inv_update_steps"] for c in eight["choices"]}
+    assert every == {"auto", 10}
     assert main(["plan", "planned_script:model_and_batch", *words[2:4], "--memory", "9B"]) == 1
     assert "fits into 9 B" in capsys.readouterr().out
 

@@ -16,9 +16,10 @@ from unittest.mock import patch
 from torch import nn
 
 from second_order.planning.calibration import DEFAULT_NETWORKS
+from second_order.planning.choices import bytes_of
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
-from second_order.planning.plan import Intervals, Planner, bytes_of
+from second_order.planning.plan import Intervals, Planner
 from second_order.planning.systems import PLANNED
 
 __all__ = ["FUNCTION", "add_command", "run"]

@@ -18,11 +18,12 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import Planner, kaisa_plan
 from second_order.options import AUTO, value_at
 from second_order.planning.calibration import DEFAULT_NETWORKS, measure_network, quick_machine
+from second_order.planning.choices import SIMILAR
 from second_order.planning.counts import Case
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.network import Network, network_of
-from second_order.planning.plan import SIMILAR, workers_of
+from second_order.planning.plan import workers_of
 from second_order.planning.systems import Planned
 from second_order.planning.times import rank_costs, step_times
 
