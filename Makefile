@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help elastic-soak venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids many-ranks scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help planned elastic-soak venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids many-ranks scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -130,6 +130,9 @@ grids: venv ## the papers' grids in miniature, all or those that ARGS names: som
 refresh-budget: venv ## what DHO2's refreshes by budget take, beside the overhead asked for: minutes
 	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/speed/refresh_budget.py \
 		--json benchmarks/results/refresh_budget.json $(ARGS)
+
+planned: venv ## plans beside what comes true: stage times, bytes and memory of six models: minutes
+	$(BIN)/python benchmarks/speed/planned.py --json benchmarks/results/planned.json $(ARGS)
 
 structure: venv ## files, functions and lines that a step of each system takes a reader through
 	$(BIN)/python benchmarks/reading/structure.py --json benchmarks/results/structure.json $(ARGS)

@@ -8,7 +8,7 @@
     files                                  of what is saved
     report  errors  farewell  patterns  stages  stopwatch  sharded   know nothing at all
 
-`python -m second_order` (`__main__`) has a file for each command, `profiling` so far.
+`python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.command`.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -52,18 +52,18 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
         *("distributed", "stopwatch"),
     },
-    "planning": {"kronecker", "distributed", "kfac", "options"},
+    "planning": {"kronecker", "distributed", "kfac", "options", "contract", "stages"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi", "sharded"),
+        *("kfac", "fosi", "sharded", "planning"),
     },
     "recipes": {"errors", "options", "contract"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "recipes"),
+        *("files", "recipes", "planning"),
     },
     "profiling": {"files", "stages"},
-    "__main__": {"profiling"},
+    "__main__": {"profiling", "planning"},
 }
 
 

@@ -22,6 +22,11 @@ from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
+from second_order.planning.calibration import calibrate
+from second_order.planning.choices import Plan
+from second_order.planning.interconnect import Interconnect
+from second_order.planning.machine import Machine
+from second_order.planning.plan import plan
 from second_order.recipes import parameter_groups
 from second_order.report import (
     CurvatureReport,
@@ -46,10 +51,13 @@ __all__ = [
     "DecompositionError",
     "DistKFAC",
     "EpochReport",
+    "Interconnect",
     "KroneckerCurvature",
     "LayerCurvature",
     "LayerRow",
+    "Machine",
     "PerStep",
+    "Plan",
     "RankMismatchError",
     "Recipe",
     "RecipeRow",
@@ -57,10 +65,12 @@ __all__ = [
     "SecondOrderOptimizer",
     "SecondOrderWarning",
     "Summary",
+    "calibrate",
     "export_base_state",
     "lanczos",
     "load_checkpoint",
     "parameter_groups",
+    "plan",
     "register_layer",
     "save_checkpoint",
 ]

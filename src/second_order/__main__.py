@@ -1,4 +1,7 @@
-"""Commands: ``python -m second_order profile train.py`` shows where the time of a step goes."""
+"""Commands: ``python -m second_order profile train.py`` shows where the time of a step goes.
+
+And ``python -m second_order plan train.py`` what every system would cost, on how many ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from second_order import profiling
+from second_order.planning import command
 
 __all__ = ["main"]
 
-COMMANDS = (profiling.add_command,)
+COMMANDS = (profiling.add_command, command.add_command)
 """Functions that add a command each: its arguments, and as ``run`` what it does with them."""
 
 

@@ -13,7 +13,7 @@ an idle one takes microseconds. Seconds are the host's, and no device is waited 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -118,10 +118,14 @@ class Meter:
     """Seconds and bytes of a training by account, of the last step and of all.
 
     A copy begins at zero.
+
+    Args:
+        now: Returns the time in seconds, from any origin.
     """
 
-    def __init__(self) -> None:
-        self._open, self._since, self._bytes = ELSEWHERE, time.perf_counter(), _ODOMETER.bytes
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._open, self._since, self._bytes = ELSEWHERE, now(), _ODOMETER.bytes
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
         self._total: dict[str, list[float]] = {}
@@ -132,7 +136,7 @@ class Meter:
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, time.perf_counter(), _ODOMETER.bytes
+        before, now, total = self._open, self._now(), _ODOMETER.bytes
         spent = self._step.get(before)
         if spent is None:
             spent = self._step[before] = [0.0, 0]

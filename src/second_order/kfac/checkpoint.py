@@ -16,11 +16,19 @@ from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
 
-__all__ = ["READ_BY_ALL", "check_saved_factors", "load_factors", "saved_factors"]
+__all__ = [
+    "READ_BY_ALL",
+    "check_saved_factors",
+    "load_factors",
+    "loaded_workers",
+    "saved_factors",
+    "saved_workers",
+]
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
-READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, *sorted(SAVED))
+CHOSEN = ("gradient_workers", "gradient_workers_of")
+READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, *sorted(SAVED), *CHOSEN)
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
 
@@ -48,6 +56,24 @@ def saved_factors(
         for block in layers.blocks
         if block in active or block.factors is not None
     }
+
+
+def saved_workers(workers: int, ranks: int) -> dict[str, int]:
+    """The chosen number of gradient workers as a checkpoint has it; nothing where none is chosen.
+
+    Args:
+        workers: The number that was chosen, or 0.
+        ranks: The number of ranks that it was chosen for.
+    """
+    return dict(zip(CHOSEN, (workers, ranks), strict=True)) if workers else {}
+
+
+def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
+    """The number of gradient workers that was chosen for so many ranks, or 0."""
+    found = next((part for part in saved.values() if part.keys() >= set(CHOSEN)), None)
+    if found is None or found.whole(CHOSEN[1], 0) != ranks:
+        return 0
+    return int(found.whole(CHOSEN[0], 0))
 
 
 def load_factors(
@@ -82,8 +108,10 @@ def check_saved_factors(
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     check_saved_intervals(saved)
+    _check_workers(saved)
     for p, part in saved.items():
-        part.check_known((*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS, SETTLED, *SAVED), ELSEWHERE)
+        known = (*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS, SETTLED, *SAVED, *CHOSEN)
+        part.check_known(known, ELSEWHERE)
         if SETTLED in part:
             part.whole(SETTLED, 0, 1)
         there = [letter for letter in LETTERS if letter in part]
@@ -101,6 +129,20 @@ def check_saved_factors(
             _check_fit(part, block, there)
         elif MEANS in part:
             part.not_below(MEANS, 0.0, part[MEANS])
+
+
+def _check_workers(saved: Mapping[Tensor, SavedPart]) -> None:
+    """Raise ValueError unless chosen gradient workers divide their ranks, alike in all parts."""
+    known: tuple[int, int] | None = None
+    for part in saved.values():
+        if not set(CHOSEN) <= part.keys():
+            continue
+        workers, ranks = (int(part.whole(name, 0)) for name in CHOSEN)
+        if not (0 < workers <= ranks and ranks % workers == 0):
+            raise part.wrong(CHOSEN[0], f"is {workers}, which does not divide {ranks} ranks")
+        if known not in (None, (workers, ranks)):
+            raise part.wrong(CHOSEN[0], f"is {workers} of {ranks}, and {known} elsewhere")
+        known = workers, ranks
 
 
 def _check_fit(part: SavedPart, block: KroneckerBlock, there: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ from second_order.kfac.checkpoint import (
     READ_BY_ALL,
     check_saved_factors,
     load_factors,
+    loaded_workers,
     saved_factors,
+    saved_workers,
 )
 from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
@@ -62,7 +64,17 @@ from second_order.sharded import is_dtensor
 from second_order.stages import Meter
 from second_order.stopwatch import Account
 
-__all__ = ["KFACCurvature", "System", "with_stats_workers"]
+__all__ = ["Chooser", "KFACCurvature", "System", "with_stats_workers"]
+
+
+class Chooser(Protocol):
+    """A choice of the number of gradient workers, made once all ranks agree on the model."""
+
+    def choose(self, training: Training) -> int:
+        """The number of gradient workers; a collective, the same on all ranks."""
+
+    def planner(self, workers: int, ranks: int) -> Planner:
+        """The planner with so many gradient workers."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ class System:
         background: How inverses are computed on threads; None to compute them at once.
         pipelined: Whether statistics leave for the other ranks while backward still runs.
         exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
+        chooser: Chooses the number of gradient workers; None where it is given.
     """
 
     plan: Planner
@@ -89,6 +102,7 @@ class System:
     background: Background | None = None
     pipelined: bool = False
     exchange_dtype: torch.dtype | None = None
+    chooser: Chooser | None = None
 
 
 class KFACCurvature(Curvature):
@@ -107,6 +121,7 @@ class KFACCurvature(Curvature):
         gradients: The exchange of preconditioned gradients between ranks.
         helpers: The stats workers, or None.
         budget: Chooses the intervals that are "auto".
+        workers: The number of gradient workers that has been chosen; 0 where it is given.
     """
 
     scaler_matters = "the gradients it has captured carry the scale"
@@ -138,6 +153,7 @@ class KFACCurvature(Curvature):
             self.layers.heard = self._pipeline.heard
         self._updated_at = 0  # the step of the last update of the averages
         self._closed = False
+        self.workers = 0
         self.layers.find()
         self.gradients = self._gradients()
 
@@ -188,7 +204,20 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             self.helpers.begin(self.training)
         self.budget.begin()
+        if self._system.chooser is not None:
+            # Sharded gradients come together on one rank, whatever is chosen.
+            self._take_workers(
+                1 if self.layers.sharded else self._system.chooser.choose(self.training)
+            )
         self._look()
+
+    def _take_workers(self, workers: int) -> None:
+        """Plan with so many gradient workers, at the next look at the layers."""
+        chooser, ranks = self._system.chooser, self.training.world.size
+        assert chooser is not None
+        self.workers = workers
+        self._system = replace(self._system, plan=chooser.planner(workers, ranks))
+        self.layers.forget_plan()
 
     def _look(self) -> None:
         self.layers.forget_plan()
@@ -466,6 +495,7 @@ class KFACCurvature(Curvature):
         return [
             *(("closed", self._closed), sharded, wanted, newcomers),
             *scheduled,
+            *([("gradient workers", self.workers)] if self.workers else []),
             *self.budget.facts(),
         ]
 
@@ -473,9 +503,9 @@ class KFACCurvature(Curvature):
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process keeps, by the layers' weights."""
-        return saved_factors(
-            self.layers, self._takes, self.budget.saved(), self.solves.traces.saved
-        )
+        chosen = saved_workers(self.workers, self.training.world.size)
+        kept = {**self.budget.saved(), **chosen}
+        return saved_factors(self.layers, self._takes, kept, self.solves.traces.saved)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
@@ -491,6 +521,9 @@ class KFACCurvature(Curvature):
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh tells
         self.solves.restart()
+        workers = loaded_workers(saved, self.training.world.size)
+        if self.workers and workers not in (0, self.workers):
+            self._take_workers(workers)
         self.solves.traces.load(saved, self.layers.blocks)
         self.budget.load(saved)
         self._updated_at = self.training.steps
@@ -593,8 +626,12 @@ class KFACCurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        settings = "; ".join(filter(None, [self._options.said, self.solves.traces.said]))
-        return replace(self.layers.summary(said), intervals=self.budget.said, settings=settings)
+        settings = [self._options.said, self.solves.traces.said]
+        if self.workers:
+            ranks = self.training.world.size
+            settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
+        settled = "; ".join(filter(None, settings))
+        return replace(self.layers.summary(said), intervals=self.budget.said, settings=settled)
 
 
 def with_stats_workers(

@@ -41,6 +41,7 @@ from second_order.options import (
     check_number,
     own_keywords,
 )
+from second_order.planning.fraction import AutoFraction
 
 __all__ = ["KAISA"]
 
@@ -80,6 +81,8 @@ class KAISA(KroneckerOptimizer):
         {trace_bounds}
         grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
             communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
+            "auto" measures the network and a few matrix products at construction, and takes what
+            :func:`second_order.plan` would predict to be fastest; a checkpoint remembers it.
             Where FSDP2 has sharded the model it is always one: a gradient's rows meet there.
         factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
             sends statistics to the process that decomposes the factor, and nobody else keeps it:
@@ -142,7 +145,7 @@ class KAISA(KroneckerOptimizer):
         eigen_refresh: str = KFACOptions.eigen_refresh,
         refresh: str = KFACOptions.refresh,
         trace_bounds: tuple[float, float] = KFACOptions.trace_bounds,
-        grad_worker_fraction: float = 1.0,
+        grad_worker_fraction: float | Literal["auto"] = 1.0,
         factor_exchange: str = "all_reduce",
         exchange_dtype: torch.dtype | None = None,
         assignment: AssignmentCost = "compute",
@@ -165,30 +168,36 @@ class KAISA(KroneckerOptimizer):
         **base_kwargs: Any,
     ) -> None:
         options = KFACOptions.of(locals())
-        check_number(
-            "grad_worker_fraction",
-            grad_worker_fraction,
-            low=0.0,
-            high=1.0,
-            remedy="1.0 is the default",
-        )
+        if grad_worker_fraction != AUTO:
+            check_number(
+                "grad_worker_fraction",
+                grad_worker_fraction,
+                low=0.0,
+                high=1.0,
+                remedy="1.0 is the default, and 'auto' measures",
+            )
         check_choice("assignment", assignment, ("compute", "memory"))
         check_choice("factor_exchange", factor_exchange, ("all_reduce", "reduce", "pipelined"))
         check_exchange_dtype(exchange_dtype, options)
         check_flag("colocate_factors", colocate_factors)
+        keeps_all = factor_exchange != "reduce"
+        automatic = grad_worker_fraction == AUTO
         system = System(
             partial(
                 kaisa_plan,
-                fraction=float(grad_worker_fraction),
+                fraction=1.0 if grad_worker_fraction == AUTO else float(grad_worker_fraction),
                 cost=assignment,
                 colocate=colocate_factors,
-                keeps_all=factor_exchange != "reduce",
+                keeps_all=keeps_all,
             ),
             options.block_rules,
             f"{grad_worker_fraction} {assignment} {colocate_factors} {factor_exchange} "
             f"{exchange_dtype}",
             pipelined=factor_exchange == "pipelined",
             exchange_dtype=exchange_dtype,
+            chooser=AutoFraction(options, assignment, colocate_factors, keeps_all)
+            if automatic
+            else None,
         )
         super().__init__(
             params_or_model,

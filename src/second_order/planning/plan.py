@@ -1,0 +1,380 @@
+"""Which system with which setting: time, memory and bytes of each, and the one to take.
+
+Costs come from `times`, and what is told of them from `choices`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from second_order.distributed.collectives import BUCKET_BYTES
+from second_order.kfac.budget import intervals as budgeted
+from second_order.kfac.options import KFACOptions
+from second_order.options import AUTO, check_choice, check_count, check_interval, check_number
+from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
+from second_order.planning.choices import Choice, Plan, bytes_of, recommended
+from second_order.planning.counts import Case
+from second_order.planning.interconnect import Interconnect
+from second_order.planning.machine import Machine
+from second_order.planning.memory import largest_batch, message_bytes
+from second_order.planning.network import Network
+from second_order.planning.observation import Observation, arguments_of, observe, undisturbed
+from second_order.planning.systems import PLANNED
+from second_order.planning.times import (
+    PASSES,
+    RankCost,
+    StepTimes,
+    exchange_seconds,
+    rank_costs,
+    step_times,
+)
+from second_order.planning.work import Among, Transfer
+
+__all__ = ["Intervals", "Planner", "peak_memory", "plan", "workers_of"]
+
+Intervals: TypeAlias = tuple[int, int] | Literal["auto"]
+"""Steps between statistics and between refreshes, or "auto" for those of the budget."""
+
+
+COPIES = 4  # of the largest factor while it is decomposed: itself, scaled, its result, work space
+
+
+# ------------------------------------------------------------------------------------- the planner
+
+
+def plan(
+    model: nn.Module,
+    sample_batch: Any,
+    world_size: int = 1,
+    *,
+    device: torch.device | str | None = None,
+    machine: Machine | None = None,
+    network: Interconnect | None = None,
+    measure: bool | None = None,
+    memory: int | str | None = None,
+    systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
+    solvers: Sequence[str] = ("inverse", "eigen"),
+    intervals: Sequence[Intervals] = ((10, 10),),
+    base: type[torch.optim.Optimizer] = torch.optim.SGD,
+    base_kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    seconds: float = 10.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Plan:
+    """Predict time, memory and bytes of every system's settings, and recommend one.
+
+    Each rank has a batch like ``sample_batch``. Counts of work, bytes and kept memory are exact;
+    times are those of a model: see docs/planning.md. No message is sent, and the model stays as it
+    is.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine, with ``machine``.
+        sample_batch: A rank's batch, as the model's arguments: a tensor, a tuple or list of
+            arguments, or a dictionary by name.
+        world_size: Number of ranks to plan for.
+        device: The device to measure; None for that of the model.
+        machine: The machine of each rank; None to measure this one.
+        network: The links between the ranks; None for documented numbers, which are round.
+        measure: Whether to measure the model's passes and statistics on this machine; None: if
+            ``machine`` is None. Otherwise their operations are counted.
+        memory: Bytes that a rank may use, as a number or like "80GB"; None for the machine's memory
+            where it is known.
+        systems: Names of the optimizers.
+        solvers: The solvers: "inverse" (Cholesky) and "eigen".
+        intervals: Pairs of ``factor_update_steps`` and ``inv_update_steps``; "auto" for those that
+            a budget of 15 % would choose. The recommendation is for the first.
+        base: Class of the base.
+        base_kwargs: Arguments of the base that decide the size of its state.
+        options: Further keywords that all systems share, as ``symmetry_aware`` or ``skip_layers``.
+        seconds: About how long the machine may be measured, 60 at most.
+        clock: The clock to measure by; ``time.process_time`` leaves out what others do on a CPU.
+
+    Raises:
+        TypeError: For values of the wrong type.
+        ValueError: For values out of range, a model that does not take the batch, or a model on the
+            meta device without a machine.
+    """
+    planner = Planner(
+        model,
+        sample_batch,
+        device=device,
+        machine=machine,
+        network=network,
+        measure=measure,
+        systems=systems,
+        solvers=solvers,
+        intervals=intervals,
+        base=base,
+        base_kwargs=base_kwargs,
+        options=options,
+        memory=memory,
+        seconds=seconds,
+        clock=clock,
+        world_sizes=[world_size],
+    )
+    return planner.plan(world_size)
+
+
+class Planner:
+    """A model looked at once, to be planned for several numbers of ranks.
+
+    Args:
+        model: The model.
+        sample_batch: A rank's batch, as the model's arguments.
+        world_sizes: The numbers of ranks that will be asked for, which are checked first.
+        **given: The other arguments of :func:`plan`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_batch: Any,
+        *,
+        world_sizes: Sequence[int] = (),
+        device: torch.device | str | None = None,
+        machine: Machine | None = None,
+        network: Interconnect | None = None,
+        measure: bool | None = None,
+        memory: int | str | None = None,
+        systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
+        solvers: Sequence[str] = ("inverse", "eigen"),
+        intervals: Sequence[Intervals] = ((10, 10),),
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        base_kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        seconds: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        for size in world_sizes:
+            check_count("world_size", size, "ranks")
+        for name, values, allowed in (
+            ("systems", systems, tuple(PLANNED)),
+            ("solvers", solvers, ("inverse", "eigen")),
+        ):
+            if isinstance(values, str) or not values:
+                raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(allowed)}")
+            for value in values:
+                check_choice(name, value, allowed)
+        self._intervals = [_checked_intervals(pair) for pair in intervals]
+        if not self._intervals:
+            raise ValueError("intervals=[]; give one pair at least, as (10, 10)")
+        check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
+        self.memory = None if memory is None else bytes_of(memory)
+        arguments_of(sample_batch)
+        placed = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = placed if device is None else torch.device(device)
+        if machine is None and "meta" in (placed.type, device.type):
+            raise ValueError(
+                "the model is on the meta device, and no machine is given to plan for; give "
+                "machine=Machine.given(...), or the model on the device to measure"
+            )
+        if machine is None and placed.type != device.type:
+            raise ValueError(
+                f"the model is on {placed}, and the machine to measure is {device}; move the "
+                f"model and the batch there, or give machine="
+            )
+        self._systems, self._solvers = tuple(systems), tuple(solvers)
+        shared = dict(options or {})
+        for name in ("solver", "factor_update_steps", "inv_update_steps"):
+            if name in shared:
+                raise ValueError(f"options[{name!r}] is planned; use solvers= and intervals=")
+        self._made = {
+            (system, solver): PLANNED[system](base=base, solver=solver, **shared)
+            for system in systems
+            for solver in solvers
+        }
+        self._shared = shared
+        keywords = {"lr": 0.1, **({"momentum": 0.9} if base is torch.optim.SGD else {})}
+        keywords |= dict(base_kwargs or {})
+
+        # Nothing is run before all is checked.
+        measured = machine is None if measure is None else measure
+        self._seen: dict[str, tuple[Network, Observation]] = {}
+        for system in systems:
+            planned = self._made[system, self._solvers[0]]
+            found = observe(model, sample_batch, planned, measure=measured, clock=clock)
+            arguments, named = arguments_of(sample_batch)
+            with undisturbed(model, placed):
+                seen = planned.network(model, example=named or arguments, **keywords)
+            self._seen[system] = seen, found
+        sizes = {
+            layer.shape.dim(letter)
+            for seen, _ in self._seen.values()
+            for layer in seen.layers
+            for letter in layer.shape.letters
+            if not layer.shape.is_diagonal(letter)
+        }
+        self.machine = machine or measure_machine(
+            device, seconds=seconds, sizes=_spread(sizes), clock=clock
+        )
+        self.network = network or DEFAULT_NETWORKS[self.machine.device]
+        self.memory = self.machine.memory if self.memory is None else self.memory
+
+    def plan(self, world_size: int) -> Plan:
+        """The plan for a number of ranks."""
+        check_count("world_size", world_size, "ranks")
+        choices: list[Choice] = []
+        for system in self._systems:
+            for solver in self._solvers:
+                for setting, keywords in _settings(system, world_size):
+                    choices += self._choices(system, solver, setting, keywords, world_size)
+        base = self._base_seconds(choices[0])
+        choices.sort(key=lambda choice: choice.seconds)
+        first = _interval_keywords(self._intervals[0])
+        comparable = [c for c in choices if first.items() <= c.keywords.items()]
+        best, reason = recommended(comparable, self.memory)
+        observation = next(iter(self._seen.values()))[1]
+        return Plan(
+            world_size,
+            tuple(choices),
+            best,
+            reason,
+            base,
+            observation,
+            self.machine,
+            self.network,
+            self.memory,
+        )
+
+    def _base_seconds(self, choice: Choice) -> float:
+        """Seconds a step of the base alone: its gradients are summed for all ranks."""
+        params, ranks = self._seen[choice.system][0].params, choice.world_size
+        seconds = choice.stages[PASSES] + choice.stages["base"]
+        if ranks == 1:
+            return seconds
+        nbytes = sum(p.nbytes for p in params)
+        moved = 2 * (ranks - 1) / ranks * nbytes
+        world, count = Among("world", ranks), -(-nbytes // BUCKET_BYTES)
+        summed = Transfer(
+            "average_gradients", "all_reduce", world, nbytes, moved, moved, nbytes, count
+        )
+        return seconds + exchange_seconds(summed, self.machine, self.network, tensors=len(params))
+
+    def _choices(
+        self, system: str, solver: str, setting: str, keywords: Mapping[str, Any], world_size: int
+    ) -> Iterable[Choice]:
+        """A setting at each of the intervals."""
+        network, seen = self._seen[system]
+        shared = vars(self._made[system, solver].options)
+        base = self._made[system, solver].base
+        planned = PLANNED[system](base=base, solver=solver, **self._shared, **keywords)
+        assert shared.keys() == vars(planned.options).keys()
+        case = Case(network, planned, world_size, examples=seen.examples)
+        passes = seen.passes(self.machine)
+        costs = rank_costs(case, self.machine, self.network, passes=passes, captured=seen.captured)
+        times = step_times(costs)
+        peak, held = peak_memory(case, costs, seen)
+        room, each = None, seen.activations / seen.examples
+        if self.memory is not None and each:
+            room = largest_batch(self.memory, [cost.work for cost in costs], each)
+        for wanted in self._intervals:
+            every = _steps(wanted, times)
+            words = {"solver": solver, **keywords, **_interval_keywords(wanted)}
+            yield Choice(
+                system,
+                setting,
+                words,
+                every,
+                world_size,
+                times.amortised(*every),
+                times.step(*every),
+                peak,
+                held,
+                max(_amortised(cost, *every, cost.work.moved) for cost in costs),
+                max(_amortised(cost, *every, cost.work.operations) for cost in costs),
+                times.hidden / every[1],
+                self.memory is None or peak <= self.memory,
+                room,
+                tuple(costs),
+            )
+
+
+def _checked_intervals(pair: Any) -> Intervals:
+    if pair == AUTO:
+        return AUTO
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise ValueError(
+            f"intervals: {pair!r} is not a pair of factor_update_steps and inv_update_steps, as "
+            f"(10, 100), or 'auto'"
+        )
+    for name, every in zip(("factor_update_steps", "inv_update_steps"), pair, strict=True):
+        check_interval(name, every)
+    return int(pair[0]), int(pair[1])
+
+
+def _interval_keywords(wanted: Intervals) -> dict[str, Any]:
+    both = (AUTO, AUTO) if wanted == AUTO else wanted
+    return dict(zip(("factor_update_steps", "inv_update_steps"), both, strict=True))
+
+
+def _steps(wanted: Intervals, times: StepTimes) -> tuple[int, int]:
+    return budgeted(*times.costs, KFACOptions.overhead) if wanted == AUTO else wanted
+
+
+def _spread(sizes: Iterable[int], most: int = 6) -> list[int]:
+    """Some of the sizes, evenly among them; a measurement at each takes its time."""
+    found = sorted(sizes)
+    step = max(1, -(-len(found) // most))
+    return found[::-step]
+
+
+def _amortised(cost: RankCost, f: int, i: int, of: Callable[[str], float]) -> float:
+    """What a rank does or sends a step, by a function of the stage."""
+    stages = {c.stage for c in cost.work.computes} | {t.stage for t in cost.work.transfers}
+    every = {"statistics": f, "statistics_exchange": f, "solve": i, "solve_exchange": i}
+    return sum(of(stage) / every.get(stage, 1) for stage in sorted(stages))
+
+
+def _settings(system: str, world_size: int) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The settings of a system on so many ranks, in words and as keywords."""
+    if system != "KAISA":
+        yield "", {}
+        return
+    for workers in workers_of(world_size):
+        name = "HYBRID " + f"1/{world_size // workers}"
+        if workers in (1, world_size):
+            name = "MEM-OPT" if workers < world_size else "COMM-OPT"
+        fraction = workers / world_size
+        yield name, {"grad_worker_fraction": fraction}
+        if world_size > 1:
+            yield f"{name}, reduce", {"grad_worker_fraction": fraction, "factor_exchange": "reduce"}
+
+
+def workers_of(world_size: int, most: int = 8) -> list[int]:
+    """Numbers of gradient workers that are compared: divisors of the number of ranks.
+
+    All of them if they are few; else the largest and the smallest, and some evenly between.
+    """
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if len(divisors) <= most:
+        return divisors[::-1]
+    last = len(divisors) - 1
+    return [divisors[round(k * last / (most - 1))] for k in range(most)][::-1]
+
+
+def peak_memory(
+    case: Case, costs: Iterable[RankCost], seen: Observation
+) -> tuple[int, dict[str, int]]:
+    """Bytes at the peak on the fullest rank, and what they are for.
+
+    Kept memory is exact. What comes and goes does not come at once: activations during the passes,
+    buffers of one exchange, the largest factor in some copies; the greatest of them counts.
+    """
+    peak, held = 0, {}
+    for cost in costs:
+        kept = {each.what: each.nbytes for each in cost.work.held}
+        buffers = message_bytes(cost.work)
+        solved = [c for c in cost.work.computes if c.stage == "solve"]
+        factors = (c.sizes[-1] ** 2 * c.dtype.itemsize for c in solved)
+        passing = max(seen.activations, buffers, COPIES * max(factors, default=0))
+        total = sum(kept.values()) + passing
+        if total > peak:
+            peak, held = total, {**kept, "passing": passing}
+    return peak, held

@@ -1,0 +1,186 @@
+"""KAISA's grad_worker_fraction="auto": one choice for all ranks, remembered by checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import take
+from models import ZOO
+from ranks import kaisa, shard, vector
+from torch import nn
+
+from second_order import KAISA, Interconnect, Machine, RankMismatchError
+from second_order.kfac.options import KFACOptions
+from second_order.planning import fraction
+from second_order.planning.fraction import AutoFraction, fastest_workers
+from second_order.planning.network import network_of
+
+if TYPE_CHECKING:
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(3, n=12)
+
+OPTIONS = KFACOptions(damping=0.1, factor_decay=0.95, kl_clip=None, preconditioner_scale="newton")
+AUTO = AutoFraction(OPTIONS, "compute", colocate=True, keeps_all=True)
+NETWORK = network_of(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), OPTIONS)
+
+
+def machine(flops: float) -> Machine:
+    return Machine.given(
+        flops, eigh={64: 1e-6}, inverse={64: 1e-6}, bandwidth=1e15, launch=1e-12, layer=0.0,
+        step=0.0, device="cpu",
+    )  # fmt: skip
+
+
+def test_slow_links_want_all_ranks_and_slow_products_want_few() -> None:
+    """With one worker a gradient is sent at every step; with all, every rank multiplies it."""
+    slow_links = fastest_workers(NETWORK, AUTO, 4, machine(1e15), Interconnect.flat(1e-3, 1e6))
+    slow_products = fastest_workers(NETWORK, AUTO, 4, machine(1e7), Interconnect.flat(1e-9, 1e12))
+    assert (slow_links, slow_products) == (4, 1)
+
+
+def trained(model: nn.Module, optimizer: KAISA, rank: int, size: int) -> torch.Tensor:
+    for batch in BATCHES:
+        take(model, optimizer, shard(batch, rank, size), MLP.loss)
+    return vector(model)
+
+
+def workers_of(optimizer: KAISA) -> int:
+    return len(next(iter(optimizer._curvature.plan.values())).workers)
+
+
+def chosen(rank: int, size: int) -> Any:
+    model, other = MLP.model(), MLP.model()
+    optimizer = kaisa(model, grad_worker_fraction="auto")
+    workers = workers_of(optimizer)
+    said = str(optimizer.summary())
+    same = trained(model, optimizer, rank, size)
+    by_hand = trained(other, kaisa(other, grad_worker_fraction=workers / size), rank, size)
+    return workers, said, torch.equal(same, by_hand)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_choose_the_same_and_train_as_if_it_were_given(world: World, size: int) -> None:
+    found = world.run(chosen, size)
+    workers = {workers for workers, *_ in found}
+    assert len(workers) == 1
+    assert size % workers.pop() == 0
+    for count, said, equal in found:
+        assert equal
+        assert f"gradient workers chosen: {count} of {size} for each layer" in said
+
+
+def forced(workers: int) -> Any:
+    """What rank 0 finds; elsewhere another number, which nobody is to hear."""
+
+    def best(self: AutoFraction, training: Any, *rest: Any) -> int:
+        return workers if training.world.rank == 0 else 1
+
+    return best
+
+
+def remembered(rank: int, size: int) -> Any:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(AutoFraction, "best", forced(2))
+    model = MLP.model()
+    first = kaisa(model, grad_worker_fraction="auto")
+    assert workers_of(first) == 2
+    trained(model, first, rank, size)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), first.state_dict()), file)
+    patch.setattr(AutoFraction, "best", forced(4))
+    weights, state = torch.load(io.BytesIO(file.getvalue()))
+    again = MLP.model()
+    again.load_state_dict(weights)
+    second = kaisa(again, grad_worker_fraction="auto")
+    assert workers_of(second) == 4
+    second.load_state_dict(state)
+    went = [trained(m, o, rank, size) for m, o in ((model, first), (again, second))]
+    given = kaisa(MLP.model(), grad_worker_fraction=1.0)
+    given.load_state_dict(state)
+    patch.undo()
+    twin = copy.deepcopy(second)
+    found = workers_of(second), workers_of(twin), workers_of(given)
+    return found, torch.equal(*went), file.getvalue()
+
+
+def elsewhere(rank: int, size: int, saved: bytes) -> tuple[int, int]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(AutoFraction, "best", forced(1))
+    weights, state = torch.load(io.BytesIO(saved))
+    model = MLP.model()
+    model.load_state_dict(weights)
+    optimizer = kaisa(model, grad_worker_fraction="auto")
+    before = workers_of(optimizer)
+    optimizer.load_state_dict(state)
+    trained(model, optimizer, rank, size)
+    patch.undo()
+    return before, workers_of(optimizer)
+
+
+def test_a_checkpoint_remembers_the_choice_for_as_many_ranks(world: World) -> None:
+    found = world.run(remembered, 4)
+    for workers, equal, _ in found:
+        assert workers == (2, 2, 4), "the saved choice, in a copy too; and one that was given stays"
+        assert equal, "the loaded run goes on bit for bit"
+    assert world.run(elsewhere, 2, found[0][2]) == [(1, 1)] * 2, "of another number of ranks"
+
+
+def one_rank_alone(rank: int, size: int) -> str:
+    with pytest.raises(RankMismatchError) as caught:
+        kaisa(MLP.model(), grad_worker_fraction="auto" if rank else 0.5)
+    return str(caught.value)
+
+
+def cannot(rank: int, size: int) -> tuple[int, list[str]]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(fraction, "quick_machine", partial(_raise, rank))
+    with pytest.warns(match="grad_worker_fraction") as caught:
+        optimizer = kaisa(MLP.model(), grad_worker_fraction="auto")
+    patch.undo()
+    return workers_of(optimizer), [str(w.message) for w in caught]
+
+
+def _raise(rank: int, device: Any) -> None:
+    raise RuntimeError(f"rank {rank} is out of order")
+
+
+def test_ranks_that_differ_and_a_rank_that_fails(world: World) -> None:
+    """Nobody waits for a measurement that the others do not take."""
+    assert all("auto" in said for said in world.run(one_rank_alone, 2))
+    for workers, said in world.run(cannot, 2):
+        assert workers == 2
+        assert any("rank 0 is out of order" in line and "as with 1.0" in line for line in said)
+
+
+def test_one_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fraction, "measure_network", None)
+    assert workers_of(KAISA(MLP.model(), lr=0.1, grad_worker_fraction="auto")) == 1
+    with pytest.raises(TypeError, match="'auto' measures"):
+        KAISA(MLP.model(), lr=0.1, grad_worker_fraction="most")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        ("gradient_workers", 3, "does not divide 4 ranks"),
+        ("gradient_workers", "2", "gradient_work"),
+    ],
+)
+def test_a_choice_that_makes_no_sense_is_refused(entry: str, value: Any, said: str) -> None:
+    model = MLP.model()
+    optimizer = KAISA(model, lr=0.1)
+    take(model, optimizer, BATCHES[0], MLP.loss)
+    state = copy.deepcopy(optimizer.state_dict())
+    for part in state["state"].values():
+        if "curvature" in part and "average_weight" in part["curvature"]:
+            part["curvature"] |= {"gradient_workers": 2, "gradient_workers_of": 4, entry: value}
+    with pytest.raises((ValueError, TypeError), match=said):
+        optimizer.load_state_dict(state)
