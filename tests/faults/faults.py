@@ -1,6 +1,6 @@
 """Faults put into small trainings, and what becomes of them: none may hang, part, lose or puzzle.
 
-    python benchmarks/faults/faults.py --jobs 4 --json benchmarks/results/faults.json
+    python tests/faults/faults.py --jobs 4 --json benchmarks/results/faults.json
 
 Every case is a system (an optimizer, a number of processes), a fault and a moment, in processes of
 their own, which end as processes do, within a deadline. It is
