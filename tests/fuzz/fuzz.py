@@ -25,7 +25,7 @@ from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 
 from fuzz_training import Example, Outcome, Told, draw_example, judge, train
 
-TIMEOUT = 60.0  # seconds of one example
+TIMEOUT = 120.0  # seconds of one example
 OUTCOMES = ("trains", "refused", "raises", "by base", "diverges", "finding")
 
 

@@ -173,6 +173,7 @@ def possible(example: Example) -> Example:
     if example.wrapped:
         fixed = tuple(replace(p, unused=(), frozen="") for p in example.spec.parts)
         plain = not any(part.kind == "Recomputed" for part in fixed)
+        plain = plain and "a graph for second derivatives" not in example.habits
         example = replace(example, spec=replace(example.spec, parts=fixed), wrapped=plain, split=-1)
     if example.helpers or example.wrapped:
         example = replace(example, how="load")
