@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fault_checkpoints  # noqa: F401 - adds to the faults
+import fault_features  # noqa: F401 - adds to the faults
 import fault_helpers  # noqa: F401 - adds to the faults
 import fault_ranks  # noqa: F401 - adds to the faults
 from fault_kinds import FAULTS, Fault
@@ -424,7 +425,7 @@ def cases(pattern: str, every: bool) -> list[Case]:
     """
     found = []
     for j, fault in enumerate(FAULTS):
-        suited = [system for system in SYSTEMS if fault.suits(system)]
+        suited = [s for s in SYSTEMS if fault.suits(s) and (fault.on_shards or not s.sharded)]
         for i, system in enumerate(suited):
             if every:
                 found += [Case(system, fault, moment) for moment in fault.moments]
