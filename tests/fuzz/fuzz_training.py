@@ -374,7 +374,8 @@ class Training:
             self.model.to(self.dtype)
         if self.does("unfrozen later"):
             self.model.requires_grad_(True)
-        if self.does("the base's state") and self.example.ranks == 1:
+        ours = type(self.optimizer) in SYSTEMS.values()
+        if self.does("the base's state") and self.example.ranks == 1 and ours:
             self.optimizer.load_state_dict(self.optimizer.export_base_state())
 
     def spoil(self, step: int) -> None:
@@ -551,10 +552,12 @@ def base_alone(example: Example) -> dict[str, Any]:
                 if step == STEPS // 2:
                     training.model.freeze()
                 training.optimizer.zero_grad()
+                training.change(step)
                 if step != example.idle:
                     for rank in range(example.workers):
                         for micro in range(example.micro):
                             (training.loss_at(step, micro, rank) / example.workers).backward()
+                training.spoil(step)
                 training.optimizer.step()
         except Exception as error:
             return described(error, training.stage)

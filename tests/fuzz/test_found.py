@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
 from fuzz_models import Part, Spec
 from fuzz_training import Example, judge, train
 
@@ -25,6 +26,4 @@ def test_a_model_that_is_cast_goes_on_in_rows(world: World, dtype: str) -> None:
     columns = replace(example, options={**PAIRS, "layout": "column"})
     rows, whole = world.run(train, 2, example), world.run(train, 2, columns)
     assert judge(example, rows).name == "trains"
-    torch.testing.assert_close(
-        rows[0]["parameters"], whole[0]["parameters"], rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(rows[0]["parameters"], whole[0]["parameters"], rtol=1e-5, atol=1e-6)
