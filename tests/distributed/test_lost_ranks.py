@@ -1,4 +1,4 @@
-"""What a process is told when another has ended, or does not answer; see benchmarks/faults."""
+"""What a process is told when another has ended, or does not answer; see tests/faults."""
 
 from __future__ import annotations
 

@@ -80,8 +80,10 @@ class ShardedBase:
             own.update({key: value for key, value in group.items() if key != "params"})
         for piece, stand_in in zip(self._pieces, self._stand_ins, strict=True):
             gradient = piece.param.grad
-            stand_in.grad = None if gradient is None else piece.of(gradient)
             current = piece.of(piece.param)
+            if stand_in.dtype != current.dtype:  # the user has cast the model
+                stand_in.data = current
+            stand_in.grad = None if gradient is None else piece.of(gradient)
             if stand_in.data_ptr() != current.data_ptr():  # not contiguous, or moved
                 stand_in.copy_(current)
         step = type(self._base).step

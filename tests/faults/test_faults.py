@@ -1,4 +1,4 @@
-"""The benchmark of faults: what its judge says of the ends that processes can come to."""
+"""Faults in small trainings: a sample of them, and what the judge says of the ends of processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
 def test_a_case_is_performed(tmp_path: Path) -> None:
     """By a process of its own, which forks."""
     written = tmp_path / "faults.json"
-    script = ROOT / "benchmarks" / "faults" / "faults.py"
+    script = ROOT / "tests" / "faults" / "faults.py"
     command = [sys.executable, str(script), "--json", str(written)]
     command += ["--every", "--only", "DPKFAC 1 / solves / solves return NaN on one rank / first"]
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}

@@ -1,6 +1,6 @@
 """Faults put into small trainings, and what becomes of them: none may hang, part, lose or puzzle.
 
-    python benchmarks/faults/faults.py --jobs 4 --json benchmarks/results/faults.json
+    python tests/faults/faults.py --jobs 4 --json benchmarks/results/faults.json
 
 Every case is a system (an optimizer, a number of processes), a fault and a moment, in processes of
 their own, which end as processes do, within a deadline. It is
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fault_checkpoints  # noqa: F401 - adds to the faults
+import fault_features  # noqa: F401 - adds to the faults
 import fault_helpers  # noqa: F401 - adds to the faults
 import fault_ranks  # noqa: F401 - adds to the faults
 from fault_kinds import FAULTS, Fault
@@ -424,7 +425,7 @@ def cases(pattern: str, every: bool) -> list[Case]:
     """
     found = []
     for j, fault in enumerate(FAULTS):
-        suited = [system for system in SYSTEMS if fault.suits(system)]
+        suited = [s for s in SYSTEMS if fault.suits(s) and (fault.on_shards or not s.sharded)]
         for i, system in enumerate(suited):
             if every:
                 found += [Case(system, fault, moment) for moment in fault.moments]

@@ -24,6 +24,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning
@@ -53,6 +55,7 @@ class System:
         steps: Of a training.
         moments: The steps at which faults come, by name.
         exact: Whether two runs end with equal parameters.
+        sharded: Whether fully_shard (FSDP2) has cut the model into rows.
     """
 
     name: str
@@ -63,6 +66,7 @@ class System:
     steps: int = 7
     moments: dict[str, int] = field(default_factory=dict)
     exact: bool = True
+    sharded: bool = False
 
     @property
     def workers(self) -> int:
@@ -88,7 +92,11 @@ REPEATED = {"max_staleness": 1, "deterministic": True, "inverse_threads": 1}
 FOSI: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "largest": 2, "smallest": 1}
 NEWTON = {**FOSI, "warmup_steps": 1, "curvature_interval": 3}
 NEWTON_MOMENTS = {"first": 1, "refresh": 4, "between": 5}
+FULL = {**NEWTON, "preset": "full-batch"}
+BY_BUDGET = {**FOSI, "warmup_steps": 1, "overhead": 10.0}
+BUDGET_MOMENTS = {"first": 1, "refresh": 1, "between": 12}  # later ones come by the clock
 EPOCHS = {**FOSI, "epoch_steps": 3, "final_update": "additive", "helper_timeout": PATIENCE}
+WITHIN = {**EPOCHS, "final_update": "within", "warmup_steps": 2}
 
 SYSTEMS = [
     System("KAISA 1", KAISA, 1, KFAC, moments=LATER),
@@ -107,6 +115,7 @@ SYSTEMS = [
         {**KFAC, "grad_worker_fraction": 0.5, "colocate_factors": False},
         moments=LATER,
     ),
+    System("KAISA 2, sharded", KAISA, 2, KFAC, moments=LATER, sharded=True),
     System("DPKFAC 1", DPKFAC, 1, KFAC, moments=LATER),
     System("DPKFAC 2", DPKFAC, 2, KFAC, moments=LATER),
     System("DistKFAC 1", DistKFAC, 1, KFAC, moments=LATER, exact=False),
@@ -124,8 +133,11 @@ SYSTEMS = [
     System("DHO2 1", DHO2, 1, NEWTON, moments=NEWTON_MOMENTS),
     System("DHO2 2, row", DHO2, 2, NEWTON, moments=NEWTON_MOMENTS),
     System("DHO2 2, column", DHO2, 2, {**NEWTON, "layout": "column"}, moments=NEWTON_MOMENTS),
+    System("DHO2 1, full-batch", DHO2, 1, FULL, moments=NEWTON_MOMENTS),
+    System("DHO2 2, auto", DHO2, 2, BY_BUDGET, steps=14, moments=BUDGET_MOMENTS, exact=False),
     System("MRDHO2 1+1", MRDHO2, 2, EPOCHS, helpers=1, steps=9, moments=LATER),
     System("MRDHO2 2+1", MRDHO2, 3, EPOCHS, helpers=1, steps=9, moments=LATER),
+    System("MRDHO2 2+1, within", MRDHO2, 3, WITHIN, helpers=1, steps=11, moments=LATER),
 ]
 
 
@@ -322,6 +334,9 @@ class Run:
         torch.manual_seed(0)
         self.model = Net(self.width)
         self.fire("model")
+        if self.system.sharded:
+            fully_shard(self.model.middle)
+            fully_shard(self.model)
         self.optimizer = self.make()
         if hasattr(self.optimizer, "curvature_closure"):
             self.optimizer.curvature_closure = self.curved
@@ -342,7 +357,7 @@ class Run:
 
 def findings(run: Run) -> dict[str, Any]:
     """What there is at the end: parameters, and how much curvature is in use."""
-    values = [p.detach().double().reshape(-1) for p in run.model.parameters()]
+    values = [_whole(p.detach()).double().reshape(-1) for p in run.model.parameters()]
     found: dict[str, Any] = {"parameters": torch.cat(values).tolist()}
     summary = run.optimizer.summary()
     use: dict[str, float] = {"bytes": float(summary.inverse_bytes)}
@@ -359,12 +374,17 @@ def findings(run: Run) -> dict[str, Any]:
     found["use"] = use
     state = run.optimizer.state
     found["finite"] = all(
-        bool(t.isfinite().all())
+        bool((t.to_local() if isinstance(t, DTensor) else t).isfinite().all())
         for parts in state.values()
         for t in parts.get("curvature", {}).values()
         if isinstance(t, Tensor) and t.is_floating_point()
     )
     return found
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A collective, where it is sharded."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def described(error: BaseException) -> dict[str, Any]:

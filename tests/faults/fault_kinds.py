@@ -67,6 +67,30 @@ class Fault:
     errors: tuple[str, ...] = ()
     sizes: Callable[[System], Sequence[int]] = lambda system: (system.size,)
 
+    @property
+    def on_shards(self) -> bool:
+        """Whether it befalls what is ours, and none of the collectives of a sharded model."""
+        return self.group == SOLVES or self.name in ON_SHARDS
+
+
+SOLVES = "solves"
+ON_SHARDS = (
+    "nothing",
+    "NaN in the inputs of one rank",
+    "inf in the inputs of one rank",
+    "statistics of one rank overflow, gradients do not",
+    "gradients of zero on one rank",
+    "a learning rate of 0 from then on",
+    "is stopped for a second",
+    "is slow by two seconds",
+    "an option out of bounds",
+    "another learning rate",
+    "another interval",
+    "another solver",
+    "the state is saved by all",
+    "of an older version",
+    "end without close()",
+)
 
 FAULTS: list[Fault] = []
 
@@ -318,7 +342,6 @@ def _(run: Run) -> None:
 
 # ------------------------------------------------------------------------------- solves
 
-SOLVES = "solves"
 ROUTINES = ("eigh", "cholesky_ex")
 
 

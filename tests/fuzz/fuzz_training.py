@@ -1,0 +1,647 @@
+"""A random training, and what becomes of it.
+
+`draw_example(random)` draws an `Example`, plain data; `train(rank, size, example)` is what each of
+its processes does; `judge(example, results)` says what has become of it:
+
+    trains    equal parameters on all workers at the end, finite if those of the base alone are
+    refused   one of our errors at construction, on every process, with nothing changed
+    raises    one of our errors later, on every process
+    by base   the error, or the end without finite numbers, is that of the base alone
+    diverges  steps grew until they were infinite: the options were too bold
+    finding   anything else: an error that is not ours, parted parameters, a hang, a death
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import pickle
+import re
+import traceback
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fuzz_models import Net, Spec, batch, draw_model, examples_losses, loss_of
+from fuzz_options import SYSTEMS, draw_options
+from second_order import SecondOrderError
+from second_order.lanczos import Outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+STEPS = 10
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+HABITS = (
+    "batches of many sizes",
+    "one example at a time",
+    "a graph for second derivatives",
+    "two losses",
+    "a look between forward and backward",
+    "evaluation mode",
+    "strided inputs",
+    "a learning rate of zero at times",
+    "the base's state",
+    "pickled",
+    "another dtype later",
+    "unfrozen later",
+    "gradients set to zero by hand",
+    "gradients of parameters dropped",
+    "named parameters",
+    "anomalies are looked for",
+    "inference beside",
+)
+BOLD = 1e3  # growth of parameters by which a training that ends infinite has diverged before
+
+
+@dataclass(frozen=True)
+class Example:
+    """A training.
+
+    Attributes:
+        system: name of the optimizer.
+        ranks: processes, helpers included.
+        helpers: how many of them help.
+        spec: of the model.
+        dtype: of the parameters.
+        options: of the optimizer.
+        examples: in a micro-batch.
+        micro: micro-batches to a step.
+        closure: whether `step` gets a closure.
+        wrapped: whether DistributedDataParallel averages gradients.
+        autocast: whether passes run in bfloat16.
+        scaled: whether a GradScaler scales the loss.
+        scheduled: whether the learning rate falls.
+        clipped: whether gradients are clipped.
+        looks: whether the model is evaluated between steps.
+        kept: whether `zero_grad` keeps the gradients' tensors.
+        split: parameters are given in two groups, the second of which comes at this step.
+        saved: the step at which a checkpoint is made; -1 for none.
+        how: what becomes of it: "load", "new" or "copy".
+        idle: a step without backward; -1 for none.
+        habits: what else the script does: some of `HABITS`.
+    """
+
+    system: str
+    ranks: int
+    helpers: int
+    spec: Spec
+    dtype: str
+    options: dict[str, Any]
+    examples: int = 4
+    micro: int = 1
+    closure: bool = False
+    wrapped: bool = False
+    autocast: bool = False
+    scaled: bool = False
+    scheduled: bool = False
+    clipped: bool = False
+    looks: bool = False
+    kept: bool = False
+    split: int = -1
+    saved: int = -1
+    how: str = "load"
+    idle: int = -1
+    habits: tuple[str, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        return self.ranks - self.helpers
+
+    @property
+    def curved(self) -> bool:
+        """Whether it has a curvature closure."""
+        return self.system in ("DHO2", "MRDHO2")
+
+
+def draw_example(random: Random, most_ranks: int = 3, others: bool = False) -> Example:
+    """A training.
+
+    Args:
+        random: where chance comes from.
+        most_ranks: processes at most.
+        others: whether layers of other packages may be in the model.
+    """
+    system = random.choice(sorted(SYSTEMS))
+    ranks = random.choice([n for n in (1, 1, 1, 2, 2, 3) if n <= most_ranks])
+    spec = draw_model(random, others)
+    options = draw_options(random, SYSTEMS[system])
+    helpers = 0
+    if ranks > 1 and system == "MRDHO2":
+        helpers = random.choice((0, 1, 1, 1))
+        options["accelerators"] = helpers
+    elif ranks > 1 and system == "DistKFAC":
+        helpers = random.choice((0, 0, 1))
+        options["stats_workers"] = helpers
+    rare = lambda share=0.15: random.random() < share  # noqa: E731
+    example = Example(
+        system=system,
+        ranks=ranks,
+        helpers=helpers,
+        spec=spec,
+        dtype=random.choice(["float32", "float32", "float64", "bfloat16"]),
+        options=options,
+        examples=random.choice([2, 4, 7]),
+        micro=random.choice([1, 1, 1, 2, 3]),
+        closure=rare(0.2),
+        wrapped=rare() and ranks > 1 and not helpers,
+        autocast=rare(0.1),
+        scaled=rare(0.08),
+        scheduled=rare(),
+        clipped=rare(),
+        looks=rare(),
+        kept=rare(),
+        split=random.choice([0, 3]) if rare(0.1) else -1,
+        saved=random.randrange(1, STEPS) if rare(0.35) else -1,
+        how=random.choice(["load", "new", "copy"]),
+        idle=random.randrange(STEPS) if rare(0.08) else -1,
+        habits=tuple(random.sample(HABITS, random.choice([0, 0, 1, 1, 2]))),
+    )
+    return possible(example)
+
+
+def possible(example: Example) -> Example:
+    """Without what torch itself does not do together."""
+    if example.wrapped:
+        fixed = tuple(replace(p, unused=(), frozen="") for p in example.spec.parts)
+        plain = not any(part.kind == "Recomputed" for part in fixed)
+        plain = plain and "a graph for second derivatives" not in example.habits
+        example = replace(example, spec=replace(example.spec, parts=fixed), wrapped=plain, split=-1)
+    if example.helpers or example.wrapped:
+        example = replace(example, how="load")
+    if example.helpers:  # they have all parameters from the beginning
+        example = replace(example, split=-1 if example.split > 0 else example.split)
+    if example.helpers or example.ranks > 1:  # copies of a process group there are none of
+        example = replace(example, how="new" if example.how == "copy" else example.how)
+        example = replace(example, how="load" if example.helpers else example.how)
+    if example.scaled or any(part.kind == "weight_norm" for part in example.spec.parts):
+        example = replace(example, habits=tuple(h for h in example.habits if h != "pickled"))
+        example = replace(example, how="new" if example.how == "copy" else example.how)
+    if example.scaled:
+        example = replace(example, closure=False)
+        if example.dtype == "bfloat16":
+            example = replace(example, scaled=False)
+    return example
+
+
+# -------------------------------------------------------------------------------- one process
+
+
+class Told(Exception):  # noqa: N818 - carries a report
+    """An error, described, on its way out of a process of the pool: the others are woken by it."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(report)
+        self.report = report
+
+
+class Changed(Exception):  # noqa: N818 - a finding
+    """Something is other than it has to be."""
+
+
+class Training:
+    """One process of an example."""
+
+    def __init__(self, example: Example, rank: int, size: int) -> None:
+        self.example, self.rank, self.size = example, rank, size
+        self.stage = "model"
+        self.largest = [0.0]  # entry of the parameters, after each step
+        self.dtype = DTYPES[example.dtype]
+        torch.manual_seed(0)
+        self.model = Net(example.spec).to(self.dtype)
+        self.outer: nn.Module = self.model
+        self.loss = loss_of(example.spec)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if example.scaled else None
+        self.optimizer: Any = None
+        self.helps = False
+
+    # ------------------------------------------------------------------------------- pieces
+
+    def batch(self, step: int, micro: int = 0, rank: int | None = None) -> tuple[Tensor, Tensor]:
+        rank = self.rank if rank is None else rank
+        seed = 1 + (step * 10 + micro) * 10 + rank
+        size = self.example.examples
+        if self.does("batches of many sizes"):
+            size = 2 + (size + step) % 5
+        elif self.does("one example at a time"):
+            size = 1
+        x, y = batch(self.example.spec, seed, size, self.dtype)
+        if self.does("strided inputs"):
+            x = x.repeat_interleave(2, -1)[..., ::2]
+        return x, y
+
+    def does(self, habit: str) -> bool:
+        """Whether the script does something."""
+        return habit in self.example.habits
+
+    def loss_at(self, step: int, micro: int, rank: int | None = None) -> Tensor:
+        x, y = self.batch(step, micro, rank)
+        with self.casting():
+            loss = self.loss(self.outer(x), y) / self.example.micro
+            if self.does("two losses"):
+                loss = 0.5 * loss + 0.5 * self.loss(self.outer(x), y) / self.example.micro
+        if self.does("a look between forward and backward"):
+            with torch.no_grad():
+                self.model(x)
+        if self.does("inference beside"):
+            with torch.inference_mode():
+                self.model(x)
+        return loss
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        if self.example.autocast:
+            return torch.autocast("cpu", torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def curvature(self, given: tuple[Tensor, Tensor] | None = None) -> Any:
+        """What the curvature closure returns, which depends on whose curvature is asked for."""
+        x, y = self.batch(99) if given is None else given
+        outputs, kind = self.model(x), self.example.options.get("curvature")
+        if kind == "gauss-newton":
+            return Outputs(outputs, lambda z: self.loss(z, y))
+        if kind == "empirical-fisher":
+            return Outputs(outputs, lambda z: examples_losses(self.example.spec, z, y))
+        return self.loss(outputs, y)
+
+    def helpers_loss(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return self.loss(self.model(given[0]), given[1])
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameters in two groups."""
+        params = list(self.model.parameters())
+        cut = len(params) // 2 + 1
+        return [{"params": params[:cut]}, {"params": params[cut:]}]
+
+    def make(self) -> Any:
+        example, options = self.example, dict(self.example.options)
+        if self.scaler is not None:
+            options["grad_scaler"] = self.scaler
+        if example.curved:
+            options["curvature_closure"] = self.curvature
+        params: Any = self.outer
+        if example.split >= 0:
+            groups = self.groups()
+            params = groups[:1] if example.split and groups[1]["params"] else groups
+            params = [group for group in params if group["params"]]
+            options["model"] = self.outer
+        elif self.does("named parameters"):
+            params, options["model"] = self.outer.named_parameters(), self.outer
+        return SYSTEMS[example.system](params, **options)
+
+    # -------------------------------------------------------------------------------- whole
+
+    def construct(self) -> None:
+        """Make the optimizer; an error leaves everything as it was."""
+        if self.example.wrapped:
+            self.outer = DistributedDataParallel(self.model, find_unused_parameters=True)
+        self.stage = "construction"
+        before = [t.detach().clone() for t in self.model.state_dict().values()]
+        hooks = _hooks(self.model)
+        try:
+            self.optimizer = self.make()
+        except Exception as error:
+            after = list(self.model.state_dict().values())
+            # Another rank's parameters are the first thing to come, once all have agreed.
+            if self.rank == 0 or self.example.ranks == 1:
+                same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                if not same:
+                    raise Changed(f"refused, and parameters have changed: {error}") from error
+            if _hooks(self.model) != hooks:
+                raise Changed(f"refused, and hooks are left: {error}") from error
+            raise
+
+    def step(self, step: int) -> None:
+        example = self.example
+        self.model.step = step
+        if step == STEPS // 2:
+            self.model.freeze()
+        if step == example.split and step > 0:
+            self.optimizer.add_param_group(self.groups()[1])
+        if example.looks:
+            self.look(step)
+        self.change(step)
+
+        def passes() -> Tensor:
+            self.optimizer.zero_grad(set_to_none=not example.kept)
+            total = torch.zeros(())
+            for micro in range(example.micro):
+                loss = self.loss_at(step, micro)
+                total = total + loss.detach().float()
+                if step != example.idle:
+                    scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                    scaled.backward(create_graph=self.does("a graph for second derivatives"))
+            self.average()
+            self.spoil(step)
+            if example.clipped and self.scaler is None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            return total
+
+        if self.scaler is not None:
+            passes()
+            if any(p.grad is not None for p in self.model.parameters()):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        elif example.closure:
+            self.optimizer.step(passes)
+        else:
+            passes()
+            self.optimizer.step()
+
+    def take(self, copies: tuple[Net, Any]) -> None:
+        """Go on with copies of the model and the optimizer, which has no closure then."""
+        self.model, self.optimizer = copies
+        self.outer = self.model
+        if self.example.curved:
+            self.optimizer.curvature_closure = self.curvature
+
+    def change(self, step: int) -> None:
+        """What the script does before a step."""
+        if self.does("a learning rate of zero at times"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0 if step % 3 == 1 else 0.01
+        if step != STEPS // 2:
+            return
+        if self.does("another dtype later") and not self.example.wrapped:
+            self.dtype = torch.float32 if self.dtype == torch.float64 else torch.float64
+            self.model.to(self.dtype)
+        if self.does("unfrozen later"):
+            self.model.requires_grad_(True)
+        ours = type(self.optimizer) in SYSTEMS.values()
+        if self.does("the base's state") and self.example.ranks == 1 and ours:
+            self.optimizer.load_state_dict(self.optimizer.export_base_state())
+
+    def spoil(self, step: int) -> None:
+        """What the script does with gradients."""
+        for i, p in enumerate(self.model.parameters()):
+            if p.grad is None:
+                continue
+            if self.does("gradients set to zero by hand") and step % 3 == 2:
+                p.grad.zero_()
+            if self.does("gradients of parameters dropped") and (step + i) % 4 == 1:
+                p.grad = None
+
+    def average(self) -> None:
+        """By hand, where the optimizer is told not to."""
+        if self.example.options.get("gradient_averaging") is not False or self.example.workers < 2:
+            return
+        if self.example.wrapped:
+            return
+        group = self.optimizer.worker_group if self.example.helpers else None
+        for p in self.model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad, group=group)
+                p.grad /= self.example.workers
+
+    def look(self, step: int) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.model(self.batch(step, 7)[0])
+        self.model.train()
+        str(self.optimizer.summary())
+        self.optimizer.statistics()
+
+    def checkpoint(self, step: int) -> None:
+        if hasattr(self.optimizer, "consolidate"):
+            self.optimizer.consolidate(to=None)
+        file, states = io.BytesIO(), {"model": self.model, "optimizer": self.optimizer}
+        torch.save({name: each.state_dict() for name, each in states.items()}, file)
+        file.seek(0)
+        saved = torch.load(file)
+        if self.example.how == "copy":
+            self.take(copy.deepcopy((self.model, self.optimizer)))
+            return
+        if self.example.how == "new":
+            self.optimizer.close()
+            trained = [p.requires_grad for p in self.model.parameters()]
+            self.model = Net(self.example.spec).to(self.dtype)
+            self.outer = self.model
+            if 0 < self.example.split <= step:  # it is there from the beginning now
+                self.example = replace(self.example, split=0)
+            if self.scaler is not None:
+                self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            self.optimizer = self.make()
+            for p, trains in zip(self.model.parameters(), trained, strict=True):
+                p.requires_grad_(trains)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    def work(self) -> None:
+        example = self.example
+        scheduler = None
+        for step in range(STEPS):
+            self.stage = f"step {step}"
+            if step == example.saved:
+                self.stage = f"checkpoint at step {step}"
+                self.checkpoint(step)
+                scheduler = None
+                self.stage = f"step {step}"
+            if example.scheduled and scheduler is None:
+                scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+            torch.manual_seed(step)  # dropout
+            with torch.autograd.set_detect_anomaly(self.does("anomalies are looked for")):
+                self.step(step)
+            if scheduler is not None:
+                scheduler.step()
+            self.measure()
+        self.stage = "end"
+        str(self.optimizer.summary())
+        self.optimizer.statistics()
+
+    def measure(self) -> None:
+        worst = max(float(p.detach().abs().max()) for p in self.model.parameters() if p.numel())
+        self.largest.append(worst)
+
+    def go(self) -> None:
+        self.construct()
+        if self.does("evaluation mode"):
+            self.outer.eval()
+        if self.does("pickled") and self.example.ranks == 1:
+            self.take(pickle.loads(pickle.dumps((self.model, self.optimizer))))
+        optimizer = self.optimizer
+        self.helps = getattr(optimizer, "role", "worker") != "worker"
+        if self.helps:
+            self.stage = "serving"
+            batches = [self.batch(i) for i in range(4)]
+            loss = self.curvature if self.example.curved else self.helpers_loss
+            with optimizer:
+                optimizer.serve(batches, loss)
+            return
+        if self.example.helpers:
+            with optimizer:
+                self.work()
+        else:
+            self.work()
+            self.optimizer.close()
+
+    def report(self) -> dict[str, Any]:
+        values = [p.detach().double().reshape(-1) for p in self.model.parameters()]
+        return {
+            "status": "done",
+            "parameters": torch.cat(values),
+            "largest": self.largest,
+            "helps": self.helps,
+        }
+
+
+def _hooks(model: nn.Module) -> int:
+    found = 0
+    for module in model.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            found += len(getattr(module, name))
+    return found
+
+
+def described(error: BaseException, stage: str) -> dict[str, Any]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "status": "raised",
+        "stage": stage,
+        "type": type(error).__name__,
+        "ours": isinstance(error, SecondOrderError),
+        "ordinary": isinstance(error, (ValueError, TypeError)),
+        "message": str(error),
+        "from": frames[-1].filename if frames else "",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def train(rank: int, size: int, example: Example) -> dict[str, Any]:
+    """What a process does; raises `Told` if it ends by an error."""
+    dist.barrier()  # who refuses at once leaves before another has found all
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training = Training(example, rank, size)
+        try:
+            training.go()
+        except Exception as error:
+            told = Told(described(error, training.stage))
+        else:
+            return training.report()
+    raise told
+
+
+# ------------------------------------------------------------------------------ the base alone
+
+
+def base_alone(example: Example) -> dict[str, Any]:
+    """The same training under the base, in this process, with gradients averaged over ranks."""
+    spec = replace(example.spec)
+    alone = replace(example, spec=spec)
+    training = Training(alone, 0, 1)
+    own = set(SYSTEMS[example.system].__init__.__kwdefaults__ or ())
+    keywords = {k: v for k, v in example.options.items() if k not in own or k == "lr"}
+    base = example.options.get("base", torch.optim.SGD)
+    params: Any = training.model.parameters()
+    if base is getattr(torch.optim, "Muon", None):
+        params = [p for p in training.model.parameters() if p.dim() == 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            training.optimizer = base(params, **keywords)
+            for step in range(STEPS):
+                training.stage = f"step {step}"
+                training.model.step = step
+                if step == STEPS // 2:
+                    training.model.freeze()
+                training.optimizer.zero_grad()
+                training.change(step)
+                if step != example.idle:
+                    for rank in range(example.workers):
+                        for micro in range(example.micro):
+                            (training.loss_at(step, micro, rank) / example.workers).backward()
+                training.spoil(step)
+                training.optimizer.step()
+        except Exception as error:
+            return described(error, training.stage)
+    return training.report()
+
+
+# ---------------------------------------------------------------------------------- judgement
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of an example.
+
+    Attributes:
+        name: "trains", "refused", "raises", "by base", "diverges" or "finding".
+        detail: which error, or what is wrong.
+        whole: all of it, with the traceback.
+    """
+
+    name: str
+    detail: str = ""
+    whole: str = ""
+
+
+def judge(example: Example, results: Sequence[Any]) -> Outcome:
+    """What has become of an example, by what each process returned or raised."""
+    reports = [r.report if isinstance(r, Told) else r for r in results]
+    for r in reports:
+        if not isinstance(r, dict):
+            return Outcome("finding", f"{type(r).__name__}: {r}"[:300], str(r))
+    raised = [r for r in reports if r["status"] == "raised"]
+    if raised:
+        return _judge_errors(example, reports, raised)
+    workers = [r for r in reports if not r["helps"]]
+    first = workers[0]["parameters"]
+    for j, r in enumerate(workers):
+        if not torch.equal(first.nan_to_num(nan=7.0), r["parameters"].nan_to_num(nan=7.0)):
+            return Outcome("finding", f"parted: rank {j} differs from rank 0")
+    if bool(first.isfinite().all()):
+        return Outcome("trains")
+    alone = base_alone(example)
+    if alone["status"] == "raised" or not bool(alone["parameters"].isfinite().all()):
+        return Outcome("by base", "not finite")
+    finite = [x for x in workers[0]["largest"] if math.isfinite(x)]
+    if finite and finite[-1] > BOLD:
+        return Outcome("diverges", f"parameters of {finite[-1]:.1e} before")
+    return Outcome("finding", f"not finite, with parameters of {finite[-1:]} before")
+
+
+def _judge_errors(
+    example: Example, reports: Sequence[dict[str, Any]], raised: Sequence[dict[str, Any]]
+) -> Outcome:
+    # Those that were woken by another's end tell of that.
+    causes = [r for r in raised if not _is_echo(r)] or list(raised)
+    if all("torch/optim" in r["from"] for r in causes):
+        return Outcome("by base", f"{causes[0]['type']}: {causes[0]['message']}"[:300])
+    for r in causes:
+        if not _is_ours(r):
+            alone = base_alone(example)
+            known = alone["status"] == "raised" and alone["type"] == r["type"]
+            if known and _words(alone["message"]) == _words(r["message"]):
+                return Outcome("by base", f"{r['type']}: {r['message']}"[:300])
+            what = f"{r['type']} at {r['stage']}: {r['message']}"
+            return Outcome("finding", what[:300], r["traceback"])
+    # A helper ends by itself, and tells of what has become of the workers by a warning.
+    quiet = [j for j, r in enumerate(reports[: example.workers]) if r["status"] == "done"]
+    if quiet:
+        what = f"ranks {quiet} ended well, others by {causes[0]['type']}: {causes[0]['message']}"
+        return Outcome("finding", what[:300], causes[0]["traceback"])
+    first = causes[0]
+    name = "refused" if all(r["stage"] == "construction" for r in causes) else "raises"
+    return Outcome(name, f"{first['type']} at {first['stage']}: {first['message']}"[:300])
+
+
+def _is_echo(report: dict[str, Any]) -> bool:
+    return "did not come to" in report["message"] or "has ended" in report["message"]
+
+
+def _is_ours(report: dict[str, Any]) -> bool:
+    """Of this package, or of a base's own check, with a message."""
+    known = re.search(r"second_order/|torch/optim", report["from"]) is not None
+    ours = report["ours"] or (report["ordinary"] and known)
+    return ours and len(report["message"]) >= 20
+
+
+def _words(message: str) -> str:
+    return re.sub(r"[\d.]+", "#", message)[:80]

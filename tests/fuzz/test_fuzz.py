@@ -1,0 +1,121 @@
+"""Random trainings: the same few in each run; `make fuzz` plays as many as are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from fuzz import play
+from fuzz_models import Net, Part, Spec, batch, draw_model, loss_of
+from fuzz_options import RANGES, SYSTEMS, choices, draw_value, hints, signature
+from fuzz_training import Example, Told, base_alone, draw_example, judge, train
+
+if TYPE_CHECKING:
+    from pool import World
+
+LINEAR = Part("Linear", {"in_features": 3, "out_features": 2, "bias": True})
+SMALL = Spec("rows", (3,), (LINEAR, Part("Tanh")), 2, "linear", "", "classes")
+KAISA = Example("KAISA", 2, 0, SMALL, "float64", {"lr": 0.05})
+ERROR = {
+    "status": "raised",
+    "stage": "construction",
+    "type": "ValueError",
+    "ours": False,
+    "ordinary": True,
+    "message": "lr=-1 is below what there is",
+    "from": "/src/second_order/options.py",
+    "traceback": "",
+}
+
+
+@hypothesis.settings(
+    max_examples=12 if hypothesis.settings.default.max_examples < 300 else 300,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[hypothesis.Phase.generate],
+)
+@hypothesis.given(seed=st.integers(0, 2**40))
+def test_random_trainings(world: World, seed: int) -> None:
+    """Shrinking a seed makes no example simpler: what is found is looked at by `make fuzz`."""
+    example = draw_example(Random(seed), most_ranks=2)
+    outcome = play(world, example)
+    assert outcome.name != "finding", f"{outcome.detail}\n{outcome.whole}\nseed {seed}: {example}"
+
+
+def test_random_models_can_be_trained() -> None:
+    kinds = set()
+    for seed in range(60):
+        spec = draw_model(Random(seed))
+        model = Net(spec).double()
+        x, y = batch(spec, seed, 3, torch.float64)
+        loss_of(spec)(model(x), y).backward()
+        assert any(p.grad is not None for p in model.parameters())
+        kinds |= {part.kind for part in spec.parts}
+    assert len(kinds) > 20
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_option_has_values(name: str) -> None:
+    """A new option whose type tells nothing is to get some in RANGES."""
+    system = SYSTEMS[name]
+    for option, parameter in signature(system).items():
+        drawn = [
+            draw_value(Random(i), system, option, hints(system)[option], parameter.default)
+            for i in range(20)
+        ]
+        assert any(value != parameter.default for value in drawn), option
+
+
+def test_strings_are_read_off_the_message_that_refuses_others() -> None:
+    assert "factor_exchange" not in RANGES
+    assert choices(SYSTEMS["KAISA"], "factor_exchange") == ("all_reduce", "reduce")
+
+
+def done(*parameters: float, **more: Any) -> dict[str, Any]:
+    values = torch.tensor(parameters)
+    return {"status": "done", "parameters": values, "largest": [1.0], "helps": False, **more}
+
+
+def raised(**more: Any) -> Told:
+    return Told({**ERROR, **more})
+
+
+def test_the_judge() -> None:
+    def name(*results: Any, example: Example = KAISA) -> str:
+        return judge(example, results).name
+
+    assert name(done(1.0), done(1.0)) == "trains"
+    assert name(done(1.0), done(2.0)) == "finding", "parted"
+    assert name(raised(), raised()) == "refused"
+    assert name(raised(stage="step 3"), raised(stage="step 3")) == "raises"
+    assert name(raised(), done(1.0)) == "finding", "one rank alone"
+    assert name(raised(message="?"), raised(message="?")) == "finding", "no message"
+    assert name(*[raised(type="KeyError", ordinary=False)] * 2) == "finding"
+    assert name(*[raised(**{"from": "/torch/nn/functional.py"})] * 2) == "finding"
+    assert name(*[done(float("nan"))] * 2) == "finding", "the base alone stays finite"
+    assert name(*[done(float("nan"), largest=[1.0, 1e9, float("inf")])] * 2) == "diverges"
+    wild = replace(KAISA, options={"lr": 1e200, "weight_decay": 1.0})
+    assert name(*[done(float("nan"))] * 2, example=wild) == "by base"
+    assert name(RuntimeError("lost"), done(1.0)) == "finding"
+
+
+def test_the_base_alone_is_another_training(world: World) -> None:
+    """And that of the optimizer is the same on all ranks."""
+    example = replace(KAISA, options={"lr": 0.05, "refresh_warmup_steps": 2})
+    results = world.run(train, 2, example)
+    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+    alone = base_alone(example)["parameters"]
+    assert not torch.allclose(alone, results[0]["parameters"], rtol=1e-3)
+    assert alone.isfinite().all()
+
+
+def test_a_fault_of_ours_is_a_finding(world: World) -> None:
+    """An error that no check has foreseen, as against one that an option's check raises."""
+    spoilt = replace(KAISA, options={"lr": 0.05, "factor_dtype": "float32"})
+    assert play(world, spoilt).name == "refused"
+    assert play(world, replace(KAISA, dtype="float8")).name == "finding"
