@@ -49,7 +49,7 @@ from second_order.fosi.subspace import (
     share_inside,
 )
 from second_order.fosi.summary import eigenpair_notes, parameter_rows
-from second_order.fosi.trust import largest_scale, newton_terms, stability_limit
+from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
 from second_order.options import AUTO, scheduled, value_at
@@ -236,14 +236,18 @@ class FOSICurvature(Curvature):
             sound = basis.add(gradients, [-c], along=terms)
             alpha, trust = largest_scale(scales), self.pairs.trust
             back = trust.way_back(alpha)
-            finite = self._finite(gradients, sound) if health is None else health.isfinite()
+            finite = health.isfinite() if health is not None else self._finite(gradients, sound)
             verdict = trust.judge(terms, alpha, stability_limit(*rule), sound, finite)
             step, momentum, sound = subspace.bounded(step, momentum, sound, verdict, back)
             self._silence(gradients, verdict.undo)
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
         subspace.accumulate(momentum, rule[0], sound)
-        self._newton = torch.where(sound, step, torch.nan), scales
+        if isinstance(sound, Tensor):
+            step = torch.where(sound, step, torch.nan)
+        elif not sound:
+            step = torch.full_like(step, torch.nan)
+        self._newton = step, scales
         values = self.vector.values()
         if not self._before:
             self._before = [torch.empty_like(value) for value in values]
@@ -256,12 +260,12 @@ class FOSICurvature(Curvature):
             return None
         return sum((0.0 * each.sum() for each in gradients), like.new_zeros(()))
 
-    def _finite(self, gradients: Sequence[Tensor], sound: Tensor) -> bool:
+    def _finite(self, gradients: Sequence[Tensor], sound: Flag) -> bool:
         """Whether all processes' gradients are finite; a collective where V̂ᵀg is not ``sound``."""
-        if bool(sound):
+        if sound:
             return True
         here = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        return self.training.world.all_agree(here, sound.device)
+        return self.training.world.all_agree(here, self.vector.device)
 
     def _silence(self, gradients: Sequence[Tensor], undo: bool | Tensor) -> None:
         """Set the gradients to zero where the last step is undone: they are of where it led to."""
@@ -281,9 +285,10 @@ class FOSICurvature(Curvature):
         sound = subspace.correct(values, moved, step, scales, [c.group for c in chunks])
         for chunk, value in zip(chunks, values, strict=True):
             chunk.put_values(value)
-        unsound = ~sound if subspace.unsound is None else subspace.unsound | ~sound
-        subspace.unsound = unsound
-        if unsound.device.type == "cpu":  # a device is asked at the next refresh
+        if isinstance(sound, Tensor):  # a device is asked at the next refresh
+            subspace.unsound = subspace.unsound | ~sound
+        elif not sound:
+            subspace.unsound = True
             self.pairs.drop_unsound()
 
     def newton_scales(self) -> list[float | Tensor]:

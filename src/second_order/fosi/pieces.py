@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,8 +199,24 @@ class Chunk:
         alone = len(params) < 2 or sizes != self.sizes or any(map(is_dtensor, params))
         return [] if alone else params
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy."""
+    def packed(self, dtype: torch.dtype) -> _Packed | None:
+        """Room for :attr:`whole` tensors in a row, the same at each call; None without those."""
+        if not self.whole:
+            return None
+        room: _Packed | None = self.__dict__.get("_room")
+        if room is None or room.flat.dtype != dtype or room.flat.device != self.whole[0].device:
+            room = self.__dict__["_room"] = _Packed(self.whole, dtype)
+        return room
+
+    def values(self, dtype: torch.dtype, room: _Packed | None = None) -> Tensor:
+        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy.
+
+        Args:
+            dtype: The dtype of the result.
+            room: Where to put copies, from :meth:`packed`; None for a new tensor.
+        """
+        if room is not None:
+            return room.take(self.whole)
         if self.whole:
             return _flat([p.detach() for p in self.whole], dtype)
         parts = [piece.of(piece.param) for piece in self.pieces]
@@ -211,7 +228,7 @@ class Chunk:
         """Write the parameters that have a gradient: the others stay, as with any optimizer."""
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         if self.whole and len(here) == len(self.pieces):
-            _put_whole(self.whole, flat)
+            self._put_whole(self.whole, flat)
             return
         _put(here, [piece.param for piece in here], self._parts(flat, here))
 
@@ -219,11 +236,11 @@ class Chunk:
         """Write all the parameters."""
         _put(self.pieces, [piece.param for piece in self.pieces], self._parts(flat, self.pieces))
 
-    def gradients(self, dtype: torch.dtype) -> Tensor:
+    def gradients(self, dtype: torch.dtype, room: _Packed | None = None) -> Tensor:
         """The gradients, flat, a view or a copy as :meth:`values`; zeros without a gradient."""
         gradients = self._whole_gradients()
         if gradients:
-            return _flat(gradients, dtype)
+            return _flat(gradients, dtype) if room is None else room.take(gradients)
         parts = [
             torch.zeros(piece.size, dtype=dtype, device=piece.param.device)
             if piece.param.grad is None
@@ -237,7 +254,7 @@ class Chunk:
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         gradients = [g for piece in here if (g := piece.param.grad) is not None]
         if self.whole and len(here) == len(self.pieces):
-            _put_whole(gradients, flat)
+            self._put_whole(gradients, flat)
             return
         _put(here, gradients, self._parts(flat, here))
 
@@ -254,10 +271,45 @@ class Chunk:
     def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
+    def _put_whole(self, tensors: list[Tensor], flat: Tensor) -> None:
+        room: _Packed | None = self.__dict__.get("_room")
+        if room is not None and flat is room.flat:
+            room.put(tensors)
+        else:
+            _put_whole(tensors, flat)
+
     def _whole_gradients(self) -> list[Tensor]:
         """The gradients of :attr:`whole` parameters, if all have one."""
         found = [p.grad.detach() for p in self.whole if p.grad is not None]
         return found if len(found) == len(self.whole) else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_room"}
+
+
+class _Packed:
+    """Room for whole tensors one after the other, which are copied in, or out, by one call.
+
+    Attributes:
+        flat: The room.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        sizes = [t.numel() for t in tensors]
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+        parts = self.flat.split(sizes)
+        self._views = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def take(self, tensors: list[Tensor]) -> Tensor:
+        """Copy tensors in; returns the room."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._views, tensors)
+        return self.flat
+
+    def put(self, tensors: list[Tensor]) -> None:
+        """Copy to tensors what is in the room."""
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, self._views)
 
 
 # Many small parameters are most of a small network, and a call for each most of a step: these are

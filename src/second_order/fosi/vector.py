@@ -10,6 +10,7 @@ Checkpoints hold whole tensors in either case, and load on any number of process
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ from second_order.lanczos.spectrum import Measured, MeasuredShards
 from second_order.sharded import is_dtensor, reshard
 
 __all__ = ["ParameterVector"]
+
+WITHOUT: AbstractContextManager[Any] = nullcontext()
 
 
 class ParameterVector:
@@ -120,9 +123,10 @@ class ParameterVector:
         """The device of the parameters."""
         return self._training.device
 
-    def plain(self) -> torch.autocast:
+    def plain(self) -> AbstractContextManager[Any]:
         """A context without autocast."""
-        return torch.autocast(self.device.type, enabled=False)
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else WITHOUT
 
     @property
     def sign(self) -> float:
@@ -159,12 +163,14 @@ class ParameterVector:
         return self.layout.part(whole, self._training.world.rank * self.spread)
 
     def values(self) -> list[Tensor]:
-        """The parameters that are here, a tensor each chunk."""
-        return [chunk.values(self.dtype) for chunk in self.chunks]
+        """The parameters that are here, a tensor each chunk; until the next call, or the other."""
+        dtype = self.dtype
+        return [chunk.values(dtype, chunk.packed(dtype)) for chunk in self.chunks]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are here, a tensor each chunk."""
-        return [chunk.gradients(self.dtype) for chunk in self.chunks]
+        """The gradients that are here, a tensor each chunk; as long as :meth:`values`."""
+        dtype = self.dtype
+        return [chunk.gradients(dtype, chunk.packed(dtype)) for chunk in self.chunks]
 
     def flat(self) -> Tensor:
         """The parameters that are here as one tensor, which loses nothing of them."""
