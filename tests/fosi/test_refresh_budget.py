@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, CurvatureError, RankMismatchError, SecondOrderWarning
-from second_order.fosi.checkpoint import BUDGET
+from second_order.fosi.checkpoint import BUDGET, PRICES
 from second_order.lanczos.vector_space import RowSpace
 from second_order.stopwatch import Account, DeviceClock, HostClock, Stopwatch, clock_of
 
@@ -139,6 +139,26 @@ def test_no_more_is_spent_than_the_overhead_earns(warmup: int | None) -> None:
     assert len(run.found) >= 2
 
 
+def test_the_price_is_the_median_of_the_first_three_refreshes() -> None:
+    """5.25 steps of the base and twice 2.75; the fourth, which costs more, is not measured."""
+    run = Run()
+    run.product = 32.0
+    run.go(55)
+    assert (run.found, run.budget.spent) == ([54], 1.25 + 5.25)
+    assert run.budget.cost == 5.25
+    run.product = 16.0
+    run.go(96 - 54)
+    assert (run.found, run.budget.spent) == ([54, 96], 6.5 + 2.75), "what it took, not what was told"
+    assert run.budget.cost == pytest.approx((5.25 + 2.75) / 2)
+    run.go(128 - 96)
+    assert (run.found, run.budget.spent) == ([54, 96, 128], 9.25 + 2.75)
+    assert (run.budget.price, run.budget.cost) == (0.25, 2.75)
+    run.product = 1000.0
+    run.go(172 - 128)
+    assert run.found[3:] == [150, 172]
+    assert run.budget.spent == 12 + 2 * 2.75
+
+
 def test_a_refresh_of_fewer_products_is_soon_followed_by_the_next() -> None:
     run = Run(lanczos_iterations=20, lanczos_tol=1.0).go(10)
     gaps = []
@@ -203,8 +223,14 @@ def test_nobody_looks_at_a_clock_without_auto_or_afterwards() -> None:
     assert not set(BUDGET) & curved.keys()
     run = Run().go(29)
     looks = run.time.looks
+    run.go(11)
+    assert run.time.looks == looks > 0, "the next refresh is far"
+    run.go(33)
+    assert run.found == [28, 50, 72]
+    looks = run.time.looks
     run.go(30)
-    assert run.time.looks == looks > 0
+    assert run.found[3:] == [94]
+    assert run.time.looks == looks
     assert Run(largest=0, smallest=0).go(12).time.looks == 0
 
 
@@ -367,11 +393,17 @@ def test_a_resumed_run_repeats_refreshes_on_any_machine(
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
-    whole = Run().go(30)
+    """Once all has been measured that ever is; before that, times of both machines count."""
+    whole = Run().go(75)
     saved = whole.saved()
     whole.go(45)
     found, _, weights = load_and_train(0, 1, saved, 45)
-    assert found == [50, 72]
+    assert found == [94, 116]
+    both = Run().load(Run().go(30).saved())
+    both.product = 48.0
+    both.go(25)
+    assert both.found == [50]
+    assert both.budget.prices == [0.25, pytest.approx((16 + 480) / 64 / 11)]
     assert torch.equal(weights, vector(whole.model))
     probed = Run().go(15).saved()
     assert Run().load(probed).go(15).asked == [28], "what the probe found is known"
@@ -381,13 +413,23 @@ def test_an_older_checkpoint_loads_and_costs_are_measured_anew() -> None:
     for steps, probe, refreshes in ((5, 15, [28]), (30, 40, [50])):
         saved = train_and_save(0, 1, steps)
         for entry in saved["optimizer"]["state"].values():
-            for name in BUDGET:
+            for name in (*BUDGET, *PRICES):
                 del entry["curvature"][name]
         run = Run().load(saved)
         assert run.budget.measuring
         run.go(refreshes[0] + 1 - steps)
         assert run.asked == [probe, *refreshes]
         assert run.found == refreshes
+
+
+def test_of_a_version_that_measured_one_refresh_its_price_is_kept() -> None:
+    saved = train_and_save(0, 1, 30)
+    for entry in saved["optimizer"]["state"].values():
+        assert [entry["curvature"].pop(name) for name in PRICES] == [0.25, 0.0, 0.0]
+    run = Run().load(saved)
+    run.product = 160.0
+    assert run.go(45).found == [50, 72]
+    assert (run.time.looks, run.budget.price) == (0, 0.25)
 
 
 def test_a_checkpoint_goes_from_auto_to_an_interval_and_back() -> None:
@@ -405,6 +447,7 @@ def test_a_checkpoint_goes_from_auto_to_an_interval_and_back() -> None:
         ("product_price", -1.0, "outside"),
         ("refresh_cost", math.nan, "not finite"),
         ("refreshes_spent", "much", "not a number"),
+        ("second_price", -2.0, "outside"),
         ("refresh_cost", 7.0, "is 7.0, and 2.75 elsewhere|is 2.75, and 7.0 elsewhere"),
         ("product_price", None, "is missing"),
     ],

@@ -3,13 +3,14 @@
 Refreshes are counted in products, and products in steps of the base alone:
 
 T       a step of the base: batches, passes, the mean of gradients, the base's own step; seconds
-R       the first refresh, of m products; seconds
+R       a refresh, of m products; seconds
 price   a product, R / ((m + 1) T): the evaluation counts as one more
 cost    the refresh to come: price (m + 1), with m products of the last one, or what it may take
 spent   all refreshes so far
 
 The next one comes at the first step t with  spent + cost <= overhead t  and  cost <= overhead
-(t - t_last). T and R are measured once. Before the first refresh a probe, of two products, tells
+(t - t_last). The first MEASURED refreshes are timed, each with the steps around it, and the price
+is the median: memory is allocated in the first one. Before that a probe, of two products, tells
 about what it will cost.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from second_order.contract.training import Training
 from second_order.distributed.agreement import mean_over
-from second_order.fosi.checkpoint import BUDGET
+from second_order.fosi.checkpoint import BUDGET, PRICES
 from second_order.fosi.options import FOSIOptions
 from second_order.lanczos.vector_space import RowSpace
 from second_order.options import AUTO
@@ -33,6 +34,8 @@ __all__ = ["RefreshBudget"]
 
 FEWEST, KEPT = 5, 50  # steps that T is measured in at least, and at most the last
 BEFORE_PROBE = 10  # steps
+MEASURED = len(PRICES)  # refreshes
+BEFORE_REFRESH = 10  # steps that T is measured in before a refresh after the first
 LEAST = 1e-12  # seconds: nothing is for nothing, be a clock ever so coarse
 
 
@@ -45,7 +48,7 @@ class RefreshBudget:
         clock: Clock to measure by; None for that of the training's device.
 
     Attributes:
-        price: A product in steps of the base; 0 until it has been measured.
+        prices: Those of the refreshes that have been measured, in steps of the base.
         cost: The next refresh in steps of the base; 0 until it is known.
         spent: All refreshes so far, and the probe, in steps of the base.
         clock: Clock to measure by; None for that of the training's device.
@@ -57,16 +60,22 @@ class RefreshBudget:
         self._training, self._options = training, options
         self.clock = clock
         self.active = options.curvature_interval == AUTO and options.wanted > 0
-        self.price = self.cost = self.spent = 0.0
+        self.prices: list[float] = []
+        self.cost = self.spent = 0.0
         self._warmed = False  # whether this process has made a product
         self._restart()
 
     def _restart(self) -> None:
-        """Measure from the next step on, as long as there is no price."""
+        """Measure from the next step on, if there is something to measure."""
         self._watch: Stopwatch | None = None
         self._laps = 0
         self._products = 0  # of a refresh whose price is not known yet
         self._expected = 0  # of the one after it
+
+    @property
+    def price(self) -> float:
+        """A product in steps of the base; 0 until it has been measured."""
+        return statistics.median(self.prices) if self.prices else 0.0
 
     # ------------------------------------------------------------------------------ when
 
@@ -96,16 +105,24 @@ class RefreshBudget:
 
     @property
     def measuring(self) -> bool:
-        """Whether the price of a product is still to be found."""
-        return self.active and not self.price
+        """Whether there is no price of a product yet."""
+        return self.active and not self.prices
 
-    def begin(self, working: bool) -> None:
+    def _wants_times(self, last: int) -> bool:
+        """Whether times are taken at this step: with no price, and around the next refreshes."""
+        if not self.active or len(self.prices) >= MEASURED:
+            return False
+        near = self._training.steps >= self.next_step(last) - BEFORE_REFRESH
+        return not self.prices or self._products > 0 or near
+
+    def begin(self, working: bool, last: int) -> None:
         """Begin a step: measure from now on, if there is something to measure.
 
         Args:
             working: Whether a parameter trains; the same on every rank.
+            last: The step of the last refresh, -1 before the first.
         """
-        if not (self.measuring and working):
+        if not (self._wants_times(last) and working):
             self._restart()
         elif self._watch is None:
             self._watch = Stopwatch(self._clock(), KEPT)
@@ -151,14 +168,10 @@ class RefreshBudget:
             most: Number of products that the next one may take.
         """
         expected = min(products, most)
-        if self.price:
-            self._pay(products, expected)
-        elif self.active:
-            self._products, self._expected, self.cost = products, expected, 0.0
-
-    def _pay(self, products: int, expected: int) -> None:
         self.spent += self.price * (products + 1)
         self.cost = self.price * (expected + 1)
+        if self._watch is not None:
+            self._products, self._expected = products, expected
 
     def lap(self) -> None:
         """End a step; a collective at the step from which on the price is known."""
@@ -169,8 +182,10 @@ class RefreshBudget:
         if self._products and self._laps >= FEWEST:
             refresh = sum(lap[Account.REFRESH] for lap in self._watch.read())
             T, R = mean_over(self._training.world, [self._base_step(), refresh])
-            self.price = max(R, LEAST) / (max(T, LEAST) * (self._products + 1))
-            self._pay(self._products, self._expected)
+            found = max(R, LEAST) / (max(T, LEAST) * (self._products + 1))
+            self.spent += (found - self.price) * (self._products + 1)
+            self.prices.append(found)
+            self.cost = self.price * (self._expected + 1)
             self._restart()
 
     def _base_step(self) -> float:
@@ -182,7 +197,7 @@ class RefreshBudget:
 
     def forget(self) -> None:
         """Measure anew: other parameters train, and their products cost something else."""
-        self.price = self.cost = 0.0
+        self.prices, self.cost = [], 0.0
         self._restart()
 
     def close(self) -> None:
@@ -196,8 +211,9 @@ class RefreshBudget:
         """What is known of the costs, which must be equal on all ranks."""
         if not self.active:
             return []
-        state = self.price, self.cost, self.spent, self._laps, self._products, self._expected
-        return [("refreshes by budget: price, cost, spent, steps measured, products", state)]
+        known = self.cost, self.spent, self._laps, self._products, self._expected
+        of = "refreshes by budget: cost, spent, steps measured, products, prices"
+        return [(of, (*known, *self.prices))]
 
     def interval(self, last: int) -> float:
         """Steps from the last refresh to the next; NaN where they are not known."""
@@ -228,12 +244,17 @@ class RefreshBudget:
         """The entries for a checkpoint; none without "auto"."""
         if not self.active:
             return {}
-        return dict(zip(BUDGET, (self.price, self.cost, self.spent), strict=True))
+        prices = [*self.prices, *[0.0] * MEASURED][:MEASURED]
+        values = self.price, self.cost, self.spent, *prices
+        return dict(zip((*BUDGET, *PRICES), values, strict=True))
 
     def load(self, counts: Mapping[str, Any]) -> None:
         """Take over what a checkpoint knows of costs; otherwise measure from here on."""
-        known = [float(counts.get(name, 0.0)) for name in BUDGET]
-        self.price, self.cost, self.spent = known if self.active else (0.0, 0.0, 0.0)
+        price, *known = [float(counts.get(name, 0.0)) for name in BUDGET]
+        self.cost, self.spent = known if self.active else (0.0, 0.0)
+        # Versions that measured one refresh have no more than its price.
+        prices = [float(counts.get(name, price)) for name in PRICES]
+        self.prices = [each for each in prices if each] if self.active else []
         self._restart()
 
     def __getstate__(self) -> dict[str, Any]:

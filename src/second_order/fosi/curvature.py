@@ -174,7 +174,7 @@ class FOSICurvature(Curvature):
         self.vector.check_gradients()
         if self.computes_pairs and not self.closed:
             pairs, budget = self.pairs, self.pairs.budget
-            budget.begin(working=bool(self.vector.params))
+            budget.begin(bool(self.vector.params), pairs.tally.step)
             if budget.wants_probe(pairs.tally.step):
                 pairs.probe(self.closure.chosen(self.training))
             if pairs.due():
