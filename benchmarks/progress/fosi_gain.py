@@ -46,14 +46,14 @@ from tasks import TASKS, Task
 
 __all__ = ["SETTINGS", "Gained", "Goal", "goal", "ratios", "reach"]
 
-TUNED_ON = (100,)
+TUNED_ON = (100, 101)
 RATES = {
-    "linear head": (0.003, 0.01, 0.03),
-    "two-layer head": (0.003, 0.01, 0.03),
-    "PINN": (0.003, 0.005, 0.01),
-    "autoencoder": (0.002, 0.005, 0.01),
-    "GRU": (0.003, 0.01, 0.03),
-    "cached features": (0.003, 0.01, 0.03),
+    "linear head": (0.01, 0.03, 0.06, 0.1),
+    "two-layer head": (0.003, 0.01, 0.03, 0.06),
+    "PINN": (0.003, 0.005, 0.01, 0.02, 0.03),
+    "autoencoder": (0.002, 0.005, 0.01, 0.02),
+    "GRU": (0.003, 0.01, 0.03, 0.06),
+    "cached features": (0.01, 0.03, 0.06, 0.1),
 }
 SETTINGS: dict[str, dict[str, Any]] = {"PINN": {"preset": "full-batch"}}
 """Options of DHO2 where the defaults are not those for the task."""

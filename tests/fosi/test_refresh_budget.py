@@ -134,7 +134,8 @@ def test_no_more_is_spent_than_the_overhead_earns(warmup: int | None) -> None:
     for _ in range(90):
         run.go(1)
         paid = run.steps >= (0 if warmup is None else 44)
-        assert run.budget.spent <= 0.125 * run.steps or not paid or run.steps < 11
+        # A refresh may take a product or two more than the one before, which tells its cost.
+        assert run.budget.spent <= 0.125 * run.steps + 0.5 or not paid or run.steps < 11
     assert 0.125 * run.steps - run.budget.spent < 2.75 + 0.125
     assert len(run.found) >= 2
 
@@ -147,15 +148,15 @@ def test_the_price_is_the_median_of_the_first_three_refreshes() -> None:
     assert (run.found, run.budget.spent) == ([54], 1.25 + 5.25)
     assert run.budget.cost == 5.25
     run.product = 16.0
-    run.go(96 - 54)
-    assert (run.found, run.budget.spent) == ([54, 96], 6.5 + 2.75), "what it took, not what was told"
+    run.go(94 - 54)
+    assert (run.found, run.budget.spent) == ([54, 94], 6.5 + 2.75), "what it took, not what was told"
     assert run.budget.cost == pytest.approx((5.25 + 2.75) / 2)
-    run.go(128 - 96)
-    assert (run.found, run.budget.spent) == ([54, 96, 128], 9.25 + 2.75)
+    run.go(120 - 94)
+    assert (run.found, run.budget.spent) == ([54, 94, 120], 9.25 + 2.75)
     assert (run.budget.price, run.budget.cost) == (0.25, 2.75)
     run.product = 1000.0
-    run.go(172 - 128)
-    assert run.found[3:] == [150, 172]
+    run.go(156 - 120)
+    assert run.found[3:] == [138, 156]
     assert run.budget.spent == 12 + 2 * 2.75
 
 
@@ -197,8 +198,8 @@ def test_a_warm_up_that_is_given_is_kept_and_paid_for_afterwards() -> None:
     run = Run(warmup_steps=0).go(70)
     assert run.found == [0, 44, 66]
     assert (run.budget.price, run.budget.spent) == (0.25, 8.25)
-    late = Run(warmup_steps=40).go(90)
-    assert late.found == [40, 62, 84], "what has not been spent comes not all at once"
+    late = Run(warmup_steps=40).go(140)
+    assert late.found == [40, 58, 76, 94, 112, 132], "what has not been spent comes not at once"
     assert late.asked == late.found, "no probe"
 
 
@@ -410,7 +411,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
 
 
 def test_an_older_checkpoint_loads_and_costs_are_measured_anew() -> None:
-    for steps, probe, refreshes in ((5, 15, [28]), (30, 40, [50])):
+    for steps, probe, refreshes in ((5, 15, [28]), (30, 40, [46])):
         saved = train_and_save(0, 1, steps)
         for entry in saved["optimizer"]["state"].values():
             for name in (*BUDGET, *PRICES):

@@ -8,10 +8,10 @@ price   a product, R / ((m + 1) T): the evaluation counts as one more
 cost    the refresh to come: price (m + 1), with m products of the last one, or what it may take
 spent   all refreshes so far
 
-The next one comes at the first step t with  spent + cost <= overhead t  and  cost <= overhead
-(t - t_last). The first MEASURED refreshes are timed, each with the steps around it, and the price
-is the median: memory is allocated in the first one. Before that a probe, of two products, tells
-about what it will cost.
+The next one comes at the first step t with  spent + cost <= overhead t  and  cost <= CATCH_UP
+overhead (t - t_last): what a refresh has left over is not spent at once. The first MEASURED ones
+are timed, each with the steps around it, and the price is the median: memory is allocated in the
+first. Before that a probe, of two products, tells about what it will cost.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = ["RefreshBudget"]
 FEWEST, KEPT = 5, 50  # steps that T is measured in at least, and at most the last
 BEFORE_PROBE = 10  # steps
 MEASURED = len(PRICES)  # refreshes
+CATCH_UP = 1.25  # times the overhead, where less has been spent so far
 BEFORE_REFRESH = 10  # steps that T is measured in before a refresh after the first
 LEAST = 1e-12  # seconds: nothing is for nothing, be a clock ever so coarse
 
@@ -63,6 +64,7 @@ class RefreshBudget:
         self.prices: list[float] = []
         self.cost = self.spent = 0.0
         self._warmed = False  # whether this process has made a product
+        self._least = math.inf  # seconds: the least T so far
         self._restart()
 
     def _restart(self) -> None:
@@ -92,8 +94,9 @@ class RefreshBudget:
 
     def next_step(self, last: int) -> int:
         """The step of the next refresh, once its cost is known."""
-        overhead = self._options.overhead
-        return math.ceil(max(self.spent / overhead, last, 0) + self.cost / overhead)
+        overhead, last = self._options.overhead, max(last, 0)
+        earned = (self.spent + self.cost) / overhead
+        return math.ceil(max(earned, last + self.cost / (CATCH_UP * overhead)))
 
     def wants_probe(self, last: int) -> bool:
         """Whether two products are to be timed at this step; the same on every rank."""
@@ -189,15 +192,20 @@ class RefreshBudget:
             self._restart()
 
     def _base_step(self) -> float:
-        """T: the median of the laps, without the first ones."""
+        """T: the median of the laps, without the first ones; the least that this has been.
+
+        Once there are eigenvectors, reading them leaves the caches to the base as it would not be
+        alone.
+        """
         assert self._watch is not None
         laps = self._watch.read()
         settled = laps[max(2, len(laps) // 4) :]  # memory is allocated, kernels are chosen
-        return statistics.median(lap[Account.BASE] for lap in settled)
+        self._least = min(self._least, statistics.median(lap[Account.BASE] for lap in settled))
+        return self._least
 
     def forget(self) -> None:
         """Measure anew: other parameters train, and their products cost something else."""
-        self.prices, self.cost = [], 0.0
+        self.prices, self.cost, self._least = [], 0.0, math.inf
         self._restart()
 
     def close(self) -> None:
@@ -255,10 +263,11 @@ class RefreshBudget:
         # Versions that measured one refresh have no more than its price.
         prices = [float(counts.get(name, price)) for name in PRICES]
         self.prices = [each for each in prices if each] if self.active else []
+        self._least = math.inf
         self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
-        anew = {"_watch": None, "_laps": 0, "_products": 0, "_warmed": False}
+        anew = {"_watch": None, "_laps": 0, "_products": 0, "_warmed": False, "_least": math.inf}
         return {**self.__dict__, **anew}
 
 
