@@ -2368,6 +2368,13 @@ MUTANTS = [
         "refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards",
     ),
     _mutant(
+        "a probe that nobody has earned",
+        "fosi/budget.py",
+        "if self._training.steps * self._options.overhead < self.usual_probe:",
+        "if self._training.steps < 0:",
+        "refresh_budget::a_probe_waits_until_it_is_earned_at_a_usual_price",
+    ),
+    _mutant(
         "refreshes at the price of the first",
         "fosi/budget.py",
         "statistics.median(self.prices)",

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, CurvatureError, RankMismatchError, SecondOrderWarning
+from second_order.fosi.budget import RefreshBudget
 from second_order.fosi.checkpoint import BUDGET, PRICES
 from second_order.lanczos.vector_space import RowSpace
 from second_order.stopwatch import Account, DeviceClock, HostClock, Stopwatch, clock_of
@@ -73,6 +74,7 @@ class Run:
         fosi: Any = self.optimizer._curvature
         self.budget = fosi.pairs.budget
         self.budget.clock = HostClock(self.time)
+        self.budget.usual_probe = 1.25  # ten steps earn that
         fosi._split = self.time.before(fosi._split, 1000.0)
         fosi._correct = self.time.before(fosi._correct, 1000.0)
 
@@ -149,14 +151,16 @@ def test_the_price_is_the_median_of_the_first_three_refreshes() -> None:
     assert run.budget.cost == 5.25
     run.product = 16.0
     run.go(94 - 54)
-    assert (run.found, run.budget.spent) == ([54, 94], 6.5 + 2.75), "what it took, not what was told"
+    assert (run.found, run.budget.spent) == ([54, 94], 6.5 + 2.75), (
+        "what it took, not what was told"
+    )
     assert run.budget.cost == pytest.approx((5.25 + 2.75) / 2)
-    run.go(120 - 94)
-    assert (run.found, run.budget.spent) == ([54, 94, 120], 9.25 + 2.75)
+    run.go(116 - 94)
+    assert (run.found, run.budget.spent) == ([54, 94, 116], 9.25 + 2.75)
     assert (run.budget.price, run.budget.cost) == (0.25, 2.75)
     run.product = 1000.0
-    run.go(156 - 120)
-    assert run.found[3:] == [138, 156]
+    run.go(146 - 116)
+    assert run.found[3:] == [131, 146]
     assert run.budget.spent == 12 + 2 * 2.75
 
 
@@ -184,6 +188,13 @@ def test_a_warm_start_is_cheaper_than_the_first_refresh() -> None:
     assert run.budget.spent == 12.25 + 2 * 6.25
 
 
+def test_a_probe_waits_until_it_is_earned_at_a_usual_price() -> None:
+    for overhead, step in ((0.2, 50), (0.25, 40), (2.0, 10)):
+        run = Run(overhead=overhead)
+        run.budget.usual_probe = RefreshBudget.usual_probe
+        assert run.go(step + 1).asked[0] == step
+
+
 def test_a_costly_refresh_does_not_eat_a_short_run() -> None:
     run = Run()
     run.product = 64.0 * 10
@@ -198,8 +209,8 @@ def test_a_warm_up_that_is_given_is_kept_and_paid_for_afterwards() -> None:
     run = Run(warmup_steps=0).go(70)
     assert run.found == [0, 44, 66]
     assert (run.budget.price, run.budget.spent) == (0.25, 8.25)
-    late = Run(warmup_steps=40).go(140)
-    assert late.found == [40, 58, 76, 94, 112, 132], "what has not been spent comes not at once"
+    late = Run(warmup_steps=40).go(125)
+    assert late.found == [40, 55, 70, 88, 110], "what has not been spent comes not at once"
     assert late.asked == late.found, "no probe"
 
 
@@ -411,7 +422,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
 
 
 def test_an_older_checkpoint_loads_and_costs_are_measured_anew() -> None:
-    for steps, probe, refreshes in ((5, 15, [28]), (30, 40, [46])):
+    for steps, probe, refreshes in ((5, 15, [28]), (30, 40, [43])):
         saved = train_and_save(0, 1, steps)
         for entry in saved["optimizer"]["state"].values():
             for name in (*BUDGET, *PRICES):
@@ -501,12 +512,12 @@ def test_auto_is_the_default() -> None:
     model = nn.Linear(3, 2)
     optimizer = DHO2(model, lr=0.1)
     assert optimizer._curvature.options.overhead == 0.2
-    for _ in range(10):  # no closure is asked for
+    for _ in range(50):  # no closure is asked for
         optimizer.zero_grad()
         cross_entropy(model(torch.ones(4, 3)), torch.tensor([0, 1, 0, 1])).backward()
         optimizer.step()
     assert "refreshes by budget, overhead 0.2: being measured" in str(optimizer.summary())
-    with pytest.raises(CurvatureError, match="due at step 10"):
+    with pytest.raises(CurvatureError, match="due at step 50"):
         optimizer.step()
 
 

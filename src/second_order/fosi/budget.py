@@ -11,7 +11,8 @@ spent   all refreshes so far
 The next one comes at the first step t with  spent + cost <= overhead t  and  cost <= CATCH_UP
 overhead (t - t_last): what a refresh has left over is not spent at once. The first MEASURED ones
 are timed, each with the steps around it, and the price is the median: memory is allocated in the
-first. Before that a probe, of two products, tells about what it will cost.
+first. Before that a probe, of two products, tells about what it will cost; it waits until what
+probes cost usually is earned, for a training that ends before that would pay for nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
 __all__ = ["RefreshBudget"]
 
 FEWEST, KEPT = 5, 50  # steps that T is measured in at least, and at most the last
-BEFORE_PROBE = 10  # steps
+BEFORE_PROBE = 10  # steps that T is measured in
 MEASURED = len(PRICES)  # refreshes
-CATCH_UP = 1.25  # times the overhead, where less has been spent so far
+CATCH_UP = 1.5  # times the overhead, where less has been spent so far
 BEFORE_REFRESH = 10  # steps that T is measured in before a refresh after the first
 LEAST = 1e-12  # seconds: nothing is for nothing, be a clock ever so coarse
 
@@ -53,7 +54,10 @@ class RefreshBudget:
         cost: The next refresh in steps of the base; 0 until it is known.
         spent: All refreshes so far, and the probe, in steps of the base.
         clock: Clock to measure by; None for that of the training's device.
+        usual_probe: What a probe is taken to cost before it, in steps of the base.
     """
+
+    usual_probe = 10.0
 
     def __init__(
         self, training: Training, options: FOSIOptions, clock: Clock | None = None
@@ -101,6 +105,8 @@ class RefreshBudget:
     def wants_probe(self, last: int) -> bool:
         """Whether two products are to be timed at this step; the same on every rank."""
         if not self.active or self.cost or self._products or self._laps < BEFORE_PROBE:
+            return False
+        if self._training.steps * self._options.overhead < self.usual_probe:
             return False
         return last >= 0 or self._options.warmup_steps is None
 

@@ -38,6 +38,7 @@ from second_order.fosi.options import (
     check_shards,
     newton_scale_at,
 )
+from second_order.fosi.pieces import Room
 from second_order.fosi.statistics import (
     ACCOUNTS,
     newton_share,
@@ -111,6 +112,7 @@ class FOSICurvature(Curvature):
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
+        self._rooms: list[Room | Tensor] = []  # where they are
 
     @property
     def steps_by_pairs(self) -> bool:
@@ -182,7 +184,7 @@ class FOSICurvature(Curvature):
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
-        self._before = []
+        self._before, self._rooms = [], []
         self.pairs.budget.forget()
         if self.subspace is not None:
             self.pairs.drop(
@@ -248,11 +250,7 @@ class FOSICurvature(Curvature):
         elif not sound:
             step = torch.full_like(step, torch.nan)
         self._newton = step, scales
-        values = self.vector.values()
-        if not self._before:
-            self._before = [torch.empty_like(value) for value in values]
-        if values:  # a process may have no rows
-            torch._foreach_copy_(self._before, values)
+        self._before = self.vector.keep(self._rooms)
 
     def _health(self, gradients: Sequence[Tensor], like: Tensor) -> Tensor | None:
         """A sum over the rows here that is finite where they are; None where one can look later."""
@@ -345,7 +343,7 @@ class FOSICurvature(Curvature):
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": []}
+        return {**self.__dict__, "_before": [], "_rooms": []}
 
     def found(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last refresh."""
