@@ -2382,6 +2382,41 @@ MUTANTS = [
         "refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards",
     ),
     _mutant(
+        "a probe that nobody has earned",
+        "fosi/budget.py",
+        "if self._training.steps * self._options.overhead < self.usual_probe:",
+        "if self._training.steps < 0:",
+        "refresh_budget::a_probe_waits_until_it_is_earned_at_a_usual_price",
+    ),
+    _mutant(
+        "refreshes at the price of the first",
+        "fosi/budget.py",
+        "statistics.median(self.prices)",
+        "self.prices[0]",
+        "refresh_budget::the_price_is_the_median_of_the_first_three_refreshes",
+    ),
+    _mutant(
+        "measured refreshes that are paid for as told",
+        "fosi/budget.py",
+        "self.spent += (found - self.price) * (self._products + 1)",
+        "self.spent += (0.0 if self.prices else found) * (self._products + 1)",
+        "refresh_budget::the_price_is_the_median_of_the_first_three_refreshes",
+    ),
+    _mutant(
+        "an older version's price that is forgotten",
+        "fosi/budget.py",
+        "counts.get(name, price)",
+        "counts.get(name, 0.0)",
+        "refresh_budget::of_a_version_that_measured_one_refresh_its_price_is_kept",
+    ),
+    _mutant(
+        "the room of packed parameters that is not written back",
+        "fosi/pieces.py",
+        "            torch._foreach_copy_(tensors, self._views)",
+        "            pass",
+        "dho2::steps_are_those_of_dense_algebra",
+    ),
+    _mutant(
         "refreshes that wait for as many products as the first took",
         "fosi/budget.py",
         "expected = min(products, most)",
@@ -2391,8 +2426,8 @@ MUTANTS = [
     _mutant(
         "refreshes in a burst once they are earned",
         "fosi/budget.py",
-        "max(self.spent / overhead, last, 0)",
-        "self.spent / overhead",
+        "math.ceil(max(earned, last + self.cost / (CATCH_UP * overhead)))",
+        "math.ceil(earned)",
         "refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards",
     ),
     _mutant(
@@ -2412,8 +2447,8 @@ MUTANTS = [
     _mutant(
         "refreshes whose price no checkpoint keeps",
         "fosi/budget.py",
-        "known if self.active else (0.0, 0.0, 0.0)",
-        "(0.0, 0.0, 0.0)",
+        "known if self.active else (0.0, 0.0)",
+        "(0.0, 0.0)",
         "refresh_budget::a_resumed_run_is_the_run_that_was_never_stopped",
     ),
     _mutant(
@@ -2433,8 +2468,8 @@ MUTANTS = [
     _mutant(
         "refreshes measured while all is frozen",
         "fosi/budget.py",
-        "if not (self.measuring and working):",
-        "if not self.measuring:",
+        "if not (self._wants_times(last) and working):",
+        "if not self._wants_times(last):",
         "refresh_budget::nothing_is_measured_while_all_is_frozen",
     ),
     # Statistics during the backward pass, and in a narrower dtype.

@@ -25,6 +25,7 @@ from second_order.lanczos.vector_space import row_bounds
 __all__ = [
     "BUDGET",
     "OTHERS_TRAINED",
+    "PRICES",
     "READ_BY_ALL",
     "START",
     "SUM",
@@ -44,9 +45,11 @@ VECTORS, CARRIED = "eigenvectors", "carried_momentum"
 SUM, START = "gradient_sum", "epoch_start"
 BUDGET = ("product_price", "refresh_cost", "refreshes_spent")
 """What a budget of refreshes knows, in steps of the base."""
+PRICES = ("first_price", "second_price", "third_price")
+"""Of a product, in the first refreshes; 0 of one to come. Not in checkpoints of older versions."""
 
 EPOCH = ("epoch", "epoch_step", "epoch_sums")
-COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *EPOCH)
+COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *PRICES, *EPOCH)
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
 TRUST = ("trust_region", "last_step")  # not in checkpoints of versions before they were
 READ_BY_ALL = (*COUNTS, *HEADS, *TRUST)
@@ -212,7 +215,7 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
         part.number("rest_scale_bound", 1.0)
         if any(name in part for name in BUDGET):
             part.require(BUDGET)
-            for name in BUDGET:
+            for name in (*BUDGET, *(name for name in PRICES if name in part)):
                 part.number(name, 0.0)
         if "epoch" in part:
             part.whole("epoch", 0)

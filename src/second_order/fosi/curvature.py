@@ -38,6 +38,7 @@ from second_order.fosi.options import (
     check_shards,
     newton_scale_at,
 )
+from second_order.fosi.pieces import Room
 from second_order.fosi.statistics import (
     ACCOUNTS,
     newton_share,
@@ -49,7 +50,7 @@ from second_order.fosi.subspace import (
     share_inside,
 )
 from second_order.fosi.summary import eigenpair_notes, parameter_rows
-from second_order.fosi.trust import largest_scale, newton_terms, stability_limit
+from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
 from second_order.options import AUTO, scheduled, value_at
@@ -111,6 +112,7 @@ class FOSICurvature(Curvature):
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
+        self._rooms: list[Room | Tensor] = []  # where they are
 
     @property
     def steps_by_pairs(self) -> bool:
@@ -174,7 +176,7 @@ class FOSICurvature(Curvature):
         self.vector.check_gradients()
         if self.computes_pairs and not self.closed:
             pairs, budget = self.pairs, self.pairs.budget
-            budget.begin(working=bool(self.vector.params))
+            budget.begin(bool(self.vector.params), pairs.tally.step)
             if budget.wants_probe(pairs.tally.step):
                 pairs.probe(self.closure.chosen(self.training))
             if pairs.due():
@@ -182,7 +184,7 @@ class FOSICurvature(Curvature):
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
-        self._before = []
+        self._before, self._rooms = [], []
         self.pairs.budget.forget()
         if self.subspace is not None:
             self.pairs.drop(
@@ -236,19 +238,19 @@ class FOSICurvature(Curvature):
             sound = basis.add(gradients, [-c], along=terms)
             alpha, trust = largest_scale(scales), self.pairs.trust
             back = trust.way_back(alpha)
-            finite = self._finite(gradients, sound) if health is None else health.isfinite()
+            finite = health.isfinite() if health is not None else self._finite(gradients, sound)
             verdict = trust.judge(terms, alpha, stability_limit(*rule), sound, finite)
             step, momentum, sound = subspace.bounded(step, momentum, sound, verdict, back)
             self._silence(gradients, verdict.undo)
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
         subspace.accumulate(momentum, rule[0], sound)
-        self._newton = torch.where(sound, step, torch.nan), scales
-        values = self.vector.values()
-        if not self._before:
-            self._before = [torch.empty_like(value) for value in values]
-        if values:  # a process may have no rows
-            torch._foreach_copy_(self._before, values)
+        if isinstance(sound, Tensor):
+            step = torch.where(sound, step, torch.nan)
+        elif not sound:
+            step = torch.full_like(step, torch.nan)
+        self._newton = step, scales
+        self._before = self.vector.keep(self._rooms)
 
     def _health(self, gradients: Sequence[Tensor], like: Tensor) -> Tensor | None:
         """A sum over the rows here that is finite where they are; None where one can look later."""
@@ -256,12 +258,12 @@ class FOSICurvature(Curvature):
             return None
         return sum((0.0 * each.sum() for each in gradients), like.new_zeros(()))
 
-    def _finite(self, gradients: Sequence[Tensor], sound: Tensor) -> bool:
+    def _finite(self, gradients: Sequence[Tensor], sound: Flag) -> bool:
         """Whether all processes' gradients are finite; a collective where V̂ᵀg is not ``sound``."""
-        if bool(sound):
+        if sound:
             return True
         here = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        return self.training.world.all_agree(here, sound.device)
+        return self.training.world.all_agree(here, self.vector.device)
 
     def _silence(self, gradients: Sequence[Tensor], undo: bool | Tensor) -> None:
         """Set the gradients to zero where the last step is undone: they are of where it led to."""
@@ -281,9 +283,10 @@ class FOSICurvature(Curvature):
         sound = subspace.correct(values, moved, step, scales, [c.group for c in chunks])
         for chunk, value in zip(chunks, values, strict=True):
             chunk.put_values(value)
-        unsound = ~sound if subspace.unsound is None else subspace.unsound | ~sound
-        subspace.unsound = unsound
-        if unsound.device.type == "cpu":  # a device is asked at the next refresh
+        if isinstance(sound, Tensor):  # a device is asked at the next refresh
+            subspace.unsound = subspace.unsound | ~sound
+        elif not sound:
+            subspace.unsound = True
             self.pairs.drop_unsound()
 
     def newton_scales(self) -> list[float | Tensor]:
@@ -349,7 +352,7 @@ class FOSICurvature(Curvature):
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": []}
+        return {**self.__dict__, "_before": [], "_rooms": []}
 
     def found(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last refresh."""

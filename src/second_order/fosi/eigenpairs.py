@@ -367,8 +367,7 @@ class Eigenpairs:
 
     def drop_unsound(self) -> None:
         """Drop the eigenpairs if a Newton step was not finite; alike on all processes."""
-        unsound = None if self.subspace is None else self.subspace.unsound
-        if unsound is not None and bool(unsound):
+        if self.subspace is not None and bool(self.subspace.unsound):
             self.drop(
                 f"a Newton step at step {self._training.steps} or before is not finite, by the "
                 f"gradient, the eigenvectors or their momentum: it is left out, and "

@@ -232,7 +232,8 @@ def check_newton_scale(value: Any) -> None:
 def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> float | Tensor:
     """α of a group of parameters at a step, negative where the loss is maximized."""
     scale = value_at(option, step)
-    check_newton_scale(scale)
+    if callable(option):  # a number has been checked
+        check_newton_scale(scale)
     scale = -float(scale) if group.get("maximize") else float(scale)
     if callable(option):
         return scale

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.lanczos.vector_space import row_bounds
 from second_order.sharded import is_dtensor, local
 
-__all__ = ["Chunk", "FlatLayout", "Piece", "ShardedLayout", "chunks_of"]
+__all__ = ["Chunk", "FlatLayout", "Piece", "Room", "ShardedLayout", "chunks_of"]
 
 PACKED_BELOW = 2**16
 """Elements: what is smaller travels with its neighbours."""
@@ -104,6 +105,11 @@ class FlatLayout:
                 offset += p.numel()
 
     @cached_property
+    def ids(self) -> list[list[int]]:
+        """The ids of the parameters, group by group."""
+        return [[id(p) for p in group] for group in self.groups]
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype in which vectors are computed with."""
         return lanczos_dtype(self.params)
@@ -119,6 +125,9 @@ class FlatLayout:
     def of(self, rank: int) -> list[Piece]:
         """The pieces of one process."""
         return [piece for piece in self.pieces if piece.rank == rank]
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy is of other parameters
+        return {key: value for key, value in self.__dict__.items() if key != "ids"}
 
 
 class ShardedLayout(FlatLayout):
@@ -200,8 +209,24 @@ class Chunk:
         alone = len(params) < 2 or sizes != self.sizes or any(map(is_dtensor, params))
         return [] if alone else params
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy."""
+    def room(self, dtype: torch.dtype) -> Room | None:
+        """Room for :attr:`whole` tensors, the same at each call; None if there are none."""
+        if not self.whole:
+            return None
+        room: Room | None = self.__dict__.get("_room")
+        if room is None or room.flat.dtype != dtype or room.flat.device != self.whole[0].device:
+            room = self.__dict__["_room"] = Room(self.whole, dtype)
+        return room
+
+    def values(self, dtype: torch.dtype, room: Room | None = None) -> Tensor:
+        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy.
+
+        Args:
+            dtype: The dtype of the result.
+            room: Where to put copies; None for a new tensor.
+        """
+        if room is not None:
+            return room.take(self.whole)
         if self.whole:
             return _flat([p.detach() for p in self.whole], dtype)
         parts = [piece.of(piece.param) for piece in self.pieces]
@@ -211,6 +236,10 @@ class Chunk:
 
     def put_values(self, flat: Tensor) -> None:
         """Write the parameters that have a gradient: the others stay, as with any optimizer."""
+        room = self._taken(flat)
+        if room is not None and all(p.grad is not None for p in self.whole):
+            room.put(self.whole)
+            return
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         if self.whole and len(here) == len(self.pieces):
             _put_whole(self.whole, flat)
@@ -221,11 +250,13 @@ class Chunk:
         """Write all the parameters."""
         _put(self.pieces, [piece.param for piece in self.pieces], self._parts(flat, self.pieces))
 
-    def gradients(self, dtype: torch.dtype) -> Tensor:
+    def gradients(self, dtype: torch.dtype, room: Room | None = None) -> Tensor:
         """The gradients, flat, a view or a copy as :meth:`values`; zeros without a gradient."""
         gradients = self._whole_gradients()
+        if gradients and room is not None:
+            return room.take(gradients)
         if gradients:
-            return _flat(gradients, dtype)
+            return _flat([gradient.detach() for gradient in gradients], dtype)
         parts = [
             torch.zeros(piece.size, dtype=dtype, device=piece.param.device)
             if piece.param.grad is None
@@ -236,11 +267,13 @@ class Chunk:
 
     def put_gradients(self, flat: Tensor) -> None:
         """Write the gradients of the parameters that have one."""
+        whole = self._whole_gradients()
+        if whole:
+            room = self._taken(flat)
+            _put_whole(whole, flat) if room is None else room.put(whole)
+            return
         here = [piece for piece in self.pieces if piece.param.grad is not None]
         gradients = [g for piece in here if (g := piece.param.grad) is not None]
-        if self.whole and len(here) == len(self.pieces):
-            _put_whole(gradients, flat)
-            return
         _put(here, gradients, self._parts(flat, here))
 
     def _parts(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -256,10 +289,47 @@ class Chunk:
     def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
+    def _taken(self, flat: Tensor) -> Room | None:
+        """The chunk's room, if it is this tensor."""
+        room: Room | None = self.__dict__.get("_room")
+        return room if room is not None and flat is room.flat else None
+
     def _whole_gradients(self) -> list[Tensor]:
         """The gradients of :attr:`whole` parameters, if all have one."""
-        found = [p.grad.detach() for p in self.whole if p.grad is not None]
+        found = [g for p in self.whole if (g := p.grad) is not None]
         return found if len(found) == len(self.whole) else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_room"}
+
+
+class Room:
+    """Room for whole tensors one after the other, which are copied in, or out, by one call.
+
+    Args:
+        tensors: Tensors of the shapes that are copied.
+        dtype: Dtype of the room.
+
+    Attributes:
+        flat: The room.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        sizes = [t.numel() for t in tensors]
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+        parts = self.flat.split(sizes)
+        self._views = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def take(self, tensors: list[Tensor]) -> Tensor:
+        """Copy tensors in; returns the room."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._views, tensors)
+        return self.flat
+
+    def put(self, tensors: list[Tensor]) -> None:
+        """Copy to tensors what is in the room."""
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, self._views)
 
 
 # Many small parameters are most of a small network, and a call for each most of a step: these are

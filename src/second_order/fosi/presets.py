@@ -42,8 +42,8 @@ NAMES = [field.name for field in fields(Preset)]
 PRESETS: dict[str, Preset] = {
     "general": Preset(),
     "fine-tuning": Preset(
-        largest=50,
-        lanczos_iterations=80,
+        largest=70,
+        lanczos_iterations=100,
         warmup_steps=0,
         newton_scale=0.5,
         subspace_momentum=0.0,

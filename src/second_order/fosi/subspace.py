@@ -8,11 +8,12 @@ A basis keeps V̂ in one of two layouts, behind the same three verbs:
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
 
 A number that is not finite on one process makes these sums so on all: then none of them adds
-anything.
+anything. Whether it did is a plain value on the CPU, and a tensor elsewhere, as in `trust.py`.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from second_order.distributed.collectives import World
 from second_order.fosi.pieces import Chunk
-from second_order.fosi.trust import Verdict
+from second_order.fosi.trust import Flag, Verdict
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
@@ -74,8 +75,8 @@ class Basis(ABC):
         c: Sequence[Tensor],
         of: Sequence[int] = (),
         along: Tensor | None = None,
-    ) -> Tensor:
-        """Add V̂c to x in place if it is finite; returns whether, a scalar equal on all processes.
+    ) -> Flag:
+        """Add V̂c to x in place if it is finite; returns whether, the same on all processes.
 
         Args:
             x: The vector, chunk by chunk.
@@ -89,10 +90,12 @@ class Basis(ABC):
         """Some rows of the sum of all vectors, to start a recurrence from."""
 
     def _dots(self, x: Sequence[Tensor], witness: Tensor | None) -> Tensor:
-        total = self.vectors.new_zeros(len(self.vectors))
-        for i, (part, each) in enumerate(zip(self._parts, x, strict=True)):
-            total = total.addmv_(part, each) if i else part @ each
-        return total if witness is None else total.add_(0.0 * witness.sum())
+        total: Tensor | None = None
+        for part, each in zip(self._parts, x, strict=True):
+            total = torch.mv(part, each) if total is None else total.addmv_(part, each)
+        if total is None:  # a process may have no rows
+            total = self.vectors.new_zeros(len(self.vectors))
+        return total if witness is None else total.add_(witness.sum(), alpha=0.0)
 
     def _sums(self, c: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
         """V̂c by chunk and set, of the vectors that are here."""
@@ -117,7 +120,8 @@ class RowBasis(Basis):
     ) -> Tensor:
         """The coefficients V̂ᵀx, ``(r,)``, summed over processes."""
         c = self._dots(x, witness)
-        self._world.all_reduce([c] if along is None else [c, along]).wait()
+        if self._world.size > 1:
+            self._world.all_reduce([c] if along is None else [c, along]).wait()
         return c
 
     def add(
@@ -126,12 +130,12 @@ class RowBasis(Basis):
         c: Sequence[Tensor],
         of: Sequence[int] = (),
         along: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Flag:
         """Add V̂c to x in place if c is finite: V̂ is finite wherever V̂ᵀx has been."""
-        sound = torch.isfinite(torch.stack(list(c)).sum())
-        if sound.device.type != "cpu":  # where an answer would be waited for
+        sound = _finite(c)
+        if isinstance(sound, Tensor):  # where an answer would be waited for
             _add_where(sound, x, self._sums(c, of))
-        elif bool(sound):
+        elif sound:
             which = of or [0] * len(self._parts)
             for part, each, i in zip(self._parts, x, which, strict=True):
                 each.addmv_(part.t(), c[i])
@@ -190,11 +194,11 @@ class ColumnBasis(Basis):
         c: Sequence[Tensor],
         of: Sequence[int] = (),
         along: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Flag:
         """Add V̂c to x in place if it is finite; returns whether it is."""
         sums = self._sums(c, of)
         self._world.all_reduce(sums if along is None else [*sums, along]).wait()
-        sound = torch.isfinite(torch.stack([each.sum() for each in sums]).sum())
+        sound = _finite([each.sum() for each in sums])
         _add_where(sound, x, sums)
         return sound
 
@@ -205,12 +209,18 @@ class ColumnBasis(Basis):
         return total[rows]
 
 
-def _add_where(sound: Tensor, x: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+def _finite(tensors: Sequence[Tensor]) -> Flag:
+    """Whether tensors of one shape are finite, by their sum; a plain value on the CPU."""
+    total = (tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))).sum()
+    return math.isfinite(total.item()) if total.device.type == "cpu" else torch.isfinite(total)
+
+
+def _add_where(sound: Flag, x: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Add to x in place, if ``sound``."""
-    if sound.device.type != "cpu":
+    if isinstance(sound, Tensor):
         zero = sums[0].new_zeros(()) if sums else None
         sums = [torch.where(sound, each, zero) for each in sums if zero is not None]
-    elif not bool(sound):
+    elif not sound:
         return
     if sums:  # a process may have no rows
         torch._foreach_add_(list(x), list(sums))
@@ -306,7 +316,7 @@ class Subspace:
         last: |û|⁻¹ mom of the last step, of the vectors that are ``basis.mine``.
         carried: This process's part of the vector of earlier subspaces, or None for zero.
         decayed: The factor of ``carried`` that is left.
-        unsound: Whether a step was not finite, a scalar tensor, equal on all processes.
+        unsound: Whether a step was not finite, the same on all processes.
         taken: The last Newton step without α, the base's step in the span, and α of each group.
     """
 
@@ -320,7 +330,7 @@ class Subspace:
     last: Tensor
     carried: Tensor | None = None
     decayed: float = 1.0
-    unsound: Tensor | None = None
+    unsound: Flag = False
     taken: tuple[Tensor, Tensor, Sequence[float | Tensor]] | None = None
 
     def ahead(self, c: Tensor, decay: float, gain: float, nesterov: bool) -> tuple[Tensor, Tensor]:
@@ -329,8 +339,8 @@ class Subspace:
         return taken, taken * decay + gain * c if nesterov else taken
 
     def bounded(
-        self, step: Tensor, momentum: Tensor, sound: Tensor, verdict: Verdict, back: float | Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, step: Tensor, momentum: Tensor, sound: Flag, verdict: Verdict, back: float | Tensor
+    ) -> tuple[Tensor, Tensor, Flag]:
         """Make of a Newton step what the trust region allows of it.
 
         Args:
@@ -343,19 +353,22 @@ class Subspace:
         Returns:
             The step, the momentum, and whether they are to be taken.
         """
-        if isinstance(verdict.undo, Tensor):
+        if isinstance(verdict.undo, Tensor) and isinstance(sound, Tensor):
             new = torch.where(verdict.undo, back * self.last, step * verdict.share)
             self.last = torch.where(sound, step, self.last).masked_fill(verdict.undo, 0.0)
             return new, momentum.masked_fill(verdict.undo, 0.0), sound | verdict.undo
         if verdict.undo:
             new, self.last = back * self.last, torch.zeros_like(step)
-            return new, torch.zeros_like(momentum), torch.ones_like(sound)
-        self.last = step if bool(sound) else self.last
+            return new, torch.zeros_like(momentum), True
+        self.last = step if sound else self.last
         return step * verdict.share, momentum, sound
 
-    def accumulate(self, momentum: Tensor, decay: float, sound: Tensor) -> None:
+    def accumulate(self, momentum: Tensor, decay: float, sound: Flag) -> None:
         """Go on with the momentum from :meth:`ahead` where V̂ᵀg is ``sound``."""
-        self.momentum.copy_(torch.where(sound, momentum, self.momentum))
+        if isinstance(sound, Tensor):
+            momentum, sound = torch.where(sound, momentum, self.momentum), True
+        if sound:
+            self.momentum.copy_(momentum)
         self.decayed *= decay
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -371,7 +384,7 @@ class Subspace:
         """Take over a momentum in R^n, split into its part in V̂ and the rest, if it is finite."""
         parts = [vector[chunk.columns] for chunk in chunks]
         c = self.basis.coefficients(parts)
-        sound = self.basis.add(parts, [-c])
+        sound = torch.as_tensor(self.basis.add(parts, [-c]), device=c.device)
         self.momentum = torch.where(sound, c, 0.0)
         self.carried, self.decayed = vector.masked_fill_(~sound, 0.0), 1.0
 
@@ -382,7 +395,7 @@ class Subspace:
         step: Tensor,
         scales: Sequence[float | Tensor],
         of: Sequence[int],
-    ) -> Tensor:
+    ) -> Flag:
         """Take the base's step out of the subspace, stretch it, and add the Newton step.
 
         Nothing changes, on any process, where a step is not finite on one.
@@ -395,12 +408,13 @@ class Subspace:
             of: Index of each chunk's group.
 
         Returns:
-            Whether the step was finite, a scalar tensor, equal on all processes.
+            Whether the step was finite, the same on all processes.
         """
         c = self.basis.coefficients(moved, witness=step)
         self.taken = step, c, scales
         stretch = self.rest_scale - 1.0
-        steps = [-scale * step - self.rest_scale * c for scale in scales]
+        taken_out = self.rest_scale * c if stretch else c
+        steps = [-scale * step - taken_out for scale in scales]
         sound = self.basis.add(values, steps, of)
         if stretch and moved:
             torch._foreach_mul_(list(moved), stretch)

@@ -27,6 +27,7 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 
 __all__ = [
+    "Flag",
     "TrustRegion",
     "Verdict",
     "check_numbers",
@@ -226,10 +227,12 @@ class TrustRegion:
             sound: Whether c is finite.
             finite: Whether the gradient is.
         """
-        found: list[Number] = list(terms.unbind())
+        found: list[Number]
         if terms.device.type == "cpu":
             found, alpha = terms.tolist(), float(alpha)
             sound, finite = bool(sound), bool(finite)
+        else:
+            found = list(terms.unbind())
         self.numbers, verdict = judged(self.numbers, found, alpha, limit, sound, finite)
         self.undone = self.undone + verdict.undo
         return verdict

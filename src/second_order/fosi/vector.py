@@ -10,6 +10,7 @@ Checkpoints hold whole tensors in either case, and load on any number of process
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
-from second_order.fosi.pieces import Chunk, FlatLayout, Piece, ShardedLayout, chunks_of
+from second_order.fosi.pieces import Chunk, FlatLayout, Piece, Room, ShardedLayout, chunks_of
 from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import ProductMode
@@ -26,6 +27,8 @@ from second_order.lanczos.spectrum import Measured, MeasuredShards
 from second_order.sharded import is_dtensor, reshard
 
 __all__ = ["ParameterVector"]
+
+WITHOUT: AbstractContextManager[Any] = nullcontext()
 
 
 class ParameterVector:
@@ -87,10 +90,8 @@ class ParameterVector:
         Returns:
             Whether the vector was cut anew.
         """
-        now, before = (
-            [[id(p) for p in g] for g in x] for x in (self._groups(), self.layout.groups)
-        )
-        if now == before:
+        now = [[id(p) for p in g["params"] if p.requires_grad] for g in self._training.groups]
+        if now == self.layout.ids:
             return False
         whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
         self.restart()
@@ -120,9 +121,10 @@ class ParameterVector:
         """The device of the parameters."""
         return self._training.device
 
-    def plain(self) -> torch.autocast:
+    def plain(self) -> AbstractContextManager[Any]:
         """A context without autocast."""
-        return torch.autocast(self.device.type, enabled=False)
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else WITHOUT
 
     @property
     def sign(self) -> float:
@@ -159,12 +161,34 @@ class ParameterVector:
         return self.layout.part(whole, self._training.world.rank * self.spread)
 
     def values(self) -> list[Tensor]:
-        """The parameters that are here, a tensor each chunk."""
-        return [chunk.values(self.dtype) for chunk in self.chunks]
+        """The parameters that are here, a tensor each chunk; until the next call, or the other."""
+        dtype = self.dtype
+        return [chunk.values(dtype, chunk.room(dtype)) for chunk in self.chunks]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are here, a tensor each chunk."""
-        return [chunk.gradients(self.dtype) for chunk in self.chunks]
+        """The gradients that are here, a tensor each chunk; as long as :meth:`values`."""
+        dtype = self.dtype
+        return [chunk.gradients(dtype, chunk.room(dtype)) for chunk in self.chunks]
+
+    def keep(self, rooms: list[Room | Tensor]) -> list[Tensor]:
+        """A copy of the parameters that are here, a tensor each chunk.
+
+        Args:
+            rooms: Where to; filled at the first call, by what the next ones are to be given.
+        """
+        if not rooms:
+            dtype = self.dtype
+            rooms += [
+                Room(chunk.whole, dtype) if chunk.whole else torch.empty_like(chunk.values(dtype))
+                for chunk in self.chunks
+            ]
+        kept = []
+        for chunk, room in zip(self.chunks, rooms, strict=True):
+            if isinstance(room, Room):
+                kept.append(room.take(chunk.whole))
+            else:
+                kept.append(room.copy_(chunk.values(room.dtype)))
+        return kept
 
     def flat(self) -> Tensor:
         """The parameters that are here as one tensor, which loses nothing of them."""
@@ -183,14 +207,15 @@ class ParameterVector:
         Raises:
             TypeError: If a gradient is sparse.
         """
-        for p in self.params:
-            if p.grad is not None and p.grad.is_sparse:
+        gradients = [(p, g) for p in self.params if (g := p.grad) is not None]
+        for p, gradient in gradients:
+            if gradient.is_sparse:
                 raise TypeError(
                     "a sparse gradient is no part of one vector of all parameters; use "
                     "sparse=False in the embedding"
                 )
-            if self.spread and p.grad is not None and not p.grad.is_contiguous():
-                p.grad = p.grad.contiguous()
+            if self.spread and not gradient.is_contiguous():
+                p.grad = gradient.contiguous()
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Each process's rows of the gradients, and that process; None if all get all."""

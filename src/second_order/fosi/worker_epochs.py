@@ -31,6 +31,7 @@ from second_order.fosi.options import EpochOptions
 from second_order.fosi.pieces import Chunk
 from second_order.fosi.subject import Subject
 from second_order.fosi.subspace import ColumnBasis, newton_rates
+from second_order.fosi.trust import Flag
 from second_order.lanczos.vector_space import row_bounds
 from second_order.report import EpochReport
 
@@ -395,7 +396,7 @@ def correction(
     rates: Tensor,
     chunks: Sequence[Chunk],
     scales: Sequence[float | Tensor],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Flag]:
     """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2: the final update.
 
     Args:
@@ -407,7 +408,7 @@ def correction(
         scales: α of each group.
 
     Returns:
-        The update, zeros if it is not finite, and a scalar tensor: whether it is.
+        The update, zeros if it is not finite, and whether it is.
     """
 
     def coefficients(x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class DHO2(EigenpairOptimizer):
             gradient is of all examples, and the curvature batch is these; "auto": fine-tuning if
             three quarters of the model's parameters are frozen and come before the first that
             trains, else general. Options that are given go before it.
-        largest: k, how many of the largest eigenpairs get Newton steps; 10, or 50 for fine-tuning.
+        largest: k, how many of the largest eigenpairs get Newton steps; 10, or 70 for fine-tuning.
         smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
             callable of the step; "auto": as often as ``overhead`` allows.
@@ -83,7 +83,7 @@ class DHO2(EigenpairOptimizer):
             loss of the curvature batch does not rise; halve it where that has risen. A learning
             rate that the base bears alone may be too long times 3. False for s as published.
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for
-            max(4(k + l), 2 ln n), or 80 with the 50 pairs of fine-tuning. Where none is set, and l
+            max(4(k + l), 2 ln n), or 100 with the 70 pairs of fine-tuning. Where none is set, and l
             is 0, a warm start takes max(2k, 20) of these at most.
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
         lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
