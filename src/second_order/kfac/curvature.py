@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,64 +45,22 @@ from second_order.kfac.pipeline import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
-    Planner,
     dims_of,
-    distkfac_plan,
     with_one_worker,
 )
 from second_order.kfac.sharded_gradients import ShardedGradients
-from second_order.kfac.solves import Background, Solves
+from second_order.kfac.solves import Solves
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
-from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
+from second_order.kfac.stats_workers import StatsWorkers
+from second_order.kfac.system import System, described, no_copies
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.layers import Approximation
-from second_order.kronecker.model_blocks import BlockRules
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import check_interval, value_at
 from second_order.report import Summary
-from second_order.sharded import is_dtensor
 from second_order.stages import Meter
 from second_order.stopwatch import Account
 
-__all__ = ["Chooser", "KFACCurvature", "System", "with_stats_workers"]
-
-
-class Chooser(Protocol):
-    """A choice of the number of gradient workers, made once all ranks agree on the model."""
-
-    def choose(self, training: Training) -> int:
-        """The number of gradient workers; a collective, the same on all ranks."""
-
-    def planner(self, workers: int, ranks: int) -> Planner:
-        """The planner with so many gradient workers."""
-
-
-@dataclass(frozen=True)
-class System:
-    """The choices in which the systems with Kronecker factors differ.
-
-    Attributes:
-        plan: Makes the plan of the layers: which rank does what.
-        rules: Rules for which modules become blocks.
-        said: The system's own options, for comparison between ranks.
-        owners: Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to
-            all ranks although layers have owners; None without owners.
-        conv_approximation: Approximation for convolutions; None for that of other layers.
-        background: How inverses are computed on threads; None to compute them at once.
-        pipelined: Whether statistics leave for the other ranks while backward still runs.
-        exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
-        chooser: Chooses the number of gradient workers; None where it is given.
-    """
-
-    plan: Planner
-    rules: BlockRules
-    said: str = ""
-    owners: str | None = None
-    conv_approximation: Approximation | None = None
-    background: Background | None = None
-    pipelined: bool = False
-    exchange_dtype: torch.dtype | None = None
-    chooser: Chooser | None = None
+__all__ = ["KFACCurvature"]
 
 
 class KFACCurvature(Curvature):
@@ -171,7 +129,7 @@ class KFACCurvature(Curvature):
 
     def _check_sharded(self) -> None:
         if self.helpers is not None:
-            raise ValueError(_no_copies(self.training))
+            raise ValueError(no_copies(self.training))
         if self._options.other_matrices == "gradient":
             raise ValueError(
                 f"{self.training.name}: other_matrices='gradient' makes factors of whole "
@@ -185,7 +143,7 @@ class KFACCurvature(Curvature):
 
     def description(self) -> list[str]:
         """The options, and the layers."""
-        return _described(self.training, self._options, self._system, self.layers)
+        return described(self.training, self._options, self._system, self.layers)
 
     def require_no_growth(self) -> None:
         """Raise SecondOrderError if the model has grown, and stats workers lack what is new."""
@@ -634,46 +592,6 @@ class KFACCurvature(Curvature):
         return replace(self.layers.summary(said), intervals=self.budget.said, settings=settled)
 
 
-def with_stats_workers(
-    training: Training, options: KFACOptions, system: System, count: int, patience: float
-) -> Curvature:
-    """Make this rank's curvature where the last ranks compute statistics for the others.
-
-    Args:
-        training: The training of the other ranks.
-        options: The options of the K-FAC step.
-        system: The choices of the system.
-        count: Number of ranks that compute statistics.
-        patience: Seconds without a sign of life after which a rank is given up.
-    """
-    if system.background is not None and system.background.device == "cuda":
-        system = replace(system, said=f"{system.said} {training.device.type}")
-    if count and any(map(is_dtensor, training.model.parameters())):
-        raise ValueError(_no_copies(training))
-    if count and training.world.size == 1:
-        training.warn(
-            f"{training.name}(stats_workers={count}) with one process: nobody computes "
-            f"statistics on the side, so they are taken from this process's own passes"
-        )
-        count = 0
-    if not count:
-        return KFACCurvature(training, options, system)
-    system = replace(system, plan=partial(distkfac_plan, keeps_all=False))
-    if training.world.rank < training.world.size - count:
-        return KFACCurvature(training, options, system, StatsWorkers(count, patience))
-
-    layers = Layers(training, options, system.rules, system.conv_approximation)
-    described = partial(_described, training, options, system)
-    return StatsWorker(training, layers, described, partial(_owners, system), count, patience)
-
-
-def _no_copies(training: Training) -> str:
-    return (
-        f"{training.name}: stats workers pass batches through whole copies of the model, and FSDP2 "
-        f"has sharded it over all ranks; use stats_workers=0"
-    )
-
-
 @contextmanager
 def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
     """Measure the work of a hook."""
@@ -695,17 +613,3 @@ def _arriving(
         yield [block for block in left if block in arrived]
         left = [block for block in left if block not in arrived]
     yield left
-
-
-def _owners(system: System, blocks: Sequence[KroneckerBlock], workers: int) -> list[int]:
-    plan = system.plan(list(map(dims_of, blocks)), workers)
-    return [layer.solver("A") for layer in plan.layers]
-
-
-def _described(
-    training: Training, options: KFACOptions, system: System, layers: Layers
-) -> list[str]:
-    """The lines that must be equal on all ranks: options and layers."""
-    shown = {k: v for k, v in vars(options).items() if not callable(v)}
-    said = f"options: {training.base_name} {shown} {system.rules} {system.said}"
-    return [said, *layers.description()]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.kfac.curvature import KFACCurvature, System, with_stats_workers
+from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.distkfac_options import (
     FORGETFUL,
     DoublyFactored,
@@ -41,6 +41,8 @@ from second_order.kfac.options import (
 from second_order.kfac.plan import distkfac_plan
 from second_order.kfac.solves import Background
 from second_order.kfac.stats_workers import StatsWorker
+from second_order.kfac.system import System
+from second_order.kfac.with_helpers import with_stats_workers
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SolverName

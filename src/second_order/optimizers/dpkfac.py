@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order.distributed.assignment import OwnerAssignment
-from second_order.kfac.curvature import KFACCurvature, System
+from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.exchange import OwnerGradients
 from second_order.kfac.options import (
     AUTO,
@@ -31,6 +31,7 @@ from second_order.kfac.options import (
     documented,
 )
 from second_order.kfac.plan import dpkfac_plan
+from second_order.kfac.system import System
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SolverName

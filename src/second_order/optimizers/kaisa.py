@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.distributed.assignment import AssignmentCost
-from second_order.kfac.curvature import KFACCurvature, System
+from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.options import (
     AUTO,
     AutoSchedule,
@@ -29,6 +29,7 @@ from second_order.kfac.options import (
     documented,
 )
 from second_order.kfac.plan import kaisa_plan
+from second_order.kfac.system import System
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.solvers import SolverName

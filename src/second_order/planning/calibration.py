@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from second_order.contract.training import Training
 from second_order.distributed.collectives import World
-from second_order.kfac.curvature import KFACCurvature, System
+from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import distkfac_plan
+from second_order.kfac.system import System
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import SOLVERS
