@@ -7,6 +7,7 @@ small models have several.
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -221,7 +222,7 @@ def resumed(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
             cross_entropy(model(x), y).backward()
         optimizer.step()
         if step == 3:
-            copied = copy.deepcopy((model, optimizer))
+            copied = pickle.loads(pickle.dumps(copy.deepcopy((model, optimizer))))
         found.append(vector(model))
     return found
 
