@@ -23,7 +23,7 @@ def test_what_leaves_in_the_backward_pass_is_not_waited_for() -> None:
     assert len(rows) == 12
     for row in rows:
         assert row["apart"] < 0.01
-        if row["dtype"] == "float32":
+        if row["dtype"] == "float32" and row["network"] != "fast":
             assert row["pipelined"]["waited"] < row["all_reduce"]["waited"]
             assert row["ratio"] < 1
 
