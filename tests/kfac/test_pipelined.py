@@ -245,6 +245,25 @@ def rewound(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
+def parted(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
+    """One rank alone freezes a layer after a pass, hears of it, and goes on with the others."""
+    model = MLP.model()
+    optimizer = kaisa(model, **options)
+    found = []
+    for step, batch in enumerate(BATCHES[:4]):
+        x, y = shard(batch, rank, ranks)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        if step == 2:
+            model[2].requires_grad_(rank == 0)
+            with pytest.raises(RankMismatchError, match="the ranks have parted"):
+                optimizer.step()
+            model[2].requires_grad_(True)
+        optimizer.step()
+        found.append(vector(model))
+    return found
+
+
 def interleaved(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """Two optimizers, whose passes come in another order on each rank."""
     pair = [MLP.model(seed=seed) for seed in (1, 2)]
@@ -265,7 +284,7 @@ SCENES: dict[str, Callable[[int, int, dict[str, Any]], list[Tensor]]] = {
     each.__name__: each
     for each in (
         *(plain, spaced, accumulated, frozen, ordered, thrown_away),
-        *(in_ddp, by_closure, resumed, rewound, interleaved),
+        *(in_ddp, by_closure, resumed, rewound, parted, interleaved),
     )
 }
 
