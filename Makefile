@@ -107,7 +107,7 @@ rivals: venv ## eigenvalues, trace, diagonal and density beside curvlinops, whic
 budget: venv ## what intervals by budget cost, beside the overhead that was asked for: some minutes
 	$(BIN)/python benchmarks/speed/budget.py --json benchmarks/results/budget.json $(ARGS)
 
-pipelined: venv ## KAISA's statistics in the backward pass over slowed networks: a minute
+pipelined: venv ## KAISA's statistics in the backward pass over slowed networks: some minutes
 	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/speed/pipelined.py \
 		--json benchmarks/results/pipelined.json $(ARGS)
 

@@ -80,7 +80,7 @@ def measure(name: str, solver: str, damping: float) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model, data = MODELS[name](), digits.load_split()
     options: dict[str, Any] = {"solver": solver, "damping": damping}
-    narrow = {"exchange_dtype": torch.bfloat16, "kl_clip": None, "lr": 0.0}
+    narrow: dict[str, Any] = {"exchange_dtype": torch.bfloat16, "kl_clip": None, "lr": 0.0}
     exact = KAISA(model, lr=0.05, momentum=0.9, **options)
     shadows = {
         "sums": KAISA(model, grad_worker_fraction=0, **options, **narrow),

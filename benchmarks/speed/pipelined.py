@@ -39,8 +39,8 @@ from second_order.kronecker.solvers import SOLVERS
 from slow_network import SlowNetwork
 
 LAYERS, WIDTH, BATCH = 16, 128, 16
-FORWARD, BACKWARD, SOLVE = 1e-3, 2e-3, 2e-3  # seconds a layer
-LATENCY = 2e-4
+FORWARD, BACKWARD, SOLVE = 5e-3, 1e-2, 1e-2  # seconds a layer
+LATENCY = 1e-3
 BUCKET_BYTES = 2**17  # two layers, as the real bound has two of width 360
 # Seconds of the statistics' exchange over those of the backward passes, by label.
 NETWORKS = {"fast": 0.25, "even": 1.0, "slow": 2.0}
@@ -158,7 +158,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def main() -> None:
     """Measure, print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--json", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()

@@ -7,6 +7,7 @@ small models have several.
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -221,7 +222,7 @@ def resumed(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
             cross_entropy(model(x), y).backward()
         optimizer.step()
         if step == 3:
-            copied = copy.deepcopy((model, optimizer))
+            copied = pickle.loads(pickle.dumps(copy.deepcopy((model, optimizer))))
         found.append(vector(model))
     return found
 
@@ -240,6 +241,25 @@ def rewound(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
         optimizer.step()
         if step == 0:
             odd = copy.deepcopy(optimizer.state_dict())
+        found.append(vector(model))
+    return found
+
+
+def parted(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
+    """One rank alone freezes a layer after a pass, hears of it, and goes on with the others."""
+    model = MLP.model()
+    optimizer = kaisa(model, **options)
+    found = []
+    for step, batch in enumerate(BATCHES[:4]):
+        x, y = shard(batch, rank, ranks)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        if step == 2:
+            model[2].requires_grad_(rank == 0)
+            with pytest.raises(RankMismatchError, match="the ranks have parted"):
+                optimizer.step()
+            model[2].requires_grad_(True)
+        optimizer.step()
         found.append(vector(model))
     return found
 
@@ -264,7 +284,7 @@ SCENES: dict[str, Callable[[int, int, dict[str, Any]], list[Tensor]]] = {
     each.__name__: each
     for each in (
         *(plain, spaced, accumulated, frozen, ordered, thrown_away),
-        *(in_ddp, by_closure, resumed, rewound, interleaved),
+        *(in_ddp, by_closure, resumed, rewound, parted, interleaved),
     )
 }
 

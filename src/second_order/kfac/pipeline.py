@@ -230,6 +230,9 @@ class Pipeline:
                 travel.
         """
         blocks = [slot.block for slot in self._slots]
+        if not blocks:
+            layers.sums([])
+            return iter(())
         micro_batches = layers.micro_batches(blocks)
         meter, world = self._training.meter, self._training.world
         with meter.stage("exchange"):
@@ -285,7 +288,7 @@ class Pipeline:
             self._before, self._micro_batches = found, micro_batches
         reached = [b for b in self._reached if b in found]
         self._rest()
-        if self._ordered or not blocks:
+        if self._ordered:
             return
         # Minus ones where the first rank has had no backward pass: another step shows the order.
         number = {block: i for i, block in enumerate(blocks)}
