@@ -163,9 +163,9 @@ MUTANTS = [
     ),
     _mutant(
         "owners' gradients balanced by number",
-        "kfac/exchange.py",
-        "load[owner_of[id(p)]] += p.numel()",
-        "load[owner_of[id(p)]] += 1",
+        "kfac/plan.py",
+        "load[owner] += size",
+        "load[owner] += 1",
         "dpkfac::parameters_of_no_layer_go_where_the_least_is_to_be_sent",
     ),
     _mutant(
