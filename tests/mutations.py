@@ -162,13 +162,6 @@ MUTANTS = [
         "factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well",
     ),
     _mutant(
-        "owners' gradients balanced by number",
-        "kfac/exchange.py",
-        "load[owner_of[id(p)]] += p.numel()",
-        "load[owner_of[id(p)]] += 1",
-        "dpkfac::parameters_of_no_layer_go_where_the_least_is_to_be_sent",
-    ),
-    _mutant(
         "the hook's means are lost with their owner",
         "kfac/exchange.py",
         "if owners.get(p, rank) != rank]",
