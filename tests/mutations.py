@@ -169,6 +169,7 @@ MUTANTS = [
         "dpkfac::parameters_of_no_layer_go_where_the_least_is_to_be_sent",
     ),
     _mutant(
+    ),
         "the hook's means are lost with their owner",
         "kfac/exchange.py",
         "if owners.get(p, rank) != rank]",

@@ -69,6 +69,7 @@ def main() -> None:
     """Measure, plan for all numbers of ranks, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "planning.png")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of measurement")
     chosen = parser.parse_args()
     workload = WORKLOADS["transformer"]
     planner = Planner(
@@ -77,6 +78,7 @@ def main() -> None:
         network=LINKS,
         solvers=["inverse"],
         intervals=[(10, 100)],
+        seconds=chosen.seconds,
         clock=time.process_time,
     )
     plans = [planner.plan(n) for n in SIZES]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from stored import rows
 
 import papers
 from second_order.planning.counts import Case
+from second_order.planning.memory import activation_bytes
 from second_order.planning.systems import dpkfac, kaisa
 
 if TYPE_CHECKING:
@@ -121,6 +123,19 @@ def test_kaisas_state_is_what_the_paper_has_measured_or_not(name: str) -> None:
     measured = (row.least - row.plain, row.most - row.plain)
     ratios = tuple(round(c / m, 3) for c, m in zip(counted, measured, strict=True))
     assert ratios == RATIOS[name]
+    page = rows("docs/planning.md", "network", "one worker, measured")
+    pairs = zip(measured, counted, strict=True)
+    said = page[name.replace("-Large", "-Large, two bytes")]
+    assert said == [f"{n:,.0f}" for pair in pairs for n in pair]
+
+
+def test_the_defaults_here_take_less(resnet_50: Network) -> None:
+    def most(**options: Any) -> float:
+        shares = Case(resnet_50, kaisa(**options), papers.RANKS).everybody()
+        return max(s.work.nbytes("factors", "inverses") for s in shares) / papers.MB
+
+    assert round(most()) == 634
+    assert round(most(grad_worker_fraction=1 / papers.RANKS, factor_exchange="reduce")) == 87
 
 
 def test_kaisas_state_grows_linearly_with_the_fraction(resnet_50: Network) -> None:
@@ -140,7 +155,9 @@ def test_a_budget_of_memory_is_turned_into_a_batch() -> None:
     """
     with torch.device("meta"):
         model = papers.resnet(50)
+        per_example = activation_bytes(model, [torch.empty(2, 3, 224, 224)])
     network = papers.as_published(1.0).network(model, momentum=0.9)
+    assert round(per_example / papers.MB) == 86
     found = papers.batches(network, model, papers.PLAIN_BATCH)
     fractions = (1 / papers.RANKS, 0.5, 1.0)
     assert [found["as published"][f] for f in fractions] == [112, 108, 105]

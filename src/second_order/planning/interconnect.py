@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from second_order.planning.machine import positive
@@ -110,18 +111,8 @@ class Interconnect:
 
         Where nodes have unequally many of the ranks, that of the fullest counts.
         """
-        found, units = [], list(dict.fromkeys(ranks))
-        for level in self.levels:
-            if level.ranks is None:
-                found.append(len(units))
-                break
-            members: dict[int, int] = {}
-            for unit in units:
-                # A unit of the level below is known by its first rank's place.
-                members[unit // level.ranks] = members.get(unit // level.ranks, 0) + 1
-            found.append(max(members.values(), default=0))
-            units = [place * level.ranks for place in members]
-        return found
+        known = ranks if isinstance(ranks, range) else tuple(ranks)
+        return list(_parties(tuple(level.ranks for level in self.levels), known))
 
     def all_reduce(self, nbytes: float, ranks: Sequence[int]) -> float:
         """Seconds to sum n bytes over ranks, for all of them."""
@@ -213,3 +204,20 @@ class Interconnect:
 
 def _rounds(parties: int) -> int:
     return math.ceil(math.log2(parties))
+
+
+@lru_cache(maxsize=512)
+def _parties(together: tuple[int | None, ...], ranks: Sequence[int]) -> tuple[int, ...]:
+    """The parties of each level, by the number of ranks that are together on it."""
+    found, units = [], list(dict.fromkeys(ranks))
+    for size in together:
+        if size is None:
+            found.append(len(units))
+            break
+        members: dict[int, int] = {}
+        for unit in units:
+            # A unit of the level below is known by its first rank's place.
+            members[unit // size] = members.get(unit // size, 0) + 1
+        found.append(max(members.values(), default=0))
+        units = [place * size for place in members]
+    return tuple(found)

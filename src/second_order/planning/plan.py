@@ -197,13 +197,18 @@ class Planner:
         # Nothing is run before all is checked.
         measured = machine is None if measure is None else measure
         self._seen: dict[str, tuple[Network, Observation]] = {}
+        looks: dict[str, tuple[Network, Observation]] = {}  # by what counts as a layer
         for system in systems:
             planned = self._made[system, self._solvers[0]]
+            kind = f"{planned.rules} {planned.conv_approximation}"
+            if kind in looks:
+                self._seen[system] = looks[kind]
+                continue
             found = observe(model, sample_batch, planned, measure=measured, clock=clock)
             arguments, named = arguments_of(sample_batch)
             with undisturbed(model, placed):
                 seen = planned.network(model, example=named or arguments, **keywords)
-            self._seen[system] = seen, found
+            self._seen[system] = looks[kind] = seen, found
         sizes = {
             layer.shape.dim(letter)
             for seen, _ in self._seen.values()
