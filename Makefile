@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak planned elastic-soak venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids many-ranks scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak planned elastic-soak venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -139,6 +139,11 @@ structure: venv ## files, functions and lines that a step of each system takes a
 
 scaling: venv ## what 64 processes would send and keep, beside the paper's formulas: a minute
 	$(BIN)/python benchmarks/speed/scaling.py $(ARGS)
+
+many-ranks: venv ## one rank of 64, 1,024 and 4,096: its messages, memory and time, simulated: many minutes
+	$(BIN)/python benchmarks/speed/many_ranks.py --json benchmarks/results/many_ranks.json $(ARGS)
+	$(BIN)/python benchmarks/speed/many_ranks.py --resnet --first --ranks 64 4096 \
+		--systems "KAISA MEM-OPT" DPKFAC --json benchmarks/results/many_ranks.json
 
 faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes
 	$(BIN)/python tests/faults/faults.py --jobs 3 --json benchmarks/results/faults.json \

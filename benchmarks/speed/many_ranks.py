@@ -112,7 +112,7 @@ class Allocated(TorchDispatchMode):
     """Bytes of the tensors that operations make meanwhile: those alive now, and the most so far."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -190,6 +190,7 @@ def _dho2(layout: str) -> System:
     options = {
         "layout": layout,
         "largest": 4,
+        "lanczos_iterations": 8,
         "warmup_steps": 0,
         "momentum": 0.9,
     }

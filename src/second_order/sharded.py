@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "FSDPParams",
-    "chunks",
+    "chunk",
     "ddp_under_way",
     "dtensors_exist",
     "is_dtensor",
@@ -50,13 +50,13 @@ def local(tensor: Tensor) -> Tensor:
         return cast(Tensor, cast(Any, tensor).to_local())
 
 
-def chunks(rows: int, parts: int) -> list[tuple[int, int]]:
-    """The first row of each part and the one after its last, as ``torch.chunk`` cuts.
+def chunk(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """The first row of a part and the one after its last, as ``torch.chunk`` cuts.
 
     ⌈rows / parts⌉ go to each; the last parts may have fewer, or none.
     """
     each = -(-rows // parts)
-    return [(min(i * each, rows), min((i + 1) * each, rows)) for i in range(parts)]
+    return min(index * each, rows), min((index + 1) * each, rows)
 
 
 def like(p: Tensor, value: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def like(p: Tensor, value: Tensor) -> Tensor:
     spread = cast(Any, p)
     (at,) = (i for i, place in enumerate(spread.placements) if place.is_shard())
     mesh = spread.device_mesh
-    start, stop = chunks(p.shape[0], mesh.size(at))[mesh.get_coordinate()[at]]
+    start, stop = chunk(p.shape[0], mesh.size(at), mesh.get_coordinate()[at])
     rows = value.detach()[start:stop].to(local(p).device, copy=True)
     kind, mine = sys.modules["torch.distributed.tensor"].DTensor, (mesh, spread.placements)
     made = kind.from_local(rows, *mine, run_check=False, shape=p.shape, stride=p.stride())

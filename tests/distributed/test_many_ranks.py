@@ -74,7 +74,8 @@ def test_memory_and_messages_are_those_of_64_ranks(system: many_ranks.System, ra
     assert many["groups"] == few["groups"] <= 2
     if not system.closure:  # Lanczos stops where the pretended products make it
         assert many["collectives"] <= few["collectives"]
-        assert many["state_mb"] == few["state_mb"] > 0
+        assert many["state_mb"] == pytest.approx(few["state_mb"], rel=0.02)
+        assert few["state_mb"] > 0
     # Each rank says a word of itself, and its part of the clip's sum: some dozen bytes.
     for name in ("construction_mb", "step_mb"):
         assert many[name] <= 1.05 * few[name] + 100e-6 * most, name

@@ -148,7 +148,7 @@ class ShardedLayout(FlatLayout):
             for rank in range(world.size)
             for index, group in enumerate(groups)
             for p in group
-            for start, stop in [rows[p].bounds[rank]]
+            for start, stop in [rows[p].bounds(rank)]
             if stop > start
         ]
         sizes = [0] * world.size
