@@ -2694,4 +2694,47 @@ MUTANTS = [
         "self.budget.saved()",
         "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
     ),
+    # Ranks that have parted, and files.
+    _mutant(
+        "checksums without places",
+        "distributed/checksums.py",
+        "(_multipliers(words.device)[: block.numel()] * block).sum()",
+        "block.sum(dtype=torch.int64)",
+        "debug::places_count",
+    ),
+    _mutant(
+        "checksums of the last block alone",
+        "distributed/checksums.py",
+        "total * BETWEEN_BLOCKS + ",
+        "",
+        "debug::large_ones_are_read_in_blocks",
+    ),
+    _mutant(
+        "ranks compared, and the base's state not",
+        "contract/debug.py",
+        "for key, value in _leaves(state.get(p, {})):",
+        "for key, value in ():",
+        "debug::a_parted_bit_is_named_with_its_rank_before_a_further_step",
+    ),
+    _mutant(
+        "ranks with the same rows not compared",
+        "distributed/checksums.py",
+        "_differ(aside.words(word_of(_of(known, True))), alike) or parted",
+        "parted",
+        "debug::rows_are_compared_with_those_of_replicas",
+    ),
+    _mutant(
+        "files renamed before they are on the disk",
+        "files.py",
+        "            os.fsync(file.fileno())\n",
+        "",
+        "files::a_file_is_there_as_a_whole_or_not_at_all",
+    ),
+    _mutant(
+        "files whose entries nobody compares",
+        "files.py",
+        "spoilt = archive.testzip()",
+        "spoilt = None",
+        "files::a_flipped_bit_of_a_number_is_refused",
+    ),
 ]

@@ -2,94 +2,90 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import script
 
 import elastic
 import elastic_soak
 from digits import load_split
 from second_order import load_checkpoint
 
-if TYPE_CHECKING:
-    from pool import World
+OTHERS = [name for name in elastic.OPTIMIZERS if name != "kaisa"]
 
 
-def started(rank: int, world_size: int, *arguments: object) -> str:
-    """The script on a rank of the pool, as torchrun would start it."""
-    with patch.dict(os.environ, {"RANK": str(rank)}):
-        return script(rank, world_size, "elastic", *arguments)
-
-
-def killed_at(step: int, log: Path, *arguments: str) -> tuple[list[int | None], str]:
-    """The exit codes and the output of two processes, of which one is killed before a step."""
-    context = multiprocessing.get_context("forkserver")  # the pool's, which has imported torch
-    given = [*arguments, "--die-at", str(step)]
-    processes = [
-        context.Process(target=elastic_soak.run, args=(place, rank, given, log))
-        for place in [elastic_soak.place_of(2)]
-        for rank in range(2)
-    ]
+def start(size: int, folder: Path, steps: int, *options: object) -> list[int | None]:
+    """Train on processes of their own; their exit codes."""
+    arguments = ["--folder", str(folder), "--steps", str(steps), *map(str, options)]
+    processes = elastic_soak.ranks(size, arguments, folder.with_suffix(".log"))
     for process in processes:
-        process.start()
-    for process in processes:
-        process.join(200.0)
-        process.kill()
         process.join()
-    return [process.exitcode for process in processes], log.read_text()
+    return [process.exitcode for process in processes]
+
+
+def drive(root: Path) -> None:
+    """All trainings of these tests: processes that are forks of one, which has imported torch."""
+    codes = start(2, root / "killed", 40, "--die-at", 35)
+    assert codes[1] == -9, codes
+    assert codes[0] not in (0, -9), "the other one ends by itself"
+    newest = elastic.name_of(root / "killed", 30)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    assert start(3, root / "killed", 40) == [0, 0, 0]
+    assert start(1, root / "alone", 40) == [0]
+    assert start(1, root / "other", 40, "--seed", 1) == [0]
+    for name in OTHERS:
+        option = "--optimizer", name
+        assert start(2, root / f"{name} resumed", 10, *option) == [0, 0]
+        assert start(1, root / f"{name} resumed", 20, *option) == [0]
+        assert start(1, root / f"{name} alone", 20, *option) == [0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the trainings. Slow: forks of a process of its own, as pytest has threads."""
+    root = tmp_path_factory.mktemp("elastic")
+    paths = [str(Path(__file__).parent), *sys.path]
+    script = "import pathlib, sys, test_example_elastic as t; t.drive(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(root)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    logs = "".join(f"{log.name}\n{log.read_text()[-2000:]}\n" for log in root.glob("*.log"))
+    assert run.returncode == 0, f"{run.stderr}\n{logs}"
+    return root
 
 
 def weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     return dict(load_checkpoint(elastic.name_of(folder, steps))["model"])
 
 
-def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    return max(float((a[k] - b[k]).abs().max() / b[k].abs().max()) for k in a)
-
-
-def test_it_goes_on_with_more_processes_from_the_newest_whole_checkpoint(
-    world: World, tmp_path: Path
-) -> None:
-    """Slow: processes of their own, one of which is killed. It ends where it would have."""
-    killed, alone, other = (tmp_path / name for name in ("killed", "alone", "other"))
-    steps = ("--steps", 40)
-    codes, said = killed_at(35, tmp_path / "log", "--folder", str(killed), "--steps", "40")
-    assert codes[1] == -9
-    assert codes[0] not in (0, -9), "the other one has ended by itself"
-    assert "SecondOrderError" in said
-    newest = elastic.name_of(killed, 30)
-    newest.write_bytes(newest.read_bytes()[:-1000])
-
-    output, *_ = world.run(started, 3, "--folder", killed, *steps)
-    assert f"left out: {newest} is cut short" in output
+def test_it_goes_on_with_more_processes_from_the_newest_whole_checkpoint(trained: Path) -> None:
+    """And ends where it would have, up to rounding."""
+    output = (trained / "killed.log").read_text()
+    assert "SecondOrderError" in output
+    assert f"left out: {elastic.name_of(trained / 'killed', 30)} is cut short" in output
     assert "from step 20 on, 3 processes" in output
-    world.run(started, 1, "--folder", alone, *steps)
-    world.run(started, 1, "--folder", other, *steps, "--seed", 1)
-    undisturbed = weights(alone, 40)
-    assert apart(weights(killed, 40), undisturbed) < 1e-10
-    assert apart(weights(other, 40), undisturbed) > 1e-2
-    names = [path.name for path in elastic.checkpoints(killed)]
+    found, alone, other = (weights(trained / name, 40) for name in ("killed", "alone", "other"))
+    assert elastic_soak.distance(found, alone) < 1e-10
+    assert elastic_soak.distance(other, alone) > 1e-2
+    names = [path.name for path in elastic.checkpoints(trained / "killed")]
     assert names == ["step-00000040.pt", "step-00000030.pt", "step-00000020.pt"]
 
 
-@pytest.mark.parametrize("optimizer", elastic.OPTIMIZERS)
-def test_each_optimizer_resumes_on_fewer_processes(
-    world: World, tmp_path: Path, optimizer: str
-) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_optimizer_resumes_on_fewer_processes(trained: Path, name: str) -> None:
     """DPKFAC's factors are of its share of the batch, and so not those of another number."""
-    resumed, alone = tmp_path / "resumed", tmp_path / "alone"
-    arguments = ("--optimizer", optimizer, "--folder")
-    world.run(started, 2, *arguments, resumed, "--steps", 10)
-    world.run(started, 1, *arguments, resumed, "--steps", 20)
-    world.run(started, 1, *arguments, alone, "--steps", 20)
-    difference = apart(weights(resumed, 20), weights(alone, 20))
-    assert (difference < 1e-9) is (optimizer != "dpkfac")
+    found, alone = (weights(trained / f"{name} {which}", 20) for which in ("resumed", "alone"))
+    assert (elastic_soak.distance(found, alone) < 1e-9) is (name != "dpkfac")
 
 
 def test_processes_share_the_same_batches() -> None:

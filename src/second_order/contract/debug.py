@@ -97,4 +97,4 @@ def _rows(training: Training) -> list[Any] | None:
     world = training.world
     sharded = [p for p in training.model.parameters() if is_dtensor(p)]
     bounds = [rows_of(p, world).bounds for p in sharded]
-    return [tuple(of[rank] for of in bounds) for rank in range(world.size)] if sharded else None
+    return [tuple(of(rank) for of in bounds) for rank in range(world.size)] if sharded else None
