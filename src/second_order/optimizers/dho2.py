@@ -66,10 +66,10 @@ class DHO2(EigenpairOptimizer):
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
             callable of the step; "auto": as often as ``overhead`` allows.
         overhead: With "auto": the share of the time of the base alone that all computations of
-            eigenpairs may take together, above 0 and up to 10. A product is timed after ten steps,
-            the first computation comes once it is paid for, and each that follows when it is; the
-            costs, in steps of the base, are kept from then on, in checkpoints, too. Not used
-            without "auto".
+            eigenpairs may take together, above 0 and up to 10. A product is timed at step 10 /
+            ``overhead``, the first computation comes once it is paid for, and each that follows
+            when it is; the first three are timed, and the costs, in steps of the base, are kept
+            from then on, in checkpoints, too. Not used without "auto".
         warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
             or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
             then they are paid for before the second ones.
