@@ -1371,8 +1371,8 @@ MUTANTS = [
     _mutant(
         "parameters without a gradient move",
         "fosi/pieces.py",
-        "        here = [piece for piece in self.pieces if piece.param.grad is not None]\n        if self",
-        "        here = list(self.pieces)\n        if self",
+        " if piece.param.grad is not None]\n        if self",
+        "]\n        if self",
         "dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind",
     ),
     # DHO2.
