@@ -68,7 +68,7 @@ def chosen(rank: int, size: int) -> Any:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_ranks_choose_the_same_and_train_as_if_it_were_given(world: World, size: int) -> None:
-    found = world.run(chosen, size)
+    found = world.run(chosen, size, timeout=200.0)
     workers = {workers for workers, *_ in found}
     assert len(workers) == 1
     assert size % workers.pop() == 0
@@ -77,25 +77,26 @@ def test_all_ranks_choose_the_same_and_train_as_if_it_were_given(world: World, s
         assert f"gradient workers chosen: {count} of {size} for each layer" in said
 
 
-def forced(workers: int) -> Any:
-    """What rank 0 finds; elsewhere another number, which nobody is to hear."""
+def force(patch: pytest.MonkeyPatch, workers: int) -> None:
+    """Rank 0 finds so many; the others another number, which nobody is to hear."""
 
     def best(self: AutoFraction, training: Any, *rest: Any) -> int:
         return workers if training.world.rank == 0 else 1
 
-    return best
+    patch.setattr(fraction, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
+    patch.setattr(AutoFraction, "best", best)
 
 
 def remembered(rank: int, size: int) -> Any:
     patch = pytest.MonkeyPatch()
-    patch.setattr(AutoFraction, "best", forced(2))
+    force(patch, 2)
     model = MLP.model()
     first = kaisa(model, grad_worker_fraction="auto")
     assert workers_of(first) == 2
     trained(model, first, rank, size)
     file = io.BytesIO()
     torch.save((model.state_dict(), first.state_dict()), file)
-    patch.setattr(AutoFraction, "best", forced(4))
+    force(patch, 4)
     weights, state = torch.load(io.BytesIO(file.getvalue()))
     again = MLP.model()
     again.load_state_dict(weights)
@@ -113,7 +114,7 @@ def remembered(rank: int, size: int) -> Any:
 
 def elsewhere(rank: int, size: int, saved: bytes) -> tuple[int, int]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(AutoFraction, "best", forced(1))
+    force(patch, 1)
     weights, state = torch.load(io.BytesIO(saved))
     model = MLP.model()
     model.load_state_dict(weights)
@@ -141,6 +142,7 @@ def one_rank_alone(rank: int, size: int) -> str:
 
 def cannot(rank: int, size: int) -> tuple[int, list[str]]:
     patch = pytest.MonkeyPatch()
+    patch.setattr(fraction, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
     patch.setattr(fraction, "quick_machine", partial(_raise, rank))
     with pytest.warns(match="grad_worker_fraction") as caught:
         optimizer = kaisa(MLP.model(), grad_worker_fraction="auto")

@@ -370,14 +370,14 @@ def _nothing() -> None:
 def measure_network(world: World, device: torch.device) -> Interconnect:
     """Measure latency and bandwidth among all ranks; a collective.
 
-    Two sums, of next to nothing and of 16 MB, and a word from each rank to each are put into the
+    Two sums, of next to nothing and of 4 MB, and a word from each rank to each are put into the
     formulas. Ranks on other nodes are taken to be on one level with these.
 
     Args:
         world: The ranks, two at least.
         device: The device of the messages.
     """
-    small, large = (torch.ones(n, device=device) for n in (8, 2**22))
+    small, large = (torch.ones(n, device=device) for n in (8, 2**20))
     words = torch.ones(world.size, dtype=torch.int64, device=device)
     calls = [
         partial(dist.all_reduce, small, group=world.group),
@@ -413,7 +413,7 @@ def network_of(
 def _usual_seconds(world: World, call: Callable[[], Any], device: torch.device) -> float:
     """The median of some calls, all of which all ranks begin together."""
     times = []
-    for _ in range(9):
+    for _ in range(7):
         world.on_cpu().words(0)
         start = time.perf_counter()
         call()
