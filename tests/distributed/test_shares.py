@@ -124,7 +124,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_by_shares_is_bit_for_bit_as_directly(
     world: pool.World, world_size: int, seed: int
 ) -> None:
