@@ -21,6 +21,7 @@ import argparse
 import json
 import platform
 import statistics
+from collections.abc import Callable
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -59,7 +60,11 @@ class Rows(nn.Module):
         return result
 
 
-MODELS = {"MLP": digits.mlp, "conv": digits.conv_net, "transformer": Rows}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "MLP": digits.mlp,
+    "conv": digits.conv_net,
+    "transformer": Rows,
+}
 ACCOUNTS = {"sums": "bytes/statistics_exchange", "decompositions": "bytes/solve_exchange"}
 
 
