@@ -16,6 +16,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, ScalarFormatter
 
 Row = dict[str, Any]
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
@@ -46,6 +47,10 @@ def batches(axes: Axes, rows: Sequence[Row]) -> None:
         line(axes, mine, "global batch", color=COLOURS[count], marker="s", ls="--", label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.set_ylim(8, 512)
+    for axis, least in ((axes.xaxis, 16), (axes.yaxis, 8)):
+        axis.set_ticks([least * 2**i for i in range(6)])
+        axis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("images in a step, over all processes")
     axes.legend(frameon=False, fontsize=8)
 
@@ -56,6 +61,9 @@ def dampings(axes: Axes, rows: Sequence[Row], name: str) -> None:
         mine = [r for r in rows if (r["optimizer"], r["damping"]) == (name, gamma)]
         line(axes, mine, "interval", color=colour, marker="o", label=f"damping {gamma:g}")
     axes.set_xscale("log")
+    axes.set_xticks((1, 10, 50, 100))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(0, MOST)
     axes.set_title(name, fontsize=10)
     axes.set_xlabel("steps between refreshes")

@@ -637,6 +637,7 @@ class Solves:
         if self._pool is not None:
             self._pool.close()
         self.flights.clear()
+        self.traces.forget()
         self._plan, self.landed_at, self.taken_at, self.dampings = {}, {}, {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
