@@ -125,7 +125,8 @@ faults: venv ## hundreds of faults in small trainings, and what becomes of each:
 		--page docs/faults.md $(ARGS)
 
 fuzz: venv ## random trainings of every optimizer, ARGS="--examples 1000" or fifty: some minutes
-	$(BIN)/python tests/fuzz/fuzz.py --json benchmarks/results/fuzz.json $(ARGS)
+	$(BIN)/python tests/fuzz/fuzz.py --json benchmarks/results/fuzz.json \
+		--page docs/faults.md $(ARGS)
 
 soak: venv ## fifty thousand steps of every optimizer: does memory or a step's time grow? minutes
 	$(BIN)/python tests/faults/soak.py --json benchmarks/results/soak.json $(ARGS)
