@@ -153,7 +153,8 @@ elastic-soak: venv ## kill processes of a training at random, resume on others: 
 	PYTHONPATH=examples $(BIN)/python tests/faults/elastic_soak.py --torchrun \
 		--optimizer kaisa dpkfac distkfac dho2 mrdho2 --json benchmarks/results/elastic.json $(ARGS)
 fuzz: venv ## random trainings of every optimizer, ARGS="--examples 1000" or fifty: some minutes
-	$(BIN)/python tests/fuzz/fuzz.py --json benchmarks/results/fuzz.json $(ARGS)
+	$(BIN)/python tests/fuzz/fuzz.py --json benchmarks/results/fuzz.json \
+		--page docs/faults.md $(ARGS)
 
 soak: venv ## fifty thousand steps of every optimizer: does memory or a step's time grow? minutes
 	$(BIN)/python tests/faults/soak.py --json benchmarks/results/soak.json $(ARGS)

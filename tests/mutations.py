@@ -2735,4 +2735,33 @@ MUTANTS = [
         "spoilt = None",
         "files::a_flipped_bit_of_a_number_is_refused",
     ),
+    # What random trainings have found.
+    _mutant(
+        "a state that loses its curvature by close()",
+        "optimizers/base.py",
+        "{index: dict(entry) for index",
+        "{index: entry for index",
+        "found::closing_leaves_a_state_that_was_asked_for_as_it_is",
+    ),
+    _mutant(
+        "endless steps where the curvature has vanished",
+        "fosi/eigenpairs.py",
+        "if not now < VANISHED * before:",
+        "if True:",
+        "found::curvature_that_vanishes_makes_no_endless_steps",
+    ),
+    _mutant(
+        "eigenpairs kept though their curvature has only fallen",
+        "fosi/eigenpairs.py",
+        "VANISHED = 1e-6",
+        "VANISHED = 1e-2",
+        "found::curvature_that_vanishes_makes_no_endless_steps",
+    ),
+    _mutant(
+        "stand-ins that keep their dtype when the model is cast",
+        "fosi/sharded_base.py",
+        "if stand_in.dtype != current.dtype:",
+        "if False:",
+        "found::a_model_that_is_cast_goes_on_in_rows",
+    ),
 ]

@@ -23,6 +23,11 @@ def newton(system: System) -> bool:
     return system.kind in (DHO2, MRDHO2)
 
 
+def summing(system: System) -> bool:
+    """Whether its checkpoints have a sum of an epoch's gradients."""
+    return system.kind is MRDHO2 and system.options["final_update"] != "within"
+
+
 def part_with(state: dict[str, Any], name: str) -> dict[str, Any]:
     """The first parameter's curvature that has an entry."""
     for entry in state["state"].values():
@@ -149,8 +154,8 @@ for _name, _bad in (
 ):
     tampered(f"{_bad} for {_name}", put(_name, _bad), lambda s: s.kind is DHO2)
 for _name in "gradient_sum", "epoch_start":
-    tampered(f"NaN in {_name}", put(_name, spoilt), lambda s: s.kind is MRDHO2)
-    tampered(f"{_name} of another shape", put(_name, cut), lambda s: s.kind is MRDHO2)
+    tampered(f"NaN in {_name}", put(_name, spoilt), summing)
+    tampered(f"{_name} of another shape", put(_name, cut), summing)
 
 
 # Saving and resuming.

@@ -10,8 +10,9 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from stored import ROOT, stored
 
-from fuzz import play
+from fuzz import OUTCOMES, play, table
 from fuzz_models import Net, Part, Spec, batch, draw_model, loss_of
 from fuzz_options import RANGES, SYSTEMS, choices, draw_value, hints, signature
 from fuzz_training import Example, Told, base_alone, draw_example, judge, train
@@ -74,6 +75,15 @@ def test_every_option_has_values(name: str) -> None:
 def test_strings_are_read_off_the_message_that_refuses_others() -> None:
     assert "factor_exchange" not in RANGES
     assert choices(SYSTEMS["KAISA"], "factor_exchange") == ("all_reduce", "reduce")
+
+
+def test_the_page_has_the_stored_run() -> None:
+    run = stored("fuzz")["results"]
+    assert len(run) >= 1000
+    assert {row["outcome"] for row in run} <= set(OUTCOMES) - {"finding"}
+    assert sum(row["outcome"] == "trains" for row in run) > 0.7 * len(run)
+    assert {row["system"] for row in run} == SYSTEMS.keys()
+    assert table(run) in (ROOT / "docs" / "faults.md").read_text()
 
 
 def done(*parameters: float, **more: Any) -> dict[str, Any]:

@@ -58,6 +58,8 @@ GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
 
 BLOWN_UP = 10.0  # times the loss at the first refresh
 
+VANISHED = 1e-6  # of the last pairs' largest |û|: Newton steps would be a million times as long
+
 FRESH = 0.1
 """The random share of the vector that a refresh starts from."""
 
@@ -87,6 +89,11 @@ def wanted_pairs(
     )
     space.raise_together()
     return pairs
+
+
+def _largest(values: Tensor) -> float:
+    """max|û|, 0 of none."""
+    return float(values.abs().max()) if len(values) else 0.0
 
 
 def publish(training: Training) -> None:
@@ -241,6 +248,8 @@ class Eigenpairs:
         tally.add(training.steps, pairs.iterations)
         self.first_used = training.steps
         if pairs.finite and math.isfinite(loss):
+            if self._vanished(pairs.values):
+                return
             self._guard(loss)
             with self._vector.plain():
                 if self._adopt(pairs):
@@ -252,6 +261,24 @@ class Eigenpairs:
             f"the curvature at step {training.steps} is not finite: {kept} (failure "
             f"{tally.failures} of {tally.refreshes} refreshes)"
         )
+
+    def _vanished(self, values: Tensor) -> bool:
+        """Whether next to nothing is left of the curvature; the last pairs are kept then.
+
+        As where a softmax is saturated on the curvature batch: gradients of other batches do not
+        vanish with it, and no unit of the loss bounds their Newton steps.
+        """
+        before = _largest(self.subspace.values) if self.subspace is not None else 0.0
+        now = _largest(values)
+        if not now < VANISHED * before:
+            return False
+        if self._training.first_time("vanished"):
+            self._training.warn(
+                f"the curvature at step {self._training.steps} has vanished: eigenvalues of "
+                f"{now:.3g} at most, after {before:.3g}; the last eigenpairs are kept as long as "
+                f"that is so"
+            )
+        return True
 
     def _start(self, space: RowSpace) -> tuple[Tensor, bool]:
         """The start vector: the sum of the last vectors, and a little of every direction.

@@ -490,6 +490,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             found = super().state_dict()
         finally:
             self.state.update(parked)
+        # Entries of their own: close() takes the curvature out of those of `state`.
+        found["state"] = {index: dict(entry) for index, entry in found["state"].items()}
         self._collected.add_to(found["state"], members_of(self.param_groups))
         return found
 

@@ -1,0 +1,51 @@
+"""Long runs: what the script measures is what there is, and the stored run is flat."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+import pytest
+from stored import rows, stored
+
+import soak
+
+
+def test_a_short_run_is_measured() -> None:
+    windows = soak.train("KAISA", 50)
+    assert len(windows) == soak.WINDOWS
+    assert all(window["megabytes"] > 50 and window["objects"] > 1e4 for window in windows)
+    assert all(window["tensors"] >= 4 and window["milliseconds"] > 0 for window in windows)
+
+
+def test_what_grows_is_seen() -> None:
+    kept: list[object] = []
+    counts = []
+    for _ in range(3):
+        kept += [[j] for j in range(1000)]
+        counts.append(soak.measured([1.0], 1.0)["objects"])
+    assert all(later - sooner >= 1000 for sooner, later in pairwise(counts))
+
+
+def test_the_stored_run_is_flat() -> None:
+    """Memory, objects, threads and files; and the last windows' steps are as long as the first."""
+    run = stored("soak")
+    assert run["steps"] == 50_000
+    assert run["runs"].keys() == soak.SYSTEMS.keys()
+    for windows in run["runs"].values():
+        warm = windows[1:]
+        assert max(w["megabytes"] for w in warm) < 1.01 * min(w["megabytes"] for w in warm)
+        for name in ("objects", "tensors", "threads", "files"):
+            assert soak.growth(windows, name) == 1.0
+        first, last = ([w["milliseconds"] for w in half] for half in (warm[:3], warm[-3:]))
+        assert statistics.median(last) < 1.25 * statistics.median(first)
+
+
+def test_the_page_has_the_stored_run() -> None:
+    table = rows("docs/faults.md", "optimizer", "resident, MB", "Python objects")
+    for system, windows in stored("soak")["runs"].items():
+        first, last = (float(x) for x in table[system][0].split(" → "))
+        assert first == pytest.approx(windows[1]["megabytes"], abs=0.051)
+        assert last == pytest.approx(windows[-1]["megabytes"], abs=0.051)
+        line = soak.table({system: windows}).splitlines()[-1]
+        assert [cell.strip() for cell in line.strip("|").split("|")][1:] == table[system]
