@@ -288,11 +288,14 @@ def ratios(runs: Sequence[Gained], key: str) -> list[float]:
 
 
 def best_rate(runs: Sequence[Gained]) -> float:
-    """The rate with the fewest seconds over the tuning seeds."""
-    taken: dict[float, float] = {}
+    """The rate with the fewest steps over the tuning seeds; all of them where it does not arrive.
+
+    A step takes as long at each rate, and seconds of single runs are noisy.
+    """
+    taken: dict[float, int] = {}
     for run in runs:
-        seconds = run.seconds if run.steps is not None else math.inf
-        taken[run.lr] = taken.get(run.lr, 0.0) + seconds
+        steps = goal(run.name).task.steps if run.steps is None else run.steps
+        taken[run.lr] = taken.get(run.lr, 0) + steps
     return min(taken, key=lambda lr: taken[lr])
 
 
