@@ -82,7 +82,7 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
 SAMPLE = {
     "KAISA 2, all / one rank alone / is killed / first": "ends by an error",
     "KAISA 2, sharded / solves / solves return NaN on one rank / first": "is told",
-    "DHO2 2, auto / numbers and batches / a clock that runs backwards on one rank / first": "goes on",
+    "DHO2 2, auto / numbers and batches / a clock that runs back on one rank / first": "goes on",
     "MRDHO2 2+1, within / helpers / is killed before it serves / whole": "is told",
 }
 
