@@ -186,7 +186,7 @@ def _(run: Run) -> None:
     _clock(run, lambda: 1.0)
 
 
-@fault("a clock that runs backwards on one rank", NUMBERS, suits=budgeted, moments=EACH)
+@fault("a clock that runs back on one rank", NUMBERS, suits=budgeted, moments=EACH)
 def _(run: Run) -> None:
     _clock(run, lambda: -time.perf_counter())
 
