@@ -79,11 +79,10 @@ def test_every_fault_finds_a_system_and_a_moment() -> None:
     assert len(faults.cases("^DPKFAC 2 / solves", every=True)) > 3
 
 
-BACKWARDS = "a clock that runs backwards on one rank"
 SAMPLE = {
     "KAISA 2, all / one rank alone / is killed / first": "ends by an error",
     "KAISA 2, sharded / solves / solves return NaN on one rank / first": "is told",
-    f"DHO2 2, auto / numbers and batches / {BACKWARDS} / first": "goes on",
+    "DHO2 2, auto / numbers and batches / a clock that runs back on one rank / first": "goes on",
     "MRDHO2 2+1, within / helpers / is killed before it serves / whole": "is told",
 }
 
