@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
     torch.manual_seed(args.seed)
     data, model = load_split(), mlp().double()
     batches, optimizer = Batches(data, args.seed), make_optimizer(args.optimizer, model)
-    parts = {"model": model, "optimizer": optimizer, "batches": batches}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "batches": batches}
     start = 0
     path = newest(args.folder)
     if path is not None:
