@@ -10,7 +10,8 @@ whole. Some are cut short, or get a flipped bit, in between. The end is compared
 with that of two trainings that nobody has disturbed:
 
 - with the same numbers of processes from the same steps on, bit for bit;
-- with one process, as near as rounding lets it.
+- with one process: as near as rounding lets it, which is told by a third training, of two processes
+  that nobody has disturbed.
 
 With ``--torchrun`` the first life is one of ``torchrun --max-restarts=1``, and has two kills.
 """
@@ -276,10 +277,11 @@ def soaked(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if kills < args.kills:
         raise SystemExit(f"it came to its end after {kills} kills; give it more --steps")
     replay(soak, folder / "replay")
-    (alone,) = ranks(1, soak.arguments(folder / "alone", args.steps), folder / "alone.log")
-    alone.join()
-    paths = (folder / name for name in ("disturbed", "replay", "alone"))
-    disturbed, again, one = (state_at_the_end(path, args.steps) for path in paths)
+    for count, name in ((1, "alone"), (2, "two")):
+        for process in ranks(count, soak.arguments(folder / name, args.steps), folder / "log"):
+            process.join()
+    paths = (folder / name for name in ("disturbed", "replay", "alone", "two"))
+    disturbed, again, one, two = (state_at_the_end(path, args.steps) for path in paths)
     return {
         "optimizer": args.optimizer,
         "steps": args.steps,
@@ -294,6 +296,7 @@ def soaked(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "times_left_out": soak.left_out,
         "equal_to_undisturbed_bit_for_bit": same(disturbed, again),
         "distance_from_one_process": distance(disturbed["model"], one["model"]),
+        "distance_of_two_undisturbed": distance(two["model"], one["model"]),
         "lives": [asdict(life) for life in soak.lives],
     }
 
