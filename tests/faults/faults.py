@@ -429,7 +429,7 @@ def cases(pattern: str, every: bool) -> list[Case]:
         for i, system in enumerate(suited):
             if every:
                 found += [Case(system, fault, moment) for moment in fault.moments]
-            elif (i + j) % 3 == 0 or len(suited) <= 3:
+            elif (i + j) % 3 == 0 or len(suited) <= 4:
                 found.append(Case(system, fault, fault.moments[(i + j) // 3 % len(fault.moments)]))
     found.sort(key=lambda case: SYSTEMS.index(case.system))
     return [case for case in found if re.search(pattern, case.name)]
