@@ -1300,7 +1300,7 @@ MUTANTS = [
     _mutant(
         "parts of gradients that are not contiguous",
         "fosi/vector.py",
-        "p.grad = p.grad.contiguous()",
+        "p.grad = gradient.contiguous()",
         "pass",
         "dho2_processes::channels_last_changes_nothing_on_many_processes",
     ),
@@ -1329,10 +1329,8 @@ MUTANTS = [
     _mutant(
         "parameters without a gradient move",
         "fosi/pieces.py",
-        '''that have a gradient: the others stay, as with any optimizer."""
-        here = [piece for piece in self.pieces if piece.param.grad is not None]''',
-        '''that have a gradient: the others stay, as with any optimizer."""
-        here = list(self.pieces)''',
+        "if room is not None and all(p.grad is not None for p in self.whole):",
+        "if room is not None:",
         "dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind",
     ),
     # DHO2.
@@ -1381,7 +1379,7 @@ MUTANTS = [
     _mutant(
         "the base moves inside the subspace",
         "fosi/subspace.py",
-        "-scale * step - self.rest_scale * c",
+        "-scale * step - taken_out",
         "-scale * step",
         "dho2::the_base_moves_nothing_inside_the_subspace",
     ),
