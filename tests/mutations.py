@@ -1371,8 +1371,8 @@ MUTANTS = [
     _mutant(
         "parameters without a gradient move",
         "fosi/pieces.py",
-        " if piece.param.grad is not None]\n        if self",
-        "]\n        if self",
+        "if room is not None and all(p.grad is not None for p in self.whole):",
+        "if room is not None:",
         "dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind",
     ),
     # DHO2.
@@ -1421,8 +1421,8 @@ MUTANTS = [
     _mutant(
         "the base moves inside the subspace",
         "fosi/subspace.py",
-        "[-scale * step - taken_out for scale in scales]",
-        "[-scale * step for scale in scales]",
+        "-scale * step - taken_out",
+        "-scale * step",
         "dho2::the_base_moves_nothing_inside_the_subspace",
     ),
     _mutant(
