@@ -177,7 +177,7 @@ class FSDPParams:
                 self._of |= {(id(m), n): record for m, n in shared}
             # All at once: a look for each of a thousand layers would take seconds.
             for each in model.modules():
-                for other in each._parameters:
+                for other, _ in each._parameters.items():  # TorchScript iterates over nothing else
                     self._of.setdefault((id(each), other), None)
             self._of.setdefault(key, None)
         return self._of.get(key)
