@@ -65,8 +65,8 @@ MUTANTS = [
     _mutant(
         "owners balanced by number instead of cost",
         "distributed/assignment.py",
-        "load[ranks[i]] += costs[i]",
-        "load[ranks[i]] += 1.0",
+        "_give(loads, costs[i])",
+        "_give(loads, 1.0)",
         "assignment::work_is_spread_longest_first_to_whom_has_least",
     ),
     _mutant(
@@ -92,14 +92,14 @@ MUTANTS = [
     ),
     _mutant(
         "only the first bucket of a sum is waited for",
-        "distributed/collectives.py",
-        "[work.get_future() for work, _, _ in buckets]",
-        "[work.get_future() for work, _, _ in buckets[:1]]",
+        "distributed/reductions.py",
+        "[work.get_future() for (work, _), _ in buckets]",
+        "[work.get_future() for (work, _), _ in buckets[:1]]",
         "collectives::a_future_is_done_when_the_last_bucket_is",
     ),
     _mutant(
         "only the first bucket of a sum arrives",
-        "distributed/collectives.py",
+        "distributed/reductions.py",
         "while self._buckets:",
         "if self._buckets:",
         "collectives::sums_of_any_shape_and_dtype",
@@ -122,8 +122,8 @@ MUTANTS = [
     _mutant(
         "descriptions compared by their length",
         "distributed/collectives.py",
-        "if theirs == everyone[0]:",
-        "if len(theirs) == len(everyone[0]):",
+        "if word != words[0]),",
+        "if len(word) != len(words[0])),",
         "collectives::every_rank_is_told_the_first_difference",
     ),
     _mutant(
@@ -639,9 +639,51 @@ MUTANTS = [
     _mutant(
         "rows of a replica sent by another",
         "distributed/rows.py",
-        "bounds[rank], of[rank] = part, ranks",
-        "bounds[rank], of[rank] = part, ranks[::-1]",
+        "of[rank], positions[rank] = ranks, i",
+        "of[rank], positions[rank] = ranks[::-1], i",
         "fsdp::sharded_trajectories_are_those_of_one_process",
+    ),
+    _mutant(
+        "sums by shares sent to their owners in another order",
+        "distributed/reductions.py",
+        "[*pieces[0::2], *pieces[1::2]]",
+        "[*pieces[1::2], *pieces[0::2]]",
+        "shares::by_shares_is_bit_for_bit_as_directly",
+    ),
+    _mutant(
+        "the rows of all ranks for one owner",
+        "distributed/shares.py",
+        "return ranks * largest > max(2 * whole, SMALL_BYTES)",
+        "return False",
+        "shares::balanced_and_small_messages_go_directly",
+    ),
+    _mutant(
+        "shares copied from the first source alone",
+        "distributed/collectives.py",
+        "for source, (first, last) in segments.of.items():",
+        "for source, (first, last) in list(segments.of.items())[:1]:",
+        "shares::by_shares_is_bit_for_bit_as_directly",
+    ),
+    _mutant(
+        "a future is done before the second messages",
+        "distributed/reductions.py",
+        "if not self._halves:",
+        "if True:",
+        "shares::a_future_by_shares_is_done_after_the_second_messages",
+    ),
+    _mutant(
+        "the second messages of a backward pass are left out",
+        "kfac/exchange.py",
+        "summed.go_on()",
+        "pass",
+        "dpkfac_sent::the_owner_hook_sends_by_shares_as_directly",
+    ),
+    _mutant(
+        "the least load of the wrong rank",
+        "distributed/assignment.py",
+        "(load + work, bearer))",
+        "(load + work, -bearer))",
+        "assignment::assignment_is_that_of_its_definition",
     ),
     _mutant(
         "the clip of a bucket's own layers",
@@ -653,7 +695,7 @@ MUTANTS = [
     _mutant(
         "every gradient worker keeps an inverse of a sharded layer",
         "kfac/plan.py",
-        "(rank, rank), (rank,), said",
+        "(rank, rank), _one(rank), said",
         "(rank, rank), layer.workers, said",
         "fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers",
     ),
@@ -2426,9 +2468,16 @@ MUTANTS = [
     # What is counted beforehand.
     _mutant(
         "heads that are sent to one rank alone",
-        "planning/counts.py",
-        "handed = for_owners + self.ranks * for_all",
-        "handed = for_owners + for_all",
+        "planning/messages.py",
+        "handed = bucket.total + (among.size - 1) * bucket.common",
+        "handed = bucket.total",
+        "planning_counts::a_rank_sends_keeps_and_computes_what_is_counted",
+    ),
+    _mutant(
+        "shares of sums that go on to one rank alone",
+        "planning/messages.py",
+        "onward = size + (among.size - 1) * common",
+        "onward = size",
         "planning_counts::a_rank_sends_keeps_and_computes_what_is_counted",
     ),
     _mutant(
@@ -2439,10 +2488,10 @@ MUTANTS = [
         "planning_ranks::processes_send_what_is_counted",
     ),
     _mutant(
-        "idle ranks that precondition nothing",
-        "planning/counts.py",
-        "return self._idle_in.get(row, self._idle)",
-        "return self._idle",
+        "ranks of unlike shares taken for equal",
+        "planning/messages.py",
+        "return self.share(here) if self.by_shares else ()",
+        "return ()",
         "planning_counts::equal_ranks_are_counted_once_and_none_is_left_out",
     ),
     _mutant(

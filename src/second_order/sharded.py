@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "FSDPParams",
-    "chunks",
+    "chunk",
     "dtensors_exist",
     "is_dtensor",
     "like",
@@ -48,13 +48,13 @@ def local(tensor: Tensor) -> Tensor:
         return cast(Tensor, cast(Any, tensor).to_local())
 
 
-def chunks(rows: int, parts: int) -> list[tuple[int, int]]:
-    """The first row of each part and the one after its last, as ``torch.chunk`` cuts.
+def chunk(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """The first row of a part and the one after its last, as ``torch.chunk`` cuts.
 
     ⌈rows / parts⌉ go to each; the last parts may have fewer, or none.
     """
     each = -(-rows // parts)
-    return [(min(i * each, rows), min((i + 1) * each, rows)) for i in range(parts)]
+    return min(index * each, rows), min((index + 1) * each, rows)
 
 
 def like(p: Tensor, value: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def like(p: Tensor, value: Tensor) -> Tensor:
     spread = cast(Any, p)
     (at,) = (i for i, place in enumerate(spread.placements) if place.is_shard())
     mesh = spread.device_mesh
-    start, stop = chunks(p.shape[0], mesh.size(at))[mesh.get_coordinate()[at]]
+    start, stop = chunk(p.shape[0], mesh.size(at), mesh.get_coordinate()[at])
     rows = value.detach()[start:stop].to(local(p).device, copy=True)
     kind, mine = sys.modules["torch.distributed.tensor"].DTensor, (mesh, spread.placements)
     made = kind.from_local(rows, *mine, run_check=False, shape=p.shape, stride=p.stride())
@@ -168,5 +168,9 @@ class FSDPParams:
                 self._of[id(info.module), info.param_name] = record
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
                 self._of |= {(id(m), n): record for m, n in shared}
+            # All at once: a look for each of a thousand layers would take seconds.
+            for each in model.modules():
+                for other in each._parameters:
+                    self._of.setdefault((id(each), other), None)
             self._of.setdefault(key, None)
         return self._of.get(key)

@@ -306,3 +306,61 @@ def test_resnet_50_over_many_owners_leaves_the_fullest_with_what_it_must() -> No
         needed = max(sum(sizes) / ranks, *sizes)
         assert max(owned(layers, ranks, "balanced")) <= 1.05 * needed
     assert max(owned(layers, 4, "round_robin")) > 1.05 * sum(sizes) / 4
+
+
+# Many ranks: as by looking at every rank each time, and fast.
+
+
+def plainly(
+    layers: list[LayerDims], grid: Grid, cost: AssignmentCost, colocate: bool
+) -> list[LayerAssignment]:
+    """The definition: longest processing time first, each to the first with the least to do."""
+    a_costs = [
+        float(x.groups * x.in_dim) if x.diagonal_a else solve_cost(x.groups, x.in_dim, cost)
+        for x in layers
+    ]
+    g_costs = [solve_cost(x.groups, x.out_dim, cost) for x in layers]
+    row_load = [0.0] * grid.rows
+    rank_load = [0.0] * (grid.rows * grid.columns)
+
+    def give(row: int, work: float) -> int:
+        rank = min(grid.row(row), key=lambda r: (rank_load[r], r))
+        rank_load[rank] += work
+        return rank
+
+    found: dict[int, LayerAssignment] = {}
+    for i in sorted(range(len(layers)), key=lambda i: (-(a_costs[i] + g_costs[i]), i)):
+        row = min(range(grid.rows), key=lambda r: (row_load[r], r))
+        row_load[row] += a_costs[i] + g_costs[i]
+        if colocate:
+            both = give(row, a_costs[i] + g_costs[i])
+            found[i] = LayerAssignment(row, both, both)
+        elif a_costs[i] >= g_costs[i]:
+            a_solver = give(row, a_costs[i])
+            found[i] = LayerAssignment(row, a_solver, give(row, g_costs[i]))
+        else:
+            g_solver = give(row, g_costs[i])
+            found[i] = LayerAssignment(row, give(row, a_costs[i]), g_solver)
+    return [found[i] for i in range(len(layers))]
+
+
+@given(
+    st.lists(DIMS, max_size=40),
+    st.builds(Grid, rows=st.integers(1, 9), columns=st.integers(1, 9)),
+    st.sampled_from(COSTS),
+    st.booleans(),
+)
+def test_assignment_is_that_of_its_definition(
+    layers: list[LayerDims], grid: Grid, cost: AssignmentCost, colocate: bool
+) -> None:
+    found = assign_layers(layers, grid, cost=cost, colocate_factors=colocate)
+    assert found == plainly(layers, grid, cost, colocate)
+
+
+@given(st.lists(st.floats(0, 1e9) | st.integers(0, 3).map(float), max_size=40), st.integers(1, 20))
+def test_work_is_spread_as_its_definition_says(costs: list[float], ranks: int) -> None:
+    load, expected = [0.0] * ranks, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        expected[i] = min(range(ranks), key=lambda r: (load[r], r))
+        load[expected[i]] += costs[i]
+    assert spread_costs(costs, ranks) == expected

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DPKFAC, KAISA
+from second_order.distributed import shares
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +80,23 @@ def test_the_owner_hook_sends_gradients_as_step_would(world: World, world_size: 
                 assert (counts["all_to_all_single"] > 3) == (many and world_size > 1)
                 if not many:
                     assert counts.total() == (4 if world_size > 1 else 0), "with a refresh"
+
+
+def train_by_shares(
+    rank: int, world_size: int, small_bytes: int
+) -> tuple[list[Tensor], Counter[str]]:
+    with patch.object(shares, "SMALL_BYTES", small_bytes):
+        found = train_hooked(rank, world_size, {"bucket_cap_mb": 0.0001}, BASES["SGD"])
+    return found[0], found[2]
+
+
+def test_the_owner_hook_sends_by_shares_as_directly(world: World) -> None:
+    """Second messages of each bucket go with the next, those of the last with itself."""
+    directly = world.run(train_by_shares, 3, 2**40)
+    by_shares = world.run(train_by_shares, 3, 0)
+    for (expected, before), (found, after) in zip(directly, by_shares, strict=True):
+        assert all(map(torch.equal, found, expected))
+        assert after["all_to_all_single"] > before["all_to_all_single"]
 
 
 def frozen_for_a_step(rank: int, world_size: int, hooked: bool) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -76,13 +77,13 @@ class Grid:
         """The column a rank is in."""
         return rank % self.columns
 
-    def row(self, index: int) -> tuple[int, ...]:
+    def row(self, index: int) -> range:
         """The ranks of a row, in order."""
-        return tuple(range(index * self.columns, (index + 1) * self.columns))
+        return range(index * self.columns, (index + 1) * self.columns)
 
-    def column(self, index: int) -> tuple[int, ...]:
+    def column(self, index: int) -> range:
         """The ranks of a column, in order: the worker of row 0 first."""
-        return tuple(range(index, self.rows * self.columns, self.columns))
+        return range(index, self.rows * self.columns, self.columns)
 
 
 def gradient_worker_count(world_size: int, fraction: float) -> int:
@@ -142,18 +143,17 @@ def assign_layers(
     ]
     g_costs = [solve_cost(layer.groups, layer.out_dim, cost) for layer in layers]
     order = sorted(range(len(layers)), key=lambda i: (-(a_costs[i] + g_costs[i]), i))
-    row_load = [0.0] * grid.rows
-    rank_load = [0.0] * (grid.rows * grid.columns)
+    rows = _idle(range(grid.rows))
+    ranks: dict[int, _Loads] = {}
 
     def give(row: int, work: float) -> int:
-        rank = min(grid.row(row), key=lambda r: (rank_load[r], r))
-        rank_load[rank] += work
-        return rank
+        if row not in ranks:
+            ranks[row] = _idle(grid.row(row))
+        return _give(ranks[row], work)
 
     assignments: dict[int, LayerAssignment] = {}
     for i in order:
-        row = min(range(grid.rows), key=lambda r: (row_load[r], r))
-        row_load[row] += a_costs[i] + g_costs[i]
+        row = _give(rows, a_costs[i] + g_costs[i])
         if colocate_factors:
             solver = give(row, a_costs[i] + g_costs[i])
             assignments[i] = LayerAssignment(row, solver, solver)
@@ -190,9 +190,22 @@ def spread_costs(costs: Sequence[float], world_size: int) -> list[int]:
         costs: Cost of each piece of work, in an order that all ranks share.
         world_size: Number of ranks.
     """
-    load = [0.0] * world_size
-    ranks = [0] * len(costs)
+    loads, ranks = _idle(range(world_size)), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        ranks[i] = min(range(world_size), key=lambda r: (load[r], r))
-        load[ranks[i]] += costs[i]
+        ranks[i] = _give(loads, costs[i])
     return ranks
+
+
+_Loads: TypeAlias = list[tuple[float, int]]
+"""A heap of loads, each with its bearer: the least is the first, of equal ones the lowest."""
+
+
+def _idle(bearers: range) -> _Loads:
+    return [(0.0, bearer) for bearer in bearers]  # in order, and so a heap
+
+
+def _give(loads: _Loads, work: float) -> int:
+    """Give work to the bearer with the least to do; returns the bearer."""
+    load, bearer = loads[0]
+    heapq.heapreplace(loads, (load + work, bearer))
+    return bearer

@@ -7,11 +7,13 @@ collectives does not grow with the number of layers.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,41 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from second_order.distributed.lost import explained
+from second_order.distributed.reductions import (
+    PendingReduction,
+    Started,
+    in_runs,
+    scatter,
+    sum_in_order,
+)
+from second_order.distributed.shares import Segments, Shares, goes_by_shares, sizes_of
 from second_order.errors import RankMismatchError, SecondOrderError
 from second_order.stages import sent
 
 __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World", "timeout_of"]
 
 BUCKET_BYTES = 64 * 2**20
-
-
-class PendingReduction:
-    """Sums under way; :meth:`wait` writes them over the addends."""
-
-    def __init__(self) -> None:
-        self._buckets: list[tuple[Any, Callable[[], Tensor], list[Tensor]]] = []
-
-    def add(self, work: Any, total: Callable[[], Tensor], targets: list[Tensor]) -> None:
-        """Add one bucket; ``total`` gives its flat sum once ``work`` is done."""
-        self._buckets.append((work, total, targets))
-
-    @explained()
-    def wait(self) -> None:
-        """Wait for every bucket, in the order in which they were sent."""
-        while self._buckets:
-            work, total, targets = self._buckets.pop(0)
-            work.wait()
-            _scatter(total(), targets)
-
-    def future(self) -> torch.futures.Future[Any]:
-        """A future that is done when the sums are in place, instead of :meth:`wait`."""
-        buckets, self._buckets = self._buckets, []
-
-        def finish(_: Any) -> None:  # on a thread of the backend, which cannot wait for itself
-            for _, total, targets in buckets:
-                _scatter(total(), targets)
-
-        return torch.futures.collect_all([work.get_future() for work, _, _ in buckets]).then(finish)
 
 
 @dataclass(frozen=True)
@@ -72,10 +53,10 @@ class Delivery:
     size: int
     content: Tensor | None = None
 
-    def travels(self, source: int, destination: int) -> bool:
-        """Whether the tensor goes from one given rank to another."""
-        wanted = self.source == source != destination and destination in self.destinations
-        return wanted and self.size > 0
+    @property
+    def leaves(self) -> bool:
+        """Whether another rank than the source wants the tensor."""
+        return any(rank != self.source for rank in self.destinations)
 
 
 class World:
@@ -165,7 +146,8 @@ class World:
             world = World.alone(key.index(self.rank), len(key))
             if len(key) > 1 or grouped:
                 assert self.group is not None
-                members = tuple(dist.get_global_rank(self.group, r) for r in key)
+                everybody = self.global_ranks  # torch would look for each rank among all
+                members = tuple(everybody[rank] for rank in key)
                 world.group = self._group_of(members)
             self._subgroups[key] = world
         return self._subgroups[key]
@@ -271,15 +253,46 @@ class World:
             return pending
         owner_of = {id(tensor): owner for tensor, owner in zip(tensors, owners, strict=True)}
         for bucket in _buckets(tensors):
-            wanted = [
-                [t for t in bucket if owner_of[id(t)] in (rank, None)] for rank in range(self.size)
-            ]
-            sizes = [sum(t.numel() for t in part) for part in wanted]
-            flat = self._stage(_flatten([t for part in wanted for t in part]))
-            received, work = self._exchange(flat, sizes, [sizes[self.rank]] * self.size)
-            rows = received.view(self.size, sizes[self.rank])
-            pending.add(work, partial(_sum_in_order, rows, flat), wanted[self.rank])
+            owned: dict[int | None, list[Tensor]] = {}
+            for tensor in bucket:
+                owned.setdefault(owner_of[id(tensor)], []).append(tensor)
+            for_all = owned.pop(None, [])
+            own = {rank: owned[rank] for rank in sorted(rank for rank in owned if rank is not None)}
+            sizes = {rank: _elements(part) for rank, part in own.items()}
+            common, itemsize = _elements(for_all), bucket[0].itemsize
+            largest = max(sizes.values(), default=0) + common
+            whole = sum(sizes.values()) + common
+            targets = [*own.get(self.rank, []), *for_all]
+            if goes_by_shares(self.size, largest * itemsize, whole * itemsize):
+                segments = Segments.of_sizes(sizes, common, self.size)
+                flat = self._stage(_flatten([t for part in own.values() for t in part] + for_all))
+                onward = partial(self._to_owners, segments)
+                pending.add_half(self._sum_of_shares(flat, segments.shares), onward, targets)
+                continue
+            parts = [sizes.get(rank, 0) + common for rank in range(self.size)]
+            wanted = [t for rank in range(self.size) for t in (*own.get(rank, ()), *for_all)]
+            flat = self._stage(_flatten(wanted))
+            received, work = self._exchange(flat, parts, [parts[self.rank]] * self.size)
+            rows = received.view(self.size, parts[self.rank])
+            pending.add(work, partial(sum_in_order, rows, flat), targets)
         return pending
+
+    def _sum_of_shares(self, flat: Tensor, shares: Shares) -> Started:
+        """Start to sum this rank's share of a flat tensor over the ranks."""
+        start, stop = shares.bounds(self.rank)
+        received, work = self._exchange(
+            flat, shares.overlaps(0, shares.total), [stop - start] * self.size
+        )
+        return work, partial(sum_in_order, received.view(self.size, stop - start), flat)
+
+    def _to_owners(self, segments: Segments, share: Tensor) -> Started:
+        """Start to send this rank's share of sums to those that want it, and to get one's own."""
+        leaving, (own, common) = segments.leaving(self.rank), segments.arriving(self.rank)
+        flat = torch.cat([share[part] for parts in leaving for part in parts] or [share[:0]])
+        received, work = self._exchange(
+            flat, sizes_of(leaving), [a + b for a, b in zip(own, common, strict=True)]
+        )
+        return work, partial(in_runs, received, own, common, flat)
 
     def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Give every rank the value that each tensor has on its owner, in place, in buckets.
@@ -291,28 +304,31 @@ class World:
         if self.size == 1:
             return
         owner_of = {id(tensor): owner for tensor, owner in zip(tensors, owners, strict=True)}
-        ranks = range(self.size)
         for bucket in _buckets(tensors):
-            parts = [[t for t in bucket if owner_of[id(t)] == rank] for rank in ranks]
+            parts: dict[int, list[Tensor]] = {}
+            for tensor in bucket:
+                parts.setdefault(owner_of[id(tensor)], []).append(tensor)
             items = [
                 Delivery(
                     rank,
-                    ranks,
-                    sum(t.numel() for t in part),
-                    _flatten(part) if rank == self.rank and part else None,
+                    range(self.size),
+                    _elements(part),
+                    _flatten(part) if rank == self.rank else None,
                 )
-                for rank, part in enumerate(parts)
+                for rank, part in sorted(parts.items(), key=itemgetter(0))
             ]
             received = self.all_to_all(items, bucket[0].dtype, bucket[0].device)
-            for rank, (flat, part) in enumerate(zip(received, parts, strict=True)):
-                if flat is not None and rank != self.rank:
-                    _scatter(flat, part)
+            for item, flat in zip(items, received, strict=True):
+                if flat is not None and item.source != self.rank:
+                    scatter(flat, parts[item.source])
 
     @explained()
     def all_to_all(
         self, items: Sequence[Delivery], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor | None]:
         """Send flat tensors from where they are to where they are wanted, in one collective.
+
+        What a few ranks send to all goes by shares, in two more.
 
         Args:
             items: The deliveries, the same list on every rank but for the contents.
@@ -321,36 +337,108 @@ class World:
 
         Returns:
             For each item its content, on its source and its destinations; None elsewhere. Received
-            contents are views of the whole message.
+            contents are views of the whole message; so are those of the source that went by shares.
         """
-        ranks, here = range(self.size), self.rank
-        empty = torch.empty(0, dtype=dtype, device=device)
         contents = [item.content for item in items]
+        empty = torch.empty(0, dtype=dtype, device=device)
         for i, item in enumerate(items):
-            if contents[i] is None and item.size == 0 and here in item.destinations:
+            if contents[i] is None and item.size == 0 and self.rank in item.destinations:
                 contents[i] = empty
-        if not any(item.travels(item.source, rank) for item in items for rank in ranks):
-            return contents
-        outgoing = [[item for item in items if item.travels(here, rank)] for rank in ranks]
-        incoming = [i for rank in ranks for i, item in enumerate(items) if item.travels(rank, here)]
+        moving = [i for i, item in enumerate(items) if item.size and item.leaves]
+        shared = self._for_shares(items, moving, dtype.itemsize)
+        if shared:
+            flat = self._spread(items, shared, empty)
+            for i, piece in zip(shared, flat.split([items[i].size for i in shared]), strict=True):
+                contents[i] = piece
+            known = set(shared)
+            moving = [i for i in moving if i not in known]
+        if moving:
+            self._deliver(items, moving, contents, empty)
+        return contents
+
+    def _for_shares(
+        self, items: Sequence[Delivery], moving: Sequence[int], itemsize: int
+    ) -> list[int]:
+        """Those of the items that go to all ranks by shares, by source; none if all go directly."""
+        for_all = [i for i in moving if items[i].destinations == range(self.size)]
+        of_source: dict[int, int] = {}
+        for i in for_all:
+            source = items[i].source
+            of_source[source] = of_source.get(source, 0) + items[i].size * itemsize
+        largest = max(of_source.values(), default=0)
+        if not goes_by_shares(self.size, largest, sum(of_source.values())):
+            return []
+        return sorted(for_all, key=lambda i: items[i].source)
+
+    def _spread(self, items: Sequence[Delivery], which: Sequence[int], empty: Tensor) -> Tensor:
+        """Give all ranks some items in one flat tensor: a share to each, and then all shares."""
+        sizes: dict[int, int] = {}
+        for i in which:
+            sizes[items[i].source] = sizes.get(items[i].source, 0) + items[i].size
+        segments = Segments.of_sizes(sizes, 0, self.size)
+        shares = segments.shares
+        mine = [
+            content.reshape(-1)
+            for i in which
+            if items[i].source == self.rank and (content := items[i].content) is not None
+        ]
+        flat = self._stage(torch.cat(mine) if mine else empty)
+        start, stop = shares.bounds(self.rank)
+        parts = [0] * self.size
+        for source, (first, last) in segments.of.items():
+            parts[source] = max(0, min(last, stop) - max(first, start))
+        share = flat.new_zeros(shares.size)
+        _, work = self._exchange(
+            flat, shares.overlaps(*segments.of.get(self.rank, (0, 0))), parts, share[: stop - start]
+        )
+        work.wait()
+        sent(share.nbytes)
+        whole = flat.new_empty(shares.size * self.size)
+        new, old = "all_gather_single", "all_gather_into_tensor"  # its name before torch 2.13
+        getattr(dist, new if hasattr(dist, new) else old)(whole, share, group=self.group)
+        return whole[: shares.total].to(empty.device, empty.dtype)
+
+    def _deliver(
+        self,
+        items: Sequence[Delivery],
+        moving: Sequence[int],
+        contents: list[Tensor | None],
+        empty: Tensor,
+    ) -> None:
+        """Send items straight to their destinations, and put what arrives among the contents."""
+        outgoing: list[list[Delivery]] = [[] for _ in range(self.size)]
+        incoming: dict[int, list[int]] = {}
+        for i in moving:
+            item = items[i]
+            if item.source == self.rank:
+                for rank in item.destinations:
+                    if rank != self.rank:
+                        outgoing[rank].append(item)
+            elif self.rank in item.destinations:
+                incoming.setdefault(item.source, []).append(i)
         leaving = [item.content.reshape(-1) for part in outgoing for item in part]  # type: ignore[union-attr]
         received, work = self._exchange(
             self._stage(torch.cat(leaving) if leaving else empty),
             [sum(item.size for item in part) for part in outgoing],
-            [sum(items[i].size for i in incoming if items[i].source == rank) for rank in ranks],
+            [sum(items[i].size for i in incoming.get(rank, ())) for rank in range(self.size)],
         )
         work.wait()
-        pieces = received.to(device, dtype).split([items[i].size for i in incoming])
-        for i, piece in zip(incoming, pieces, strict=True):
+        arrived = [i for rank in sorted(incoming) for i in incoming[rank]]
+        flat = received.to(empty.device, empty.dtype)
+        for i, piece in zip(arrived, flat.split([items[i].size for i in arrived]), strict=True):
             contents[i] = piece
-        return contents
 
     def _exchange(
-        self, flat: Tensor, parts: list[int], received: list[int]
+        self,
+        flat: Tensor,
+        parts: list[int],
+        received: list[int],
+        buffer: Tensor | None = None,
     ) -> tuple[Tensor, dist.Work]:
         """Start to send ``parts`` elements to each rank, and to receive ``received`` from each."""
         sent(flat.nbytes)
-        buffer = flat.new_empty(sum(received))
+        if buffer is None:
+            buffer = flat.new_empty(sum(received))
         work = dist.all_to_all_single(
             buffer, flat, received, parts, group=self.group, async_op=True
         )
@@ -387,7 +475,7 @@ class World:
             flat = self._stage(_flatten(bucket))
             sent(flat.nbytes if self.rank == 0 else 0)
             dist.broadcast(flat, source, group=self.group)
-            _scatter(flat, bucket)
+            scatter(flat, bucket)
 
     def all_agree(self, mine: bool, device: torch.device) -> bool:
         """Whether ``mine`` is True on all ranks; a collective."""
@@ -424,22 +512,29 @@ class World:
         Raises:
             RankMismatchError: With the first line that differs, and the ranks it differs on.
         """
-        everyone = self.all_gather_object(list(description))
-        for rank, theirs in enumerate(everyone):
-            if theirs == everyone[0]:
-                continue
-            pairs = zip(everyone[0], theirs, strict=False)
-            lines = next(((a, b) for a, b in pairs if a != b), None)
-            if lines is None:
-                shorter = min(len(everyone[0]), len(theirs))
-                lines = (
-                    everyone[0][shorter] if len(everyone[0]) > shorter else "nothing more",
-                    theirs[shorter] if len(theirs) > shorter else "nothing more",
-                )
-            raise RankMismatchError(
-                f"the ranks built different {what}: rank 0 has [{lines[0]}], rank {rank} has "
-                f"[{lines[1]}]; build the same model with the same options on every rank"
+        words = self.all_gather_object(_digest(description))
+        other = next((rank for rank, word in enumerate(words) if word != words[0]), None)
+        if other is None:
+            return
+        # Two ranks tell: the lines of thousands would fill the memory of each.
+        everyone = self.all_gather_object(list(description) if self.rank in (0, other) else None)
+        first, theirs = everyone[0], everyone[other]
+        pairs = zip(first, theirs, strict=False)
+        lines = next(((a, b) for a, b in pairs if a != b), None)
+        if lines is None:
+            shorter = min(len(first), len(theirs))
+            lines = (
+                first[shorter] if len(first) > shorter else "nothing more",
+                theirs[shorter] if len(theirs) > shorter else "nothing more",
             )
+        raise RankMismatchError(
+            f"the ranks built different {what}: rank 0 has [{lines[0]}], rank {other} has "
+            f"[{lines[1]}]; build the same model with the same options on every rank"
+        )
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.blake2b(repr(list(lines)).encode(), digest_size=16).hexdigest()
 
 
 def _check_group(group: Any) -> None:
@@ -471,25 +566,12 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _scatter(flat: Tensor, targets: Iterable[Tensor]) -> None:
-    """Copy a flat buffer back to its tensors: undo :func:`_flatten`."""
-    start = 0
-    for target in targets:
-        stop = start + target.numel()
-        target.copy_(flat[start:stop].view(target.shape))
-        start = stop
-
-
-def _sum_in_order(rows: Tensor, sent: Tensor) -> Tensor:
-    """The sum of ``(ranks, n)`` over ranks; ``sent`` is kept alive until it has gone."""
-    total = rows[0]
-    for row in rows[1:]:
-        total += row
-    return total
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -48,8 +48,12 @@ def deliver_parts(
         items.append(Delivery(source, destinations, size, content))
     received = world.all_to_all(items, dtype, device)
     everything = dict(mine)
-    for (key, (source, destinations)), flat in zip(routes.items(), received, strict=True):
-        if flat is not None and source != world.rank and world.rank in destinations:
+    for key, item, flat in zip(routes, items, received, strict=True):
+        if flat is None or world.rank not in item.destinations:
+            continue
+        # What has gone by shares is in the message on its source, too: one of the two is enough.
+        twice = key in mine and item.content is not None and flat is not item.content
+        if item.source != world.rank or twice:
             pieces = flat.split([math.prod(shape) for shape in shapes[key]])
             everything[key] = tuple(p.view(s) for p, s in zip(pieces, shapes[key], strict=True))
     return everything

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
 from second_order.distributed.collectives import World
-from second_order.sharded import chunks, is_dtensor, local
+from second_order.sharded import chunk, is_dtensor, local
 
 __all__ = ["Rows", "rows_of"]
+
+Replica: TypeAlias = tuple[int, ...]
+"""Ranks that together have every row once, in the order of rows."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +22,32 @@ class Rows:
     """The rows of a tensor, its parts along the first dimension, by rank.
 
     Attributes:
-        bounds: By rank, the first row that it has, and the one after its last.
-        replicas: By rank, ranks that together have every row once, in the order of rows; a rank is
-            among its own.
+        total: Number of rows.
         width: Number of elements of a row.
+        replicas: By rank, ranks that together have every row once, in the order of rows; a rank is
+            among its own, and no rank in two.
+        positions: By rank, which of its replica it is. These two are shared by all tensors that
+            lie alike: there may be thousands of both.
     """
 
-    bounds: tuple[tuple[int, int], ...]
-    replicas: tuple[tuple[int, ...], ...]
+    total: int
     width: int
+    replicas: tuple[Replica, ...]
+    positions: tuple[int, ...]
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """The first row that a rank has, and the one after its last."""
+        parts = len(self.replicas[rank])
+        return chunk(self.total, parts, self.positions[rank]) if parts else (0, 0)
 
     def size(self, rank: int) -> int:
         """Number of elements that a rank has."""
-        start, stop = self.bounds[rank]
+        start, stop = self.bounds(rank)
         return (stop - start) * self.width
+
+    def together(self, rank: int, other: int) -> bool:
+        """Whether two ranks are in one replica."""
+        return self.replicas[rank][:1] == self.replicas[other][:1]
 
 
 def rows_of(tensor: Tensor, world: World) -> Rows:
@@ -50,22 +66,31 @@ def rows_of(tensor: Tensor, world: World) -> Rows:
     """
     total, width = tensor.shape[0], tensor.shape[1:].numel()
     if not is_dtensor(tensor):
-        everything = tuple((0, total) for _ in range(world.size))
-        return Rows(everything, tuple((rank,) for rank in range(world.size)), width)
+        alone = tuple((rank,) for rank in range(world.size))
+        return Rows(total, width, *_by_rank(alone, world.size))
     dtensor = cast(Any, tensor)
     (sharding,) = (i for i, place in enumerate(dtensor.placements) if place.is_shard())
     mesh = dtensor.device_mesh.mesh.movedim(sharding, -1)
-    replicas = mesh.reshape(-1, mesh.shape[-1]).tolist()
-    bounds, of = [(0, 0)] * world.size, [()] * world.size  # type: list[Any], list[Any]
     here = {rank: i for i, rank in enumerate(world.global_ranks)}
-    for replica in replicas:
-        ranks = tuple(here[rank] for rank in replica)
-        for rank, part in zip(ranks, chunks(total, len(ranks)), strict=True):
-            bounds[rank], of[rank] = part, ranks
-    start, stop = bounds[world.rank]
+    replicas = mesh.reshape(-1, mesh.shape[-1]).tolist()
+    within = tuple(tuple(here[rank] for rank in replica) for replica in replicas)
+    rows = Rows(total, width, *_by_rank(within, world.size))
+    start, stop = rows.bounds(world.rank)
     if local(tensor).shape[0] != stop - start:
         raise TypeError(
             f"a parameter of shape {tuple(tensor.shape)} has {local(tensor).shape[0]} rows on rank "
             f"{world.rank}, where torch.chunk would leave {stop - start}; shard it by fully_shard"
         )
-    return Rows(tuple(bounds), tuple(of), width)
+    return rows
+
+
+@lru_cache(maxsize=8)
+def _by_rank(
+    replicas: tuple[Replica, ...], size: int
+) -> tuple[tuple[Replica, ...], tuple[int, ...]]:
+    """Each rank's replica, and its position there."""
+    of, positions = [()] * size, [0] * size  # type: list[Replica], list[int]
+    for ranks in replicas:
+        for i, rank in enumerate(ranks):
+            of[rank], positions[rank] = ranks, i
+    return tuple(of), tuple(positions)

@@ -139,10 +139,12 @@ class ShardedLayout(FlatLayout):
             for rank in range(world.size)
             for index, group in enumerate(groups)
             for p in group
-            for start, stop in [rows[p].bounds[rank]]
+            for start, stop in [rows[p].bounds(rank)]
             if stop > start
         ]
-        sizes = [sum(piece.size for piece in self.of(rank)) for rank in range(world.size)]
+        sizes = [0] * world.size
+        for piece in self.pieces:
+            sizes[piece.rank] += piece.size
         self.bounds = list(accumulate(sizes, initial=0))
 
     def part(self, whole: Tensor, rank: int) -> Tensor:

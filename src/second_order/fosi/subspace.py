@@ -16,12 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import Delivery, World
+from second_order.distributed.collectives import World
 from second_order.fosi.pieces import Chunk
 from second_order.fosi.trust import Verdict
 from second_order.lanczos.vector_space import row_bounds
@@ -159,25 +160,15 @@ class ColumnBasis(Basis):
     @classmethod
     def of_rows(cls, rows: Tensor, chunks: Sequence[Chunk], size: int, world: World) -> ColumnBasis:
         """Make it of all processes' rows, ``(r, rows)``; about n r (P − 1)/P² each."""
-        count, everybody = len(rows), range(world.size)
+        count = len(rows)
         bounds, cuts = row_bounds(size, world.size), row_bounds(count, world.size)
-        items = [
-            Delivery(
-                source,
-                [to],
-                (cuts[to + 1] - cuts[to]) * (bounds[source + 1] - bounds[source]),
-                rows[cuts[to] : cuts[to + 1]] if source == world.rank else None,
-            )
-            for source in everybody
-            for to in everybody
-        ]
-        received = world.all_to_all(items, rows.dtype, rows.device)
         mine = cuts[world.rank + 1] - cuts[world.rank]
-        vectors = rows.new_empty((mine, size))
-        for item, content in zip(items, received, strict=True):
-            if world.rank in item.destinations and content is not None:
-                here = slice(bounds[item.source], bounds[item.source + 1])
-                vectors[:, here] = content.view(mine, here.stop - here.start)
+        widths = [stop - start for start, stop in pairwise(bounds)]
+        parts = rows.split([stop - start for start, stop in pairwise(cuts)])
+        received = world.swap([part.reshape(-1) for part in parts], [mine * n for n in widths])
+        vectors = torch.cat(
+            [part.view(mine, n) for part, n in zip(received, widths, strict=True)], 1
+        )
         return cls(vectors, chunks, world, count)
 
     @classmethod

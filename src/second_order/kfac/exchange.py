@@ -17,7 +17,7 @@ from torch import Tensor
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import World
+from second_order.distributed.collectives import PendingReduction, World
 from second_order.distributed.parcels import Parts, Shapes, deliver_parts
 from second_order.kfac.clip import Clip
 from second_order.kfac.plan import LayerPlan, gradient_owners
@@ -214,6 +214,7 @@ class OwnerGradients:
         self.hooked = False
         self.coefficient: Tensor | None = None
         self._summed_to: dict[Tensor, int] = {}  # since the last step
+        self._open: PendingReduction | None = None  # of the last bucket of this backward pass
 
     def route(
         self,
@@ -242,12 +243,19 @@ class OwnerGradients:
         torch._foreach_div_(gradients, float(self._training.world.size))
         owners = [owner_of.get(id(p), 0) for p in params]  # 0: frozen since DDP was made
         self._summed_to |= zip(params, owners, strict=True)
+        # Buckets come in the same order on every rank, and second messages with the next of them.
+        if self._open is not None and bucket.index() > 0:
+            self._open.go_on()
         summed = self._training.world.reduce(gradients, owners)
         if self._training.world.size == 1:
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
-        return summed.future().then(lambda _: bucket.buffer())
+        done = summed.future().then(lambda _: bucket.buffer())
+        self._open = None if bucket.is_last() else summed
+        if bucket.is_last():
+            summed.go_on()
+        return done
 
     def follow_moved(self, layers: Mapping[KroneckerBlock, LayerPlan]) -> None:
         """Give all ranks the means that the hook took to ranks that own them no more."""

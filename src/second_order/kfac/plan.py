@@ -53,14 +53,15 @@ class LayerPlan:
         source: The rank whose batches alone make the statistics; None if all ranks' do.
         keepers: The ranks that keep A and G; None if every rank keeps both.
         solvers: The ranks that decompose A and G.
-        workers: The gradient workers: the ranks that precondition the layer's gradient.
+        workers: The gradient workers: the ranks that precondition the layer's gradient. A range,
+            so that a layer's plan is as small for many ranks as for few.
         said: The ranks in words, for :meth:`summary`.
     """
 
     source: int | None
     keepers: Pair | None
     solvers: Pair
-    workers: tuple[int, ...]
+    workers: range
     said: str
 
     def solver(self, letter: str) -> int:
@@ -139,7 +140,7 @@ def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAss
         assignment: How layers are given to owners.
     """
     owners = assign_owners(layers, ranks, assignment)
-    plans = (LayerPlan(o, (o, o), (o, o), (o,), f"owner {o}") for o in owners)
+    plans = (LayerPlan(o, (o, o), (o, o), _one(o), f"owner {o}") for o in owners)
     return Plan(Grid(ranks, 1), tuple(plans))
 
 
@@ -151,7 +152,7 @@ def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -
         ranks: Number of ranks.
         keeps_all: Whether every rank keeps every factor; only its solver otherwise.
     """
-    everybody = tuple(range(ranks))
+    everybody = range(ranks)
     plans = (
         LayerPlan(
             None, None if keeps_all else (o, o), (o, o), everybody, f"solve {o}, precondition all"
@@ -171,8 +172,8 @@ def with_one_worker(plan: Plan) -> Plan:
     for layer in plan.layers:
         rank = layer.solver("A")
         keepers = None if layer.keepers is None else (rank, rank)
-        said = layer.said if layer.workers == (rank,) else f"solve and precondition {rank}"
-        layers.append(LayerPlan(layer.source, keepers, (rank, rank), (rank,), said))
+        said = layer.said if layer.workers == _one(rank) else f"solve and precondition {rank}"
+        layers.append(LayerPlan(layer.source, keepers, (rank, rank), _one(rank), said))
     return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), tuple(layers))
 
 
@@ -215,7 +216,11 @@ def solve_cost_of(block: KroneckerBlock) -> float:
     return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers.items()))
 
 
+def _one(rank: int) -> range:
+    return range(rank, rank + 1)
+
+
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+    if len(ranks) > 2 and ranks == range(ranks[0], ranks[-1] + 1):
         return f"{ranks[0]}-{ranks[-1]}"
     return "+".join(map(str, ranks))

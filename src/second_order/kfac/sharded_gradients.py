@@ -170,13 +170,13 @@ class ShardedGradients:
             [
                 _flat(_gradient(piece.param), bucket.dtype)
                 for piece in pieces
-                if here in piece.rows.replicas[worker]
+                if piece.rows.together(here, worker)
             ]
             for worker, pieces in enumerate(bucket.pieces)
         ]
         mine = bucket.pieces[here]
         sizes = [
-            [piece.rows.size(rank) for piece in mine if rank in piece.rows.replicas[here]]
+            [piece.rows.size(rank) for piece in mine if piece.rows.together(rank, here)]
             for rank in range(world.size)
         ]
         received = world.swap(
@@ -200,7 +200,7 @@ class ShardedGradients:
         for rank in range(world.size):
             parts = []
             for piece in bucket.pieces[here]:
-                start, stop = piece.rows.bounds[rank]
+                start, stop = piece.rows.bounds(rank)
                 parts.append(whole[piece.param][start:stop].reshape(-1))
             sent.append(
                 _joined([*parts, change.reshape(1).to(device, bucket.dtype)], bucket.dtype, device)

@@ -1,0 +1,164 @@
+"""Messages by shares: the same values bit for bit, and no rank holds more than the whole."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import counted
+
+from second_order.distributed import shares
+from second_order.distributed.collectives import World
+from second_order.distributed.parcels import deliver_parts
+from second_order.distributed.shares import Segments, Shares, goes_by_shares, sizes_of
+
+if TYPE_CHECKING:
+    import pool
+
+SIZES = st.dictionaries(st.integers(0, 6), st.integers(0, 9), max_size=5)
+
+# The arithmetic.
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_shares_are_equal_and_make_the_message(total: int, ranks: int) -> None:
+    cut = Shares(total, ranks)
+    bounds = [cut.bounds(rank) for rank in range(ranks)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == total
+    assert all(one[1] == other[0] for one, other in pairwise(bounds))
+    assert max(stop - start for start, stop in bounds) <= -(-total // ranks)
+    assert cut.overlaps(0, total) == [stop - start for start, stop in bounds]
+
+
+@given(SIZES, st.integers(0, 9))
+def test_what_leaves_a_rank_for_another_is_what_arrives_there(
+    sizes: dict[int, int], for_all: int
+) -> None:
+    """And each rank's parts, in the order of ranks, are its run and that for all."""
+    ranks = 7
+    segments = Segments.of_sizes(sizes, for_all, ranks)
+    message = torch.arange(segments.shares.total)
+    parts = [message[slice(*segments.shares.bounds(rank))] for rank in range(ranks)]
+    leaving = [segments.leaving(rank) for rank in range(ranks)]
+    for to in range(ranks):
+        own, common = segments.arriving(to)
+        assert [sizes_of(each)[to] for each in leaving] == [
+            a + b for a, b in zip(own, common, strict=True)
+        ]
+        pieces = [
+            [part[cut] for cut in each[to]] for part, each in zip(parts, leaving, strict=True)
+        ]
+        found = sorted(int(x) for each in pieces for piece in each for x in piece)
+        run = range(*segments.of.get(to, (0, 0)))
+        assert found == [*run, *range(*segments.for_all)]
+
+
+def test_balanced_and_small_messages_go_directly() -> None:
+    large = 2**30
+    assert not goes_by_shares(4096, large // 4096, large), "each rank has its part"
+    assert goes_by_shares(64, large, large), "one rank has everything"
+    assert not goes_by_shares(2, large, large), "two ranks exchange as much as there is"
+    assert not goes_by_shares(64, 2**10, 2**10)
+
+
+# The messages.
+
+
+def addends(rank: int) -> list[torch.Tensor]:
+    """Numbers whose sum depends on its order."""
+    generator = torch.Generator().manual_seed(rank)
+    large = [3.0**rank * torch.randn(n, generator=generator, dtype=torch.float64) for n in (7, 1)]
+    half = torch.randn(5, generator=generator).to(torch.bfloat16)
+    return [
+        *large,
+        half,
+        torch.randn((0,)).double(),
+        torch.randn(3, 4, generator=generator).double(),
+    ]
+
+
+def summed_and_copied(
+    rank: int, world_size: int, seed: int, small_bytes: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None], Counter[str]]:
+    world, chance = World(), random.Random(seed)
+    tensors, copies = addends(rank), addends(rank)
+    wanted = [chance.choice([None, None, 0, world_size - 1, 1]) for _ in tensors]
+    sources = [chance.choice([1, 1, world_size - 1]) for _ in copies]
+    with patch.object(shares, "SMALL_BYTES", small_bytes), counted() as counts:
+        first, second = world.reduce(tensors, wanted), world.reduce(copies[:1], [1])
+        first.wait()
+        second.wait()
+        world.broadcast(copies[1:], sources[1:])
+        routes = {i: (source, range(world_size)) for i, source in enumerate(sources)} | {
+            "alone": (0, [world_size - 1])
+        }
+        pieces = {key: ((3,), (i, 2)) for i, key in enumerate(routes)}
+        mine = {
+            key: (torch.full((3,), 1.0 + source), torch.rand(shape[1], generator=seeded(i)))
+            for i, ((key, shape), (source, _)) in enumerate(
+                zip(pieces.items(), routes.values(), strict=True)
+            )
+            if source == rank and key != 2  # which is missing on its source
+        }
+        delivered = deliver_parts(world, pieces, routes, mine, torch.float32, torch.device("cpu"))
+    parts = [part for key in routes for part in delivered.get(key, (None,))]
+    return tensors, copies, parts, +counts
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_by_shares_is_bit_for_bit_as_directly(
+    world: pool.World, world_size: int, seed: int
+) -> None:
+    directly = world.run(summed_and_copied, world_size, seed, 2**30)
+    by_shares = world.run(summed_and_copied, world_size, seed, 0)
+    for expected, found in zip(directly, by_shares, strict=True):
+        for theirs, ours in zip(expected[:3], found[:3], strict=True):
+            assert len(theirs) == len(ours)
+            assert all(same(a, b) for a, b in zip(theirs, ours, strict=True))
+        assert set(expected[3]) == {"all_to_all_single"}
+        gathering = {"all_gather_single", "all_gather_into_tensor"} & set(found[3])
+        assert gathering, "nothing went by shares"
+    before = [addends(rank) for rank in range(world_size)]
+    pairs = zip([found[0] for found in by_shares], before, strict=True)
+    assert any(not same(a, b) for after, old in pairs for a, b in zip(after, old, strict=True))
+
+
+def hooked_future(rank: int, world_size: int) -> tuple[list[torch.Tensor], bool, bool]:
+    tensors = addends(rank)
+    with patch.object(shares, "SMALL_BYTES", 0):
+        pending = World().reduce(tensors, [1] * len(tensors))
+        future = pending.future()
+        early = future.done()
+        pending.go_on()
+        future.wait()
+    return tensors, early, future.done()
+
+
+def test_a_future_by_shares_is_done_after_the_second_messages(world: pool.World) -> None:
+    results = world.run(hooked_future, 3)
+    for i, mine in enumerate(results[1][0]):
+        total = addends(0)[i].clone().to(torch.float32 if i == 2 else mine.dtype)
+        for rank in (1, 2):
+            total += addends(rank)[i]
+        assert torch.equal(mine, total.to(mine.dtype))
+    assert torch.equal(results[0][0][0], addends(0)[0]), "only the owner has the sum"
+    assert [(early, done) for _, early, done in results] == [(False, True)] * 3
