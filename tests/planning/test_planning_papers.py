@@ -178,7 +178,6 @@ def test_a_budget_of_memory_is_turned_into_a_batch() -> None:
 def test_no_rank_holds_more_messages_the_more_ranks_there_are(
     resnet_50: Network, ranks: int
 ) -> None:
-    """Straight to each rank, the busiest of 4,096 would hand over 178 GB at a refresh."""
     systems = {
         "all workers": kaisa(),
         "one worker": kaisa(grad_worker_fraction=1 / ranks, factor_exchange="reduce"),

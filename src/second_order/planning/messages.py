@@ -36,7 +36,7 @@ class Bucket:
     itemsize: int
     ranks: int
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Elements of the bucket."""
         return sum(self.sizes.values()) + self.common
