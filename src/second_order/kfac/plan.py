@@ -177,9 +177,7 @@ def with_one_worker(plan: Plan) -> Plan:
     return Plan(Grid(plan.grid.rows * plan.grid.columns, 1), tuple(layers))
 
 
-def gradient_owners(
-    sizes: Sequence[int], owners: Sequence[int | None], ranks: int
-) -> list[int]:
+def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: int) -> list[int]:
     """The owner of each gradient; for parameters of no layer, the rank that gets the least.
 
     Args:
