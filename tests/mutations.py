@@ -2609,9 +2609,16 @@ MUTANTS = [
     # What is counted beforehand.
     _mutant(
         "heads that are sent to one rank alone",
-        "planning/counts.py",
-        "handed = for_owners + self.ranks * for_all",
-        "handed = for_owners + for_all",
+        "planning/messages.py",
+        "handed = bucket.total + (among.size - 1) * bucket.common",
+        "handed = bucket.total",
+        "planning_counts::a_rank_sends_keeps_and_computes_what_is_counted",
+    ),
+    _mutant(
+        "shares of sums that go on to one rank alone",
+        "planning/messages.py",
+        "onward = size + (among.size - 1) * common",
+        "onward = size",
         "planning_counts::a_rank_sends_keeps_and_computes_what_is_counted",
     ),
     _mutant(
@@ -2622,10 +2629,10 @@ MUTANTS = [
         "planning_ranks::processes_send_what_is_counted",
     ),
     _mutant(
-        "idle ranks that precondition nothing",
-        "planning/counts.py",
-        "return self._idle_in.get(row, self._idle)",
-        "return self._idle",
+        "ranks of unlike shares taken for equal",
+        "planning/messages.py",
+        "return self.share(here) if self.by_shares else ()",
+        "return ()",
         "planning_counts::equal_ranks_are_counted_once_and_none_is_left_out",
     ),
     _mutant(

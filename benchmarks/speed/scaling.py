@@ -154,13 +154,13 @@ def _from_all_alike(
     group: dist.ProcessGroup | None = None,
     **_: Any,
 ) -> _Done:
-    """An all-to-all in which the others send what this process sends to itself, or else zeros."""
+    """An all-to-all in which the others send what this process sends to itself, or else ones."""
     parts, mine = output.split(received), message.split(sent)[dist.get_rank(group)]
     for part in parts:
         if part.shape == mine.shape:
             part.copy_(mine)
         else:
-            part.zero_()
+            part.fill_(1)  # of a sum's head, a number of examples
     return _Done()
 
 

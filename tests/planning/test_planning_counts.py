@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import one_of
 from second_order import DPKFAC, KAISA, DistKFAC
+from second_order.distributed import shares
 from second_order.planning.counts import Case
 from second_order.planning.network import base_state_bytes
 from second_order.planning.systems import PLANNED, dpkfac, kaisa
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 OPTIMIZERS: dict[str, Any] = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}
 ONE = 2  # examples
+# Its name since torch 2.13, and before.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class Images(nn.Module):
@@ -111,6 +114,7 @@ class Seen:
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     reduce, exchange = dist.all_reduce, dist.all_to_all_single
+    gather = getattr(dist, GATHER)
     eigh, cholesky = torch.linalg.eigh, torch.linalg.cholesky_ex
 
     def note(name: str, group: Any, sent: Tensor, more: int) -> None:
@@ -126,6 +130,10 @@ def watched(seen: Seen) -> Iterator[None]:
         note("all_to_all", kwargs["group"], message, output.nbytes)
         return exchange(output, message, *args, **kwargs)
 
+    def all_gather(output: Tensor, message: Tensor, *args: Any, **kwargs: Any) -> Any:
+        note("all_gather", kwargs["group"], message, output.nbytes)
+        return gather(output.zero_(), message, *args, **kwargs)
+
     def counted(kind: str, function: Any) -> Any:
         def call(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
             seen.solved[kind, matrix.shape[-1]] += len(matrix)
@@ -136,6 +144,7 @@ def watched(seen: Seen) -> Iterator[None]:
     with (
         patch.object(dist, "all_reduce", all_reduce),
         patch.object(dist, "all_to_all_single", all_to_all),
+        patch.object(dist, GATHER, all_gather),
         patch.object(torch.linalg, "eigh", counted("eigh", eigh)),
         patch.object(torch.linalg, "cholesky_ex", counted("cholesky_inverse", cholesky)),
     ):
@@ -277,11 +286,18 @@ def case_of(name: str, model: str, ranks: int, dtype: torch.dtype, chosen: dict[
 
 # As found: smaller settings are looked for for minutes, and are no easier to read.
 @settings(phases=[Phase.explicit, Phase.generate])
-@given(settings_of())
+@given(settings_of(), st.sampled_from([0, 2000, shares.SMALL_BYTES]))
 def test_a_rank_sends_keeps_and_computes_what_is_counted(
-    setting: tuple[str, str, int, int, torch.dtype, dict[str, Any]],
+    setting: tuple[str, str, int, int, torch.dtype, dict[str, Any]], small: int
 ) -> None:
-    name, model, ranks, rank, dtype, chosen = setting
+    """Also where the parts of few ranks go by shares, as in large worlds."""
+    with patch.object(shares, "SMALL_BYTES", small):
+        compare_all(*setting)
+
+
+def compare_all(
+    name: str, model: str, ranks: int, rank: int, dtype: torch.dtype, chosen: dict[str, Any]
+) -> None:
     case = case_of(name, model, ranks, dtype, chosen)
     refresh, plain = real_steps(name, model, ranks, rank, dtype, {**chosen, **BELOW.get(name, {})})
     work = case.work(rank, statistics=True, refresh=True)
@@ -328,21 +344,27 @@ def test_statistics_take_the_operations_that_are_counted(model: str, approximati
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("ranks", [1, 6, 12])
-def test_equal_ranks_are_counted_once_and_none_is_left_out(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("small", [0, shares.SMALL_BYTES])
+def test_equal_ranks_are_counted_once_and_none_is_left_out(
+    name: str, ranks: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "SMALL_BYTES", small)
     chosen = {"grad_worker_fraction": 1 / 3, "colocate_factors": False} if name == "KAISA" else {}
     chosen = {} if ranks == 1 else chosen
     case = case_of(name, "images", ranks, torch.float32, chosen)
-    shares = {s.work.rank: s for s in case.everybody(statistics=True, refresh=True)}
-    assert sum(s.ranks for s in shares.values()) == ranks
+    found = {s.work.rank: s for s in case.everybody(statistics=True, refresh=True)}
+    assert sum(s.ranks for s in found.values()) == ranks
     for rank in range(ranks):
         mine = case.work(rank, statistics=True, refresh=True)
-        assert replace(mine, rank=case.alike(rank)) == shares[case.alike(rank)].work
+        assert replace(mine, rank=case.alike(rank)) == found[case.alike(rank)].work
     alike = Counter(map(case.alike, range(ranks)))
-    assert alike == {rank: share.ranks for rank, share in shares.items()}
+    assert alike == {rank: share.ranks for rank, share in found.items()}
 
 
-def test_what_leaves_the_ranks_arrives() -> None:
+@pytest.mark.parametrize("small", [0, shares.SMALL_BYTES])
+def test_what_leaves_the_ranks_arrives(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No byte is counted twice, and none is lost: over all ranks, moved is received."""
+    monkeypatch.setattr(shares, "SMALL_BYTES", small)
     for name in OPTIMIZERS:
         case = case_of(name, "tokens", 4, torch.float32, {"other_matrices": "gradient"})
         moved: Counter[str] = Counter()
@@ -361,9 +383,9 @@ def test_four_thousand_ranks_are_counted_by_their_kinds() -> None:
     ):
         with torch.device("meta"):
             network = planned.network(Images())
-        shares = Case(network, planned, 4096).everybody(statistics=True, refresh=True)
-        assert sum(s.ranks for s in shares) == 4096
-        assert len(shares) < 4 * len(network.params)
+        found = Case(network, planned, 4096).everybody(statistics=True, refresh=True)
+        assert sum(s.ranks for s in found) == 4096
+        assert len(found) < 4 * len(network.params)
 
 
 def test_a_plan_of_other_solvers_is_not_what_a_step_does() -> None:

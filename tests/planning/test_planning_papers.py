@@ -11,7 +11,7 @@ from stored import rows
 
 import papers
 from second_order.planning.counts import Case
-from second_order.planning.memory import activation_bytes
+from second_order.planning.memory import activation_bytes, message_bytes
 from second_order.planning.systems import dpkfac, kaisa
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FLOAT = 4
 N_G, N_F = 25_557_032, 153_851_562
 RANKS = [2, 3, 64]
+BY_SHARES = 64  # of these, a few ranks' parts go by shares
 WHOLE = {"symmetry_aware": False}
 
 
@@ -63,7 +64,7 @@ def test_mpd_kfac_is_as_table_2_has_it(resnet_50: Network, ranks: int) -> None:
     assert moved(found, "average_gradients") == pytest.approx(2 * (ranks - 1) * (N_G + flags))
     assert moved(found, "statistics_exchange") == pytest.approx(2 * (ranks - 1) * (N_F + heads))
     # Norms' gains and biases are preconditioned by nobody.
-    assert moved(found, "precondition_exchange") == (ranks - 1) * in_layers
+    assert is_given_to_all(moved(found, "precondition_exchange"), in_layers, ranks)
     assert in_layers / N_G > 0.997
     assert kept(found, "statistics") == ranks * N_F  # FactorComp
     assert solved_elements(found) == N_F  # InverseComp: N_f / P on average
@@ -79,7 +80,7 @@ def test_dp_kfac_is_as_table_2_has_it(resnet_50: Network, ranks: int) -> None:
     assert moved(found, "average_gradients") == pytest.approx(2 * (ranks - 1) * (N_G + flags))
     assert moved(found, "statistics_exchange") == 0
     clip = ranks  # a number of each rank
-    assert moved(found, "precondition_exchange") == (ranks - 1) * (in_layers + clip)
+    assert is_given_to_all(moved(found, "precondition_exchange"), in_layers + clip, ranks)
     assert kept(found, "statistics") == solved_elements(found) == N_F  # N_f / P on average
     assert kept(found, "factors", "inverses") == 2 * N_F
 
@@ -95,10 +96,18 @@ def test_owners_send_less_than_table_2_has(resnet_50: Network, ranks: int) -> No
     """Sums for owners alone, and results back: 2 (P - 1) N_g in all, that of plain SGD."""
     found = works(resnet_50, dpkfac(), ranks)
     stages = ("average_gradients", "precondition_exchange")
-    total = sum(moved(found, stage) for stage in stages)
+    summed, back = (moved(found, stage) for stage in stages)
     # Who has a gradient goes to all, and each rank's part of the clip.
-    more = (ranks - 1) * (ranks * len(resnet_50.params) + ranks)
-    assert total == 2 * (ranks - 1) * N_G + more
+    flags = (ranks - 1) * ranks * len(resnet_50.params)
+    by_shares = 0 if ranks < BY_SHARES else 1 / (ranks - 1)
+    assert (ranks - 1) * N_G <= summed <= (ranks - 1) * N_G * (1 + by_shares) + flags
+    assert is_given_to_all(back, N_G + ranks, ranks)
+
+
+def is_given_to_all(elements: float, whole: int, ranks: int) -> bool:
+    """Whether (P - 1) N elements move; in many ranks by shares, 1 / (P - 1) more at most."""
+    least = (ranks - 1) * whole
+    return elements == least if ranks < BY_SHARES else least <= elements <= 1.016 * least
 
 
 # Counted over measured; where that is far from 1, the page on planning says what is in the rest.
@@ -163,3 +172,21 @@ def test_a_budget_of_memory_is_turned_into_a_batch() -> None:
     assert [found["as published"][f] for f in fractions] == [112, 108, 105]
     # Triangles, Cholesky inverses, and factors on their solvers alone.
     assert [found["triangles"][f] for f in fractions] == [123, 121, 120]
+
+
+@pytest.mark.parametrize("ranks", [64, 4096])
+def test_no_rank_holds_more_messages_the_more_ranks_there_are(
+    resnet_50: Network, ranks: int
+) -> None:
+    systems = {
+        "all workers": kaisa(),
+        "one worker": kaisa(grad_worker_fraction=1 / ranks, factor_exchange="reduce"),
+        "owners": dpkfac(),
+    }
+    largest = {
+        name: max(message_bytes(work) for _, work in works(resnet_50, planned, ranks)) / 1e9
+        for name, planned in systems.items()
+    }
+    assert largest == pytest.approx(
+        {"all workers": 0.47, "one worker": 0.76, "owners": 0.33}, abs=0.012
+    )

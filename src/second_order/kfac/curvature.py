@@ -304,7 +304,8 @@ class KFACCurvature(Curvature):
         blocks = gradient_blocks(self.plan)
         if not blocks or not self._due("factor_update_steps"):
             return
-        average()
+        with self.training.meter.stage("average_gradients"):
+            average()
         # Stats workers' batches are not the training's.
         counting = self.layers.blocks if self.helpers is None else []
         sums = gradient_statistics(

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 
-from second_order.distributed.collectives import BUCKET_BYTES
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
+from second_order.planning.messages import Bucket, Piece, all_reduced, copied, in_buckets, summed
 from second_order.planning.network import Layer, Network
 from second_order.planning.systems import Planned
 from second_order.planning.work import Among, Compute, Held, RankWork, Transfer, merged
@@ -131,45 +131,39 @@ class Case:
 
     def alike(self, rank: int) -> int:
         """The lowest rank that does the same as a rank."""
+        return self._lowest[self._kind(rank)]
+
+    def _kind(self, rank: int) -> tuple[object, ...]:
+        """What tells a rank from those that do something else."""
         if rank in self._busy:
-            return rank
-        row = self.plan.grid.row_of(rank)
-        return self._idle_in.get(row, self._idle)
+            return ("busy", rank)
+        grid = self.plan.grid
+        row, column = grid.row_of(rank), grid.column_of(rank)
+        shares = [
+            *(bucket.place(rank) for bucket in self._buckets_of_world),
+            *(bucket.place(column) for bucket in self._decompositions.get(row, [])),
+            *(bucket.place(row) for bucket in self._results),
+        ]
+        return (row if row in self._by_row else -1, *shares)
+
+    @cached_property
+    def _lowest(self) -> dict[tuple[object, ...], int]:
+        """By kind of rank, the lowest of the kind."""
+        found: dict[tuple[object, ...], int] = {}
+        for rank in range(self.ranks):
+            found.setdefault(self._kind(rank), rank)
+        return found
 
     @cached_property
     def _classes(self) -> dict[int, int]:
         """The number of ranks that do the same as some rank, by that rank."""
-        found = dict.fromkeys(sorted(self._busy), 1)
-        columns, busy = self.plan.grid.columns, Counter(map(self.plan.grid.row_of, self._busy))
-        for row, rank in self._idle_in.items():
-            found[rank] = columns - busy[row]
-        left = self.ranks - sum(found.values())
-        return found | ({self._idle: left} if left else {})
+        return dict(Counter(map(self.alike, range(self.ranks))))
 
     @cached_property
     def _busy(self) -> set[int]:
         """The ranks that decompose, keep or own something, or take statistics of some layers."""
         ranks = set(self._solved_by) | set(self._kept_by) | set(self._taken_by)
-        return ranks | set(self._owned)
-
-    @cached_property
-    def _idle_in(self) -> dict[int, int]:
-        """By row that preconditions layers, its lowest rank that does nothing else."""
-        grid, found = self.plan.grid, {}
-        for row in sorted(self._by_row):
-            ranks = range(row * grid.columns, (row + 1) * grid.columns)
-            idle = next((rank for rank in ranks if rank not in self._busy), None)
-            if idle is not None:
-                found[row] = idle
-        return found
-
-    @cached_property
-    def _idle(self) -> int:
-        """The lowest rank that does nothing for any layer; -1 if there is none."""
-        rows = (row for row in range(self.plan.grid.rows) if row not in self._by_row)
-        columns = self.plan.grid.columns
-        ranks = (rank for row in rows for rank in range(row * columns, (row + 1) * columns))
-        return next((rank for rank in ranks if rank not in self._busy), -1)
+        return ranks | {self._owners[i] for i in self._returned}
 
     # ------------------------------------------------------------------------- who has which layer
 
@@ -243,14 +237,6 @@ class Case:
         return gradient_owners([p.elements for p in params], owners, self.ranks)
 
     @cached_property
-    def _owned(self) -> Counter[int]:
-        """Bytes of the gradients that each owner sends back to all."""
-        found: Counter[int] = Counter()
-        for i in self._returned:
-            found[self._owners[i]] += self.network.params[i].nbytes
-        return found
-
-    @cached_property
     def _returned(self) -> list[int]:
         """The parameters whose gradients owners send back, in the order of sending."""
         if self.planned.owners is None:
@@ -269,156 +255,119 @@ class Case:
             "compare", "all_to_all", self._world, handed, moved, moved, 2 * handed, 1, host=True
         )
 
-    def _averaging(self, rank: int) -> Iterator[Transfer]:
+    def _averaging(self, rank: int) -> list[Transfer]:
         """The plain gradients, and one number a parameter: who has a gradient."""
         if not self.planned.averages or not self.network.params:
-            return
-        params = self.network.params
-        sizes = [(p.dtype, p.nbytes) for p in params]
-        present = FLOAT * len(params)
-        messages = _messages([*sizes, (torch.float32, present)])
-        total = sum(n for _, n in sizes)
+            return []
         if self.planned.owners == "owner":
-            mine = self._owned[rank]
-            yield self._summed("average_gradients", total, present, mine, messages)
-        else:
-            yield self._all_reduced("average_gradients", total + present, messages)
-
-    def _all_reduced(
-        self, stage: str, nbytes: int, messages: int, *, host: bool = False
-    ) -> Transfer:
-        moved = 2 * (self.ranks - 1) / self.ranks * nbytes
-        return Transfer(
-            stage, "all_reduce", self._world, nbytes, moved, moved, nbytes, messages, host
-        )
-
-    def _summed(
-        self, stage: str, for_owners: int, for_all: int, mine: int, messages: int
-    ) -> Transfer:
-        """Sums of which each rank gets its own, and everybody those for all."""
-        handed = for_owners + self.ranks * for_all
-        arrives = self.ranks * (mine + for_all)
-        return Transfer(
-            stage,
-            "all_to_all",
-            self._world,
-            handed,
-            handed - mine - for_all,
-            arrives - mine - for_all,
-            handed + arrives,
-            messages,
-        )
-
-    def _statistics_travel(self, rank: int) -> Iterator[Transfer]:
-        layers = self._taken_by_all
-        tensors = self._statistics_sent
-        if tensors:
-            heads = sum(_head_bytes(layer, self.options) for layer in layers if layer.hooked)
-            factors = sum(n for _, n in tensors) - heads
-            messages = _messages(tensors)
-            if any(plan.keepers is not None for layer, plan in self._layers if layer.hooked):
-                kept = self._kept_by.get(rank, [])
-                mine = sum(_stored_bytes(*item, self.options) for item in kept if item[0].hooked)
-                shared = [x for x in self._kept_by_all if x[0].hooked]
-                for_all = heads + sum(_stored_bytes(*item, self.options) for item in shared)
-                alone = factors - (for_all - heads)
-                yield self._summed("statistics_exchange", alone, for_all, mine, messages)
-            else:
-                yield self._all_reduced("statistics_exchange", heads + factors, messages)
-        if self.planned.owners is not None and not all(x.hooked for x in self.network.layers):
-            yield self._all_reduced("statistics", FLOAT, 1)  # the number of examples
+            return summed("average_gradients", self._world, rank, self._averaged)
+        nbytes = sum(bucket.total * bucket.itemsize for bucket in self._averaged)
+        return [all_reduced("average_gradients", self._world, nbytes, len(self._averaged))]
 
     @cached_property
-    def _statistics_sent(self) -> list[tuple[torch.dtype, int]]:
-        """Dtype and bytes of each sum over all ranks, in the order of sending."""
-        options, found = self.options, []
-        for layer in self._taken_by_all:
-            if layer.hooked:
-                found.append((_wide(options), _head_bytes(layer, options)))
-                sizes = [_stored_bytes(layer, k, options) for k in layer.shape.letters]
-                found += [(options.factor_dtype, size) for size in sizes]
+    def _averaged(self) -> list[Bucket]:
+        params = self.network.params
+        owners = self._owners if self.planned.owners == "owner" else [None] * len(params)
+        pieces: list[Piece] = [
+            (p.dtype, p.elements, owner) for p, owner in zip(params, owners, strict=True)
+        ]
+        return in_buckets([*pieces, (torch.float32, len(params), None)], self.ranks)
+
+    def _statistics_travel(self, rank: int) -> list[Transfer]:
+        found, buckets = [], self._statistics
+        if any(bucket.sizes for bucket in buckets):
+            found = summed("statistics_exchange", self._world, rank, buckets)
+        elif buckets:
+            nbytes = sum(bucket.total * bucket.itemsize for bucket in buckets)
+            found = [all_reduced("statistics_exchange", self._world, nbytes, len(buckets))]
+        if self.planned.owners is not None and not all(x.hooked for x in self.network.layers):
+            found.append(all_reduced("statistics", self._world, FLOAT, 1))  # number of examples
         return found
 
-    def _solutions_travel(self, rank: int) -> Iterator[Transfer]:
-        if not self.network.layers:
-            return
-        verdicts = FLOAT * len(self.network.layers)
-        yield self._all_reduced("solve_exchange", verdicts, 1, host=True)
-        row = self._by_row.get(self.plan.grid.row_of(rank), [])
-        others = self._row.size - 1
-        if not row or not others:
-            return
-        mine = sum(self._decomposed_bytes(*item) for item in self._solved_by.get(rank, []))
-        total = sum(self._decomposed_bytes(x, k) for x in row for k in x.shape.letters)
-        sent, received = mine * others, total - mine
-        yield Transfer(
-            "solve_exchange", "all_to_all", self._row, sent, sent, received, sent + received, 1
-        )
+    @cached_property
+    def _statistics(self) -> list[Bucket]:
+        """Sums over all ranks; those of layers whose statistics one rank takes do not travel."""
+        options, pieces = self.options, list[Piece]()
+        for layer, plan in self._layers:
+            if plan.source is None and layer.hooked:
+                pieces.append((_wide(options), _head_elements(layer.shape), None))
+                for letter in layer.shape.letters:
+                    elements = _stored_elements(layer.shape, letter, options)
+                    pieces.append((options.factor_dtype, elements, plan.keeper(letter)))
+        return in_buckets(pieces, self.ranks)
 
-    def _decomposed_bytes(self, layer: Layer, letter: str) -> int:
-        """Bytes of a factor's decomposition as it travels."""
+    def _solutions_travel(self, rank: int) -> list[Transfer]:
+        if not self.network.layers:
+            return []
+        grid, verdicts = self.plan.grid, FLOAT * len(self.network.layers)
+        buckets = self._decompositions.get(grid.row_of(rank), [])
+        return [
+            all_reduced("solve_exchange", self._world, verdicts, 1, host=True),
+            *copied("solve_exchange", self._row, grid.column_of(rank), buckets),
+        ]
+
+    @cached_property
+    def _decompositions(self) -> dict[int, list[Bucket]]:
+        """By row of the grid, what its solvers send to all ranks of the row, in one message."""
+        grid, itemsize = self.plan.grid, self.options.inv_dtype.itemsize
+        if grid.columns == 1:
+            return {}
+        sizes: dict[int, Counter[int]] = {row: Counter() for row in self._by_row}
+        for layer, plan in self._layers:
+            for letter in layer.shape.letters:
+                solver = plan.solver(letter)
+                of_row = sizes[grid.row_of(plan.workers[0])]
+                of_row[grid.column_of(solver)] += self._decomposed_elements(layer, letter)
+        return {row: [Bucket(of, 0, itemsize, grid.columns)] for row, of in sizes.items()}
+
+    def _decomposed_elements(self, layer: Layer, letter: str) -> int:
+        """Elements of a factor's decomposition as it travels."""
         numbers = 0
         if self.planned.background and letter == "A":
             numbers = 2 if self.options.preconditioner_scale == "gradient" else 1  # and γ
-        elements = numbers + sum(map(math.prod, _kept_shapes(layer.shape, letter, self.options)))
-        return elements * self.options.inv_dtype.itemsize
+        return numbers + sum(map(math.prod, _kept_shapes(layer.shape, letter, self.options)))
 
-    def _results_travel(self, rank: int) -> Iterator[Transfer]:
+    def _results_travel(self, rank: int) -> list[Transfer]:
         if self.planned.owners is not None:
-            yield from self._given_back(rank)
-            return
-        others = self._column.size - 1
-        if not others:
-            return
-        here = self.plan.grid.row_of(rank)
-        for dtype in dict.fromkeys(layer.work_dtype for layer in self.network.layers):
-            total, mine = self._result_bytes(dtype), self._result_bytes(dtype, here)
-            sent, received = mine * others, total - mine
-            yield Transfer(
-                "precondition_exchange",
-                "all_to_all",
-                self._column,
-                sent,
-                sent,
-                received,
-                sent + received,
-                1,
-            )
+            return copied("precondition_exchange", self._world, rank, self._given_back)
+        row = self.plan.grid.row_of(rank)
+        return copied("precondition_exchange", self._column, row, self._results)
 
-    def _result_bytes(self, dtype: torch.dtype, row: int | None = None) -> int:
-        """Bytes of preconditioned gradients of a dtype, those of a row's layers or of all."""
-        layers = self.network.layers if row is None else self._by_row.get(row, [])
-        alike = [layer for layer in layers if layer.work_dtype == dtype]
-        return sum(math.prod(layer.shape.gradient_size) * dtype.itemsize for layer in alike)
+    @cached_property
+    def _results(self) -> list[Bucket]:
+        """Preconditioned gradients by row of the grid: in each column, one message a dtype."""
+        grid = self.plan.grid
+        if grid.rows == 1 or self.planned.owners is not None:
+            return []
+        sizes: dict[torch.dtype, Counter[int]] = {}
+        for layer, plan in self._layers:
+            row = grid.row_of(plan.workers[0])
+            of_dtype = sizes.setdefault(layer.work_dtype, Counter())
+            of_dtype[row] += math.prod(layer.shape.gradient_size)
+        return [Bucket(of, 0, dtype.itemsize, grid.rows) for dtype, of in sizes.items()]
 
-    def _given_back(self, rank: int) -> Iterator[Transfer]:
+    @cached_property
+    def _given_back(self) -> list[Bucket]:
         """Gradients from their owners to all, with each rank's part of the clip's sum."""
-        wide = torch.promote_types(self.options.inv_dtype, torch.float32)
-        part = 0 if self.options.kl_clip is None else wide.itemsize
-        sizes = [
-            (self.network.params[i].dtype, self.network.params[i].nbytes) for i in self._returned
-        ]
-        sizes += [(wide, part)] * (self.ranks if part else 0)
-        if not sizes:
-            return
-        mine = self._owned[rank] + part
-        total = self._owned.total() + part * self.ranks
-        sent, received = mine * (self.ranks - 1), total - mine
-        yield Transfer(
-            "precondition_exchange",
-            "all_to_all",
-            self._world,
-            sent,
-            sent,
-            received,
-            sent + received,
-            _messages(sizes),
-        )
+        params = [(self.network.params[i], self._owners[i]) for i in self._returned]
+        pieces: list[Piece] = [(p.dtype, p.elements, owner) for p, owner in params]
+        if self.options.kl_clip is not None:
+            wide = torch.promote_types(self.options.inv_dtype, torch.float32)
+            pieces += [(wide, 1, rank) for rank in range(self.ranks)]
+        return in_buckets(pieces, self.ranks)
+
+    @property
+    def _buckets_of_world(self) -> list[Bucket]:
+        """All buckets of which ranks without a part of their own may have unlike shares."""
+        averaged = self._averaged if self.planned.owners == "owner" else []
+        given = [] if self.planned.owners is None else self._given_back
+        kept = self._statistics if any(b.sizes for b in self._statistics) else []
+        return [*averaged, *given, *kept]
 
     # ------------------------------------------------------------------------------------- memory
 
     def _held(self, rank: int, statistics: bool) -> tuple[Held, ...]:
-        options, network = self.options, self.network
+        options, network, wide = self.options, self.network, _wide(self.options).itemsize
         weights = sum(p.nbytes for p in network.params)
         kept = sum(_stored_bytes(*item, options) for item in self._kept(rank))
         row = self._by_row.get(self.plan.grid.row_of(rank), [])
@@ -428,10 +377,7 @@ class Case:
             Held("base", network.base_bytes),
             Held("factors", kept),
             # The number of examples, the averages' weight, and the traces.
-            Held(
-                "heads",
-                sum(_head_bytes(x, options) + _wide(options).itemsize for x in network.layers),
-            ),
+            Held("heads", sum(1 + _head_elements(x.shape) for x in network.layers) * wide),
             Held("inverses", sum(_inverse_bytes(x.shape, options) for x in row)),
         ]
         if statistics:
@@ -500,16 +446,19 @@ def _wide(options: KFACOptions) -> torch.dtype:
     return torch.promote_types(options.factor_dtype, torch.float32)
 
 
-def _head_bytes(layer: Layer, options: KFACOptions) -> int:
-    """Bytes of the number of examples and the sums of mean eigenvalues."""
-    shape = layer.shape
-    return (1 + len(shape.letters) * shape.groups) * _wide(options).itemsize
+def _head_elements(shape: FactorShape) -> int:
+    """The number of examples, and the sums of mean eigenvalues."""
+    return 1 + len(shape.letters) * shape.groups
+
+
+def _stored_elements(shape: FactorShape, letter: str, options: KFACOptions) -> int:
+    """Elements of a factor as it is kept and sent."""
+    return math.prod(shape.stored_shape(letter, options.symmetry_aware))
 
 
 def _stored_bytes(layer: Layer, letter: str, options: KFACOptions) -> int:
-    """Bytes of a factor as it is kept and sent."""
-    stored = layer.shape.stored_shape(letter, options.symmetry_aware)
-    return math.prod(stored) * options.factor_dtype.itemsize
+    """Bytes of a factor as it is kept."""
+    return _stored_elements(layer.shape, letter, options) * options.factor_dtype.itemsize
 
 
 def _kept_shapes(
@@ -533,15 +482,3 @@ def _inverse_bytes(shape: FactorShape, options: KFACOptions) -> int:
     with torch.no_grad():
         inverse = SOLVERS[options.solver].combine(parts, 1.0)
     return sum(tensor.nbytes for tensor in inverse.tensors)
-
-
-def _messages(tensors: Iterable[tuple[torch.dtype, int]]) -> int:
-    """The number of buckets that tensors of these dtypes and bytes fill."""
-    filled: dict[torch.dtype, int] = {}
-    buckets = 0
-    for dtype, nbytes in tensors:
-        if dtype not in filled or filled[dtype] + nbytes > BUCKET_BYTES:
-            filled[dtype] = 0
-            buckets += 1
-        filled[dtype] += nbytes
-    return buckets

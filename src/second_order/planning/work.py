@@ -16,7 +16,7 @@ import torch
 __all__ = ["Among", "Collective", "Compute", "Held", "Kind", "RankWork", "Transfer", "merged"]
 
 Kind: TypeAlias = Literal["gram", "eigh", "cholesky_inverse", "qr", "matmul"]
-Collective: TypeAlias = Literal["all_reduce", "all_to_all"]
+Collective: TypeAlias = Literal["all_reduce", "all_to_all", "all_gather"]
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,12 @@ class Transfer:
 
     Attributes:
         stage: The account that the bytes are on.
-        collective: "all_reduce", or "all_to_all" with parts of unlike sizes.
+        collective: "all_reduce", "all_gather" of equal parts, or "all_to_all" with unlike ones.
         among: The ranks that take part.
         handed: Bytes that this rank passes to ``torch.distributed``.
         moved: Bytes that have to leave it: an all-reduce of n bytes counts 2 (P - 1) / P n, a
-            ring's; a message to a named rank its size.
+            ring's; an all-gather (P - 1) times this rank's part; a message to a named rank its
+            size.
         received: Bytes that have to come to it, counted likewise.
         buffers: Bytes of the tensors that are sent and received, while they are under way.
         messages: Number of collectives.

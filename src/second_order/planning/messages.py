@@ -1,0 +1,170 @@
+"""Messages as the collectives make them of tensors: buckets, owners, shares."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from second_order.distributed.collectives import BUCKET_BYTES
+from second_order.distributed.shares import Segments, goes_by_shares
+from second_order.planning.work import Among, Collective, Transfer
+
+__all__ = ["Bucket", "Piece", "all_reduced", "copied", "in_buckets", "summed"]
+
+Piece: TypeAlias = tuple[torch.dtype, int, int | None]
+"""A tensor's dtype and elements, and the rank that wants it summed or has it; None for all."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype that travel together.
+
+    Attributes:
+        sizes: Elements by the rank that wants their sum, or has them.
+        common: Elements whose sum all ranks want.
+        itemsize: Bytes of an element.
+        ranks: Number of ranks in the group.
+    """
+
+    sizes: Mapping[int, int]
+    common: int
+    itemsize: int
+    ranks: int
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of the bucket."""
+        return sum(self.sizes.values()) + self.common
+
+    @cached_property
+    def by_shares(self) -> bool:
+        """Whether it goes by shares, in two messages; straight to each rank otherwise."""
+        largest = max(self.sizes.values(), default=0) + self.common
+        return goes_by_shares(self.ranks, largest * self.itemsize, self.total * self.itemsize)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Where in the bucket each rank's part is."""
+        return Segments.of_sizes(self.sizes, self.common, self.ranks)
+
+    def share(self, here: int) -> tuple[int, int, int]:
+        """Elements of a rank's share: all, those of its own part, and those for all."""
+        start, stop = self.segments.shares.bounds(here)
+
+        def inside(run: tuple[int, int]) -> int:
+            return max(0, min(run[1], stop) - max(run[0], start))
+
+        own = inside(self.segments.of.get(here, (0, 0)))
+        return stop - start, own, inside(self.segments.for_all)
+
+    def place(self, here: int) -> tuple[int, ...]:
+        """What tells a rank without a part of its own from others."""
+        return self.share(here) if self.by_shares else ()
+
+
+def in_buckets(pieces: Iterable[Piece], ranks: int) -> list[Bucket]:
+    """Pieces in the buckets in which they travel, in the order of the first of each."""
+    made: list[tuple[torch.dtype, dict[int | None, int]]] = []
+    open_buckets: dict[torch.dtype, dict[int | None, int]] = {}
+    filled: dict[torch.dtype, int] = {}
+    for dtype, elements, owner in pieces:
+        nbytes = elements * dtype.itemsize
+        if dtype not in open_buckets or filled[dtype] + nbytes > BUCKET_BYTES:
+            open_buckets[dtype], filled[dtype] = defaultdict(int), 0
+            made.append((dtype, open_buckets[dtype]))
+        open_buckets[dtype][owner] += elements
+        filled[dtype] += nbytes
+    return [
+        Bucket(
+            {rank: n for rank, n in sizes.items() if rank is not None},
+            sizes.get(None, 0),
+            dtype.itemsize,
+            ranks,
+        )
+        for dtype, sizes in made
+    ]
+
+
+def all_reduced(
+    stage: str, among: Among, nbytes: int, messages: int, *, host: bool = False
+) -> Transfer:
+    """A sum that all ranks get, by a ring."""
+    moved = 2 * (among.size - 1) / among.size * nbytes
+    return Transfer(stage, "all_reduce", among, nbytes, moved, moved, nbytes, messages, host)
+
+
+def summed(stage: str, among: Among, here: int, buckets: Iterable[Bucket]) -> list[Transfer]:
+    """Sums of which each rank gets its own part, and that for all.
+
+    Args:
+        stage: The account.
+        among: The ranks.
+        here: The rank's index among them.
+        buckets: What is summed.
+    """
+    found = _Sent()
+    for bucket in buckets:
+        mine = bucket.sizes.get(here, 0) + bucket.common
+        if not bucket.by_shares:
+            handed = bucket.total + (among.size - 1) * bucket.common
+            found.add("all_to_all", bucket, handed, among.size * mine, mine)
+            continue
+        size, own, common = bucket.share(here)
+        found.add("all_to_all", bucket, bucket.total, among.size * size, size)
+        onward = size + (among.size - 1) * common
+        found.add("all_to_all", bucket, onward, mine, own + common)
+    return found.transfers(stage, among)
+
+
+def copied(stage: str, among: Among, here: int, buckets: Iterable[Bucket]) -> list[Transfer]:
+    """Parts that each rank sends to all.
+
+    Args:
+        stage: The account.
+        among: The ranks.
+        here: The rank's index among them.
+        buckets: What is sent.
+    """
+    found = _Sent()
+    for bucket in buckets:
+        mine = bucket.sizes.get(here, 0)
+        if not bucket.by_shares:
+            if bucket.total:
+                found.add("all_to_all", bucket, (among.size - 1) * mine, bucket.total - mine, 0)
+            continue
+        size, own, _ = bucket.share(here)
+        found.add("all_to_all", bucket, mine, size, own)
+        full = bucket.segments.shares.size  # the last shares are filled up
+        found.add("all_gather", bucket, full, among.size * full, full)
+    return found.transfers(stage, among)
+
+
+class _Sent:
+    """A rank's messages by collective."""
+
+    def __init__(self) -> None:
+        self._found: dict[Collective, list[int]] = {}
+
+    def add(
+        self, collective: Collective, bucket: Bucket, handed: int, arrives: int, stays: int
+    ) -> None:
+        """Add a message: elements handed over and received, and those that are both."""
+        among = bucket.ranks
+        moved = (among - 1) * handed if collective == "all_gather" else handed - stays
+        entry = self._found.setdefault(collective, [0, 0, 0, 0, 0])
+        elements = handed, moved, arrives - stays, handed + arrives
+        for i, n in enumerate(elements):
+            entry[i] += n * bucket.itemsize
+        entry[4] += 1
+
+    def transfers(self, stage: str, among: Among) -> list[Transfer]:
+        """The messages, a line for each collective."""
+        return [
+            Transfer(stage, collective, among, handed, moved, received, buffers, messages)
+            for collective, (handed, moved, received, buffers, messages) in self._found.items()
+        ]
