@@ -177,7 +177,9 @@ class FSDPParams:
                 self._of |= {(id(m), n): record for m, n in shared}
             # All at once: a look for each of a thousand layers would take seconds.
             for each in model.modules():
-                for other, _ in each._parameters.items():  # TorchScript iterates over nothing else
-                    self._of.setdefault((id(each), other), None)
+                # By items: of TorchScript's parameters nothing else is an iterator.
+                for other, p in each._parameters.items():
+                    if p is not None:
+                        self._of.setdefault((id(each), other), None)
             self._of.setdefault(key, None)
         return self._of.get(key)
