@@ -202,36 +202,35 @@ def test_the_newton_share_is_that_of_the_movement() -> None:
 def test_all_accounts_together_are_the_whole_time() -> None:
     """By a clock that is told."""
     now = 100.0
-    with patch.object(module.time, "perf_counter", lambda: now):
-        meter = Meter()
-        now += 1.0
-        with meter.stage("statistics"):
-            now += 2.0
-            with meter.stage("exchange"):
-                now += 4.0
-                module.sent(640)
-            now += 8.0
-            with meter.stage("capture"):
-                now += 16.0
+    meter = Meter(now=lambda: now)
+    now += 1.0
+    with meter.stage("statistics"):
+        now += 2.0
         with meter.stage("exchange"):
-            now += 32.0
-        with pytest.raises(KeyError), meter.stage("solve"):
-            raise KeyError
-        now += 64.0
-        accounts = ("statistics", "statistics_exchange", "exchange", "solve", "elsewhere", "base")
-        assert set(meter.read(accounts).values()) == {0.0}
-        meter.lap()
-        found = meter.read(accounts)
-        seconds = [found[f"seconds/{name}"] for name in accounts]
-        assert seconds == [26.0, 4.0, 32.0, 0.0, 65.0, 0.0]
-        assert found["bytes/statistics_exchange"] == 640
-        assert sum(found[f"bytes/{name}"] for name in accounts) == 640
-        with meter.stage("base"):
-            now += 128.0
-        meter.lap()
-        found = meter.read(accounts)
-        assert found["seconds/base"] == found["total_seconds/base"] == 128.0
-        assert (found["seconds/statistics"], found["total_seconds/statistics"]) == (0.0, 26.0)
+            now += 4.0
+            module.sent(640)
+        now += 8.0
+        with meter.stage("capture"):
+            now += 16.0
+    with meter.stage("exchange"):
+        now += 32.0
+    with pytest.raises(KeyError), meter.stage("solve"):
+        raise KeyError
+    now += 64.0
+    accounts = ("statistics", "statistics_exchange", "exchange", "solve", "elsewhere", "base")
+    assert set(meter.read(accounts).values()) == {0.0}
+    meter.lap()
+    found = meter.read(accounts)
+    seconds = [found[f"seconds/{name}"] for name in accounts]
+    assert seconds == [26.0, 4.0, 32.0, 0.0, 65.0, 0.0]
+    assert found["bytes/statistics_exchange"] == 640
+    assert sum(found[f"bytes/{name}"] for name in accounts) == 640
+    with meter.stage("base"):
+        now += 128.0
+    meter.lap()
+    found = meter.read(accounts)
+    assert found["seconds/base"] == found["total_seconds/base"] == 128.0
+    assert (found["seconds/statistics"], found["total_seconds/statistics"]) == (0.0, 26.0)
 
 
 @each_of_five

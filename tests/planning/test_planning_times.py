@@ -67,6 +67,10 @@ def test_broadcasts_and_exchanges() -> None:
     assert math.isclose(FLAT.broadcast(4, range(4)), 2 * (1e-3 + 4e-6))
     assert FLAT.reduce(4e6, range(4)) == FLAT.broadcast(4e6, range(4))
     assert math.isclose(FLAT.all_to_all(3e6, 1e6, range(4)), 3e-3 + 3)
+    assert math.isclose(FLAT.all_gather(1e6, range(4)), 3 * (1e-3 + 1))
+    near, far = NODES.levels
+    parts = far.latency + 1e6 / far.bandwidth, near.latency + 2e6 / near.bandwidth
+    assert math.isclose(NODES.all_gather(1e6, range(8)), parts[0] + 3 * parts[1])
     quick = Interconnect((Level(1e-3, 1e6, gap=1e-4),))
     assert math.isclose(quick.all_to_all(0, 3e6, range(4)), 1e-3 + 2e-4 + 3)
 
@@ -127,6 +131,9 @@ def test_messages_by_hand() -> None:
     copies = 4e6 / 5e8 + 2 * 6e6 / 1e9
     wire = 2 * (2 * 3 * (1e-3 + 0.5e6 / 1e6))
     assert exchange_seconds(summed, MACHINE, FLAT) == pytest.approx(wire + copies)
+    gathered = Transfer("solve_exchange", "all_gather", world, 10**6, 3e6, 3e6, 5 * 10**6, 1)
+    wire = 3 * (1e-3 + 1) + 1e6 / 5e8 + 6e6 / 1e9
+    assert exchange_seconds(gathered, MACHINE, FLAT) == pytest.approx(wire)
     column = Among("column", 2, 4)
     sent = Transfer("precondition_exchange", "all_to_all", column, 10**6, 1e6, 2e6, 3 * 10**6, 1)
     found = exchange_seconds(sent, MACHINE, NODES)

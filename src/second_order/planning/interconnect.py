@@ -7,6 +7,7 @@ g parties, n bytes, latency a and b bytes a second, on one level:
 all_reduce   ring 2 (g - 1) (a + n / (g b))                or tree 2 ceil(log2 g) (a + n / b)
 broadcast,   tree ceil(log2 g) (a + n / b)
 reduce       or ring (ceil(log2 g) + g - 1) a + 2 (g - 1) / g n / b   (scatter, then all-gather)
+all_gather   ring (g - 1) (a + n / b), n a rank's part     between nodes first
 all_to_all   a + g_m (messages - 1), and what a rank sends or receives, whichever is more
 
 (Thakur, Rabenseifner & Gropp 2005; the gap g_m between two messages of a rank is LogP's, Culler et
@@ -140,6 +141,15 @@ class Interconnect:
         """Seconds to sum n bytes over ranks, for one of them: a broadcast in reverse."""
         return self.broadcast(nbytes, ranks)
 
+    def all_gather(self, nbytes: float, ranks: Sequence[int]) -> float:
+        """Seconds to give all ranks a part of n bytes from each: between nodes first."""
+        seconds, part = 0.0, float(nbytes)
+        parties = self.parties(ranks)
+        for level, g in zip(reversed(self.levels), reversed(parties), strict=True):
+            seconds += (g - 1) * (level.latency + part / level.bandwidth)
+            part *= g
+        return seconds
+
     def all_to_all(self, sent: float, received: float, ranks: Sequence[int]) -> float:
         """Seconds of an exchange of unlike parts between all pairs of ranks.
 
@@ -171,6 +181,7 @@ class Interconnect:
             "all_reduce": self.all_reduce,
             "broadcast": self.broadcast,
             "reduce": self.reduce,
+            "all_gather": self.all_gather,
             "all_to_all": self.all_to_all,
         }
         if verb not in verbs:

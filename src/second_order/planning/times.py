@@ -113,6 +113,8 @@ def exchange_seconds(
     ranks = range(0, among.size * among.stride, among.stride)
     if transfer.collective == "all_reduce":
         each = links.all_reduce(transfer.handed / count, ranks)
+    elif transfer.collective == "all_gather":
+        each = links.all_gather(transfer.handed / count, ranks)
     else:
         each = links.all_to_all(transfer.moved / count, transfer.received / count, ranks)
     copies = machine.copied(transfer.handed) + machine.touched(2 * transfer.received)
