@@ -154,10 +154,14 @@ def _from_all_alike(
     group: dist.ProcessGroup | None = None,
     **_: Any,
 ) -> _Done:
-    """An all-to-all in which the others send what this process sends to itself, or else ones."""
+    """An all-to-all in which the others send what this process sends to itself, or else ones.
+
+    Alike parts are addends; unlike ones are sums that others have made of their shares.
+    """
     parts, mine = output.split(received), message.split(sent)[dist.get_rank(group)]
+    alike = all(part.shape == mine.shape for part in parts)
     for part in parts:
-        if part.shape == mine.shape:
+        if alike or part is parts[dist.get_rank(group)]:
             part.copy_(mine)
         else:
             part.fill_(1)  # of a sum's head, a number of examples
@@ -191,7 +195,9 @@ def simulated(
     model = build()
     with one_of(processes, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore", SecondOrderWarning)
-        optimizer = system.optimizer(model, lr=0.01, solver=solver, **system.options)
+        # What others add is pretended: factors may be indefinite without much damping.
+        settings = {"lr": 0.01, "damping": 1e6, "solver": solver, **system.options}
+        optimizer = system.optimizer(model, **settings)
         cross_entropy(model(batch[0]), batch[1]).backward()
         with sent_bytes() as sent:
             optimizer.step()

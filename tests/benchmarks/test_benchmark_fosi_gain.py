@@ -22,8 +22,8 @@ def test_ratios_are_of_the_same_seed() -> None:
 
 
 def test_a_rate_that_does_not_arrive_is_not_the_best() -> None:
-    slow = Gained("x", "Adam", 0.1, 100, steps=50, seconds=9.0)
-    lost = Gained("x", "Adam", 0.3, 100, steps=None, seconds=1.0, diverged=True)
+    slow = Gained("GRU", "Adam", 0.1, 100, steps=50, seconds=9.0)
+    lost = Gained("GRU", "Adam", 0.3, 100, steps=None, seconds=1.0, diverged=True)
     assert fosi_gain.best_rate([slow, lost]) == 0.1
 
 
