@@ -184,9 +184,9 @@ def compared(name: str, choice: Choice, how: How) -> dict[str, Any]:
     stages = {}
     for stage, seconds in times.due.items():
         stages[stage] = [seconds, max(each[0].get(stage, 0.0) for each in everyone)]
-    # What is there in words alone: a stage's exchange in a world of one takes microseconds.
-    left = sum(max(e[0][k] for e in everyone) for k in everyone[0][0] if k not in stages)
-    totals = [sum(s for s, _ in stages.values()), left + sum(s for _, s in stages.values())]
+    # A rank that waits for another has the wait among its messages: stages cannot be added up.
+    found = max(sum(each[0].values()) for each in everyone)
+    totals = [sum(seconds for seconds, _ in stages.values()), found]
     foretold_bytes, foretold_memory = [], []
     for rank in range(len(everyone)):
         work = next(c.work for c in choice.ranks if c.work.rank == rank)

@@ -196,7 +196,7 @@ def simulated(
     with one_of(processes, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore", SecondOrderWarning)
         # What others add is pretended: factors may be indefinite without much damping.
-        settings = {"lr": 0.01, "damping": 1e6, "solver": solver, **system.options}
+        settings = {"lr": 0.01, "damping": 1e12, "solver": solver, **system.options}
         optimizer = system.optimizer(model, **settings)
         cross_entropy(model(batch[0]), batch[1]).backward()
         with sent_bytes() as sent:

@@ -86,14 +86,15 @@ def calibrate(
     world = World(group)
     machine: Machine | None = None
     error = ""
-    # All ranks wait while one measures: they would share cores and memory otherwise.
-    if world.rank == 0:
-        try:
-            machine = measure_machine(device, seconds=seconds, sizes=sizes, clock=clock)
-        except Exception as raised:  # the others wait for an answer
-            if world.size == 1:
-                raise
-            error = f"{type(raised).__name__}: {raised}"
+    # All at the same time, as they train: ranks of a machine share its cores and its memory.
+    world.all_gather_object(None)
+    world.all_gather_object(None)
+    try:
+        machine = measure_machine(device, seconds=seconds, sizes=sizes, clock=clock)
+    except Exception as raised:  # the others wait for an answer
+        if world.size == 1:
+            raise
+        error = f"{type(raised).__name__}: {raised}"
     machine, error = world.all_gather_object((machine, error))[0]
     if machine is None:
         raise ValueError(f"rank 0 could not measure {device}: {error}")
