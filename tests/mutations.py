@@ -2681,8 +2681,8 @@ MUTANTS = [
     _mutant(
         "plans that change the model",
         "planning/observation.py",
-        "                buffer.copy_(value)",
-        "                pass",
+        "                    buffer.copy_(value)  # nobody",
+        "                    pass  # nobody",
         "planning_plan::the_model_is_left_as_it_was",
     ),
     _mutant(
@@ -2695,8 +2695,8 @@ MUTANTS = [
     _mutant(
         "a chosen fraction that checkpoints forget",
         "kfac/curvature.py",
-        "{**self.budget.saved(), **chosen}",
-        "self.budget.saved()",
+        "            kept |= saved_workers(",
+        "            saved_workers(",
         "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
     ),
     # Ranks that have parted, and files.

@@ -149,6 +149,41 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_buffers_that_are_replaced_or_expanded_are_there_afterwards() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("last", torch.zeros(4))
+            self.register_buffer("mask", torch.ones(4).expand(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x * self.mask[0] + self.last)
+            self.last = y.detach().mean(0)
+            return y
+
+    model = Recurrent()
+    last = model.last
+    observe(model, (torch.ones(2, 4),), kaisa())
+    assert model.last is last
+    assert not last.any()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"factor_exchange": "reduce"}, "MEM-OPT, HYBRID and COMM-OPT"),
+        ({"grad_worker_fraction": 0.5}, "MEM-OPT, HYBRID and COMM-OPT"),
+        ({"refresh": "trace"}, "not in the model of costs"),
+        ({"exchange_dtype": torch.bfloat16}, "not in the model of costs"),
+        ({"stats_workers": 1}, "not in the model of costs"),
+    ],
+)
+def test_what_a_plan_does_not_know_is_refused_by_name(option: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(option))}.*{said}"):
+        planned(options=option)
+
+
 def test_passes_are_measured_here_and_counted_elsewhere() -> None:
     model, x = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 32)
     seen = observe(model, x, kaisa())

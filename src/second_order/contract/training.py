@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ class Training:
         base_name: Name of the base, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
         meter: Seconds and bytes of the steps, by stage.
+        first_pass: The hook that looks once who runs the model, where there are helpers.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Training:
     base_name: str = ""
     publish: Callable[[], None] = _nowhere
     meter: Meter = field(default_factory=Meter)
+    first_pass: Any = None
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -109,5 +112,9 @@ class Training:
         parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
         return f"{self.name} over {self.base_name}, {parts}"
 
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes the hook of the first pass off the model."""
+        return nullcontext() if self.first_pass is None else self.first_pass.aside(self.model)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "base": None, "publish": _nowhere}
+        return {**self.__dict__, "base": None, "publish": _nowhere, "first_pass": None}

@@ -6,6 +6,8 @@ over all ranks, and a helper's gradients would be averaged into those of the wor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,29 +19,37 @@ from second_order.distributed.collectives import World
 from second_order.distributed.roles import Roles, option_of
 from second_order.sharded import ddp_under_way
 
-__all__ = ["refuse_ddp_over_helpers"]
+__all__ = ["FirstPass", "refuse_ddp_over_helpers"]
 
-H = TypeVar("H", bound="_FirstPass")
+H = TypeVar("H", bound="FirstPass")
 
 
-def refuse_ddp_over_helpers(model: nn.Module, roles: Roles, everybody: World) -> None:
+def refuse_ddp_over_helpers(model: nn.Module, roles: Roles, everybody: World) -> FirstPass:
     """Make the model's first pass with gradients raise, if it is in a DDP over helpers' ranks.
 
     Args:
         model: The model, without wrappers.
         roles: The ranks of each role.
         everybody: The world of all these ranks.
+
+    Returns:
+        The hook on the model, which goes by itself with the first such pass.
     """
     places, role = everybody.global_ranks, roles.helper_role
     workers, helpers = (
         frozenset(places[r] for r in ranks) for ranks in (roles.workers, roles.helpers)
     )
-    hook = _FirstPass(workers, helpers, f"role {role!r} ({option_of(role)}={len(helpers)})")
+    hook = FirstPass(workers, helpers, f"role {role!r} ({option_of(role)}={len(helpers)})")
     hook.handle = model.register_forward_pre_hook(hook)
+    return hook
 
 
-class _FirstPass:
-    """A hook that looks once who runs the model; copies, pickled ones too, never look."""
+class FirstPass:
+    """A hook that looks once who runs the model; copies, pickled ones too, never look.
+
+    Attributes:
+        handle: Takes the hook off the model; None once it is off.
+    """
 
     def __init__(
         self,
@@ -51,13 +61,30 @@ class _FirstPass:
         self.handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, _: Any) -> None:
+        """Raise ValueError if helpers' gradients would be averaged in; of no use afterwards."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         ddp = ddp_under_way()
         if ddp is not None:
             self._check(dist.get_process_group_ranks(ddp.process_group))
+        self.remove()
+
+    def remove(self) -> None:
+        """Look no more."""
         if self.handle is not None:
             self.handle.remove()
+            self.handle = None
+
+    @contextmanager
+    def aside(self, model: nn.Module) -> Iterator[None]:
+        """Be off the model meanwhile, and on it again afterwards if it was."""
+        waits = self.handle is not None
+        self.remove()
+        try:
+            yield
+        finally:
+            if waits:
+                self.handle = model.register_forward_pre_hook(self)
 
     def _check(self, ranks: list[int]) -> None:
         helpers = sorted(self._helpers.intersection(ranks))

@@ -318,8 +318,8 @@ class World:
     def _to_owners(self, segments: Segments, share: Tensor) -> Started:
         """Start to send this rank's share of sums to those that want it, and to get one's own."""
         leaving, (own, common) = segments.leaving(self.rank), segments.arriving(self.rank)
-        pieces = [share[part] for parts in leaving for part in parts]
-        flat = self._stage(torch.cat(pieces or [share[:0]]))  # sums of narrow numbers are wide
+        # As wide as they have been added: an owner's sums are not rounded on any way.
+        flat = torch.cat([share[part] for parts in leaving for part in parts] or [share[:0]])
         received, work = self._exchange(
             flat, sizes_of(leaving), [a + b for a, b in zip(own, common, strict=True)]
         )

@@ -166,7 +166,7 @@ class _Team(Divided):
         training.world = self._roles.team(everybody, patience)
         training.averages = training.averages and training.world.size > 1
         if training.known:
-            refuse_ddp_over_helpers(training.model, self._roles, everybody)
+            training.first_pass = refuse_ddp_over_helpers(training.model, self._roles, everybody)
         await_connections(everybody, [line.mailbox], [line.store])
         self.line = line
         line.tell(training)

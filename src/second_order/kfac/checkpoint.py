@@ -59,13 +59,13 @@ def saved_factors(
 
 
 def saved_workers(workers: int, ranks: int) -> dict[str, int]:
-    """The chosen number of gradient workers as a checkpoint has it; nothing where none is chosen.
+    """The chosen number of gradient workers as a checkpoint has it.
 
     Args:
-        workers: The number that was chosen, or 0.
+        workers: The number that was chosen, or 0 where FSDP2 leaves no choice.
         ranks: The number of ranks that it was chosen for.
     """
-    return dict(zip(CHOSEN, (workers, ranks), strict=True)) if workers else {}
+    return dict(zip(CHOSEN, (workers, ranks), strict=True))
 
 
 def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
@@ -138,7 +138,7 @@ def _check_workers(saved: Mapping[Tensor, SavedPart]) -> None:
         if not set(CHOSEN) <= part.keys():
             continue
         workers, ranks = (int(part.whole(name, 0)) for name in CHOSEN)
-        if not (0 < workers <= ranks and ranks % workers == 0):
+        if workers and not (workers <= ranks and ranks % workers == 0):
             raise part.wrong(CHOSEN[0], f"is {workers}, which does not divide {ranks} ranks")
         if known not in (None, (workers, ranks)):
             raise part.wrong(CHOSEN[0], f"is {workers} of {ranks}, and {known} elsewhere")

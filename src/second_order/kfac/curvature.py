@@ -162,11 +162,9 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             self.helpers.begin(self.training)
         self.budget.begin()
-        if self._system.chooser is not None:
-            # Sharded gradients come together on one rank, whatever is chosen.
-            self._take_workers(
-                1 if self.layers.sharded else self._system.chooser.choose(self.training)
-            )
+        if self._system.chooser is not None and not self.layers.sharded:
+            # Sharded gradients come together on one rank, whatever would be chosen.
+            self._take_workers(self._system.chooser.choose(self.training))
         self._look()
 
     def _take_workers(self, workers: int) -> None:
@@ -462,8 +460,9 @@ class KFACCurvature(Curvature):
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process keeps, by the layers' weights."""
-        chosen = saved_workers(self.workers, self.training.world.size)
-        kept = {**self.budget.saved(), **chosen}
+        kept = {**self.budget.saved()}
+        if self._system.chooser is not None:
+            kept |= saved_workers(self.workers, self.training.world.size)
         return saved_factors(self.layers, self._takes, kept, self.solves.traces.saved)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:

@@ -165,11 +165,12 @@ class Pipeline:
         """Send what the coming passes bring, as the coming step wants statistics.
 
         Args:
-            wire: Dtype in which the factors' sums travel; None for their own. What has been
-                expected since the last step stays: buckets may have left.
+            wire: Dtype in which the factors' sums travel; None for their own. Once a pass has
+                brought anything the one before stays: buckets may have left.
         """
-        if not self._expected:
-            self._expected, self._wire = True, wire
+        if not (self._flying or self._reached):
+            self._wire = wire
+        self._expected = True
 
     # -------------------------------------------------------------------------------- the passes
 

@@ -268,7 +268,7 @@ class Solves:
             scales = self._scales(dampings)
             ready = self._to_solve({block: dampings[block] for block in ready}, damping)
         except Exception as error:  # an exception must not part this rank from the others
-            self._tell_of_error(mine, error)
+            self._tell_of_error([*mine, *(others if self._background is None else [])], error)
             return
         for block, of_layer in dampings.items():
             self.flights[block].damping = of_layer

@@ -63,7 +63,7 @@ def _divide(
     stores = [open_store(world, host, patience) for host in roles.helpers]
     training.world = roles.team(world)
     training.averages = training.averages and training.world.size > 1
-    refuse_ddp_over_helpers(training.model, roles, world)
+    training.first_pass = refuse_ddp_over_helpers(training.model, roles, world)
     return roles, stores
 
 

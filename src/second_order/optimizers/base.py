@@ -630,7 +630,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         outer, self._unwatched = self._unwatched, True
         try:
-            with self._curvature.unwatched():
+            with self._curvature.unwatched(), self._training.unwatched():
                 yield
         finally:
             self._unwatched = outer
@@ -638,6 +638,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
+        if self._training.first_pass is not None:
+            self._training.first_pass.remove()
         self._collected.drop()
         if self.state:
             self._share_state()

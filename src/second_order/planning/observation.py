@@ -223,12 +223,19 @@ def _captured(
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore a model's buffers and the random numbers at the end of the block."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for module, name, buffer, value in before:
+                setattr(module, name, buffer)  # a forward may have put another in its place
+                expanded = zip(buffer.stride(), buffer.shape, strict=True)
+                if not any(stride == 0 and size > 1 for stride, size in expanded):
+                    buffer.copy_(value)  # nobody writes to an expanded one

@@ -185,6 +185,18 @@ class Planner:
         for name in ("solver", "factor_update_steps", "inv_update_steps"):
             if name in shared:
                 raise ValueError(f"options[{name!r}] is planned; use solvers= and intervals=")
+        for name in ("factor_exchange", "grad_worker_fraction"):
+            if name in shared:
+                raise ValueError(
+                    f"options[{name!r}] is planned: the settings MEM-OPT, HYBRID and COMM-OPT of "
+                    f"KAISA differ in it; leave it out"
+                )
+        for name in ("debug", "exchange_dtype", "refresh", "stats_workers", "trace_bounds"):
+            if name in shared:
+                raise ValueError(
+                    f"options[{name!r}] is not in the model of costs, which counts every message "
+                    f"and solve at its full size; leave it out"
+                )
         self._made = {
             (system, solver): PLANNED[system](base=base, solver=solver, **shared)
             for system in systems
