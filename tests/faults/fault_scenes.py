@@ -138,6 +138,20 @@ SYSTEMS = [
     System("MRDHO2 1+1", MRDHO2, 2, EPOCHS, helpers=1, steps=9, moments=LATER),
     System("MRDHO2 2+1", MRDHO2, 3, EPOCHS, helpers=1, steps=9, moments=LATER),
     System("MRDHO2 2+1, within", MRDHO2, 3, WITHIN, helpers=1, steps=11, moments=LATER),
+    System(
+        "KAISA 2, pipelined",
+        KAISA,
+        2,
+        {**KFAC, "factor_exchange": "pipelined", "debug": 2},
+        moments=LATER,
+    ),
+    System(
+        "DPKFAC 2, by trace",
+        DPKFAC,
+        2,
+        {**KFAC, "refresh": "trace", "trace_bounds": (1e-9, 0.0), "debug": 1},
+        moments=LATER,
+    ),
 ]
 
 
