@@ -61,14 +61,13 @@ def draw(plans: list[Plan], path: Path) -> None:
         axes.set_xticks(sizes[::2], [f"{n:,}" for n in sizes[::2]])
         axes.set_xlabel("ranks, each with its batch")
         axes.grid(alpha=0.3)
-    left.set_yscale("log")
-    left.set_ylim(bottom=100)
+    left.set_ylim(bottom=0)
     right.set_ylim(bottom=0)
     left.set_ylabel("milliseconds a step")
     left.set_title("time: statistics every 10 steps, inverses every 100", fontsize=9)
     right.set_ylabel("megabytes on the fullest rank")
     right.set_title("factors and inverses kept", fontsize=9)
-    left.legend(fontsize=7, loc="upper left")
+    left.legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=150)
 
 
