@@ -589,15 +589,17 @@ def judge(example: Example, results: Sequence[Any]) -> Outcome:
         if not isinstance(r, dict):
             return Outcome("finding", f"{type(r).__name__}: {r}"[:300], str(r))
     raised = [r for r in reports if r["status"] == "raised"]
-    if raised:
+    workers = reports[: example.workers]
+    # A helper that raises is lost to the workers, and costs them no step.
+    lone = all(r["status"] == "raised" and _is_ours(r) for r in reports[example.workers :])
+    if raised and not (lone and all(r["status"] == "done" for r in workers)):
         return _judge_errors(example, reports, raised)
-    workers = [r for r in reports if not r["helps"]]
     first = workers[0]["parameters"]
     for j, r in enumerate(workers):
         if not torch.equal(first.nan_to_num(nan=7.0), r["parameters"].nan_to_num(nan=7.0)):
             return Outcome("finding", f"parted: rank {j} differs from rank 0")
     if bool(first.isfinite().all()):
-        return Outcome("trains")
+        return Outcome("raises", "a helper alone") if raised else Outcome("trains")
     alone = base_alone(example)
     if alone["status"] == "raised" or not bool(alone["parameters"].isfinite().all()):
         return Outcome("by base", "not finite")
