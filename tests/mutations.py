@@ -2619,7 +2619,7 @@ MUTANTS = [
         "planning/messages.py",
         "onward = size + (among.size - 1) * common",
         "onward = size",
-        "planning_counts::a_rank_sends_keeps_and_computes_what_is_counted",
+        "planning_counts::sums_for_one_and_for_all_arrive_by_shares_too",
     ),
     _mutant(
         "dampings that do not travel with decompositions",

@@ -21,8 +21,10 @@ from scaling import one_of
 from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.distributed import shares
 from second_order.planning.counts import Case
+from second_order.planning.messages import Bucket, summed
 from second_order.planning.network import base_state_bytes
 from second_order.planning.systems import PLANNED, dpkfac, kaisa
+from second_order.planning.work import Among
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -372,6 +374,16 @@ def test_what_leaves_the_ranks_arrives(small: int, monkeypatch: pytest.MonkeyPat
             for t in share.work.transfers:
                 moved[t.stage] += share.ranks * t.moved - share.ranks * t.received  # type: ignore[assignment]
         assert all(math.isclose(n, 0.0, abs_tol=1e-6) for n in moved.values())
+
+
+def test_sums_for_one_and_for_all_arrive_by_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "SMALL_BYTES", 0)
+    bucket = Bucket(sizes={1: 10}, common=3, itemsize=4, ranks=4)
+    assert bucket.by_shares
+    found = [t for r in range(4) for t in summed("solve", Among("world", 4), r, [bucket])]
+    assert sum(t.moved for t in found) == sum(t.received for t in found) > 0
+    # 13 sums of four shares; 10 of them to one rank, 3 to all, but for what is there already.
+    assert sum(t.moved for t in found) == 4 * (13 * 3 + 10 - 4 + 3 * 3)
 
 
 def test_four_thousand_ranks_are_counted_by_their_kinds() -> None:
