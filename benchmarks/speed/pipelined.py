@@ -110,7 +110,7 @@ def measure(label: str, kind: str, dtype: str, steps: int) -> dict[str, Any]:
     with ExitStack() as stack:
         slow = stack.enter_context(SlowNetwork(LATENCY, bandwidth))
         stack.enter_context(patch.object(SOLVERS["inverse"], "decompose", slowly))
-        stack.enter_context(patch.object(pipeline, "BUCKET_BYTES", BUCKET_BYTES))
+        stack.enter_context(patch.object(pipeline, "FUSED_BYTES", BUCKET_BYTES))
         for step in range(steps + 3):
             for exchange in EXCHANGES if step % 2 else EXCHANGES[::-1]:
                 model, optimizer = runs[exchange]

@@ -307,7 +307,7 @@ def both(rank: int, ranks: int, name: str, limit: int) -> tuple[list[Tensor], li
     """The trajectories by either exchange; where the second began its sums, and their sizes."""
     log: Log = []
     expected = SCENES[name](rank, ranks, {})
-    with replaced(pipeline, {"BUCKET_BYTES": limit}), logged(log):
+    with replaced(pipeline, {"FUSED_BYTES": limit}), logged(log):
         return expected, SCENES[name](rank, ranks, {"factor_exchange": "pipelined"}), log
 
 
@@ -341,7 +341,7 @@ def sharded(rank: int, ranks: int, compiles: bool) -> tuple[list[list[Tensor]], 
     """Trajectories under FSDP2, by either exchange."""
     choices = [(KAISA, MOMENTUM), (KAISA, {**MOMENTUM, "factor_exchange": "pipelined"})]
     log: Log = []
-    with replaced(pipeline, {"BUCKET_BYTES": 1}), logged(log):
+    with replaced(pipeline, {"FUSED_BYTES": 1}), logged(log):
         return train_sharded(rank, ranks, choices, "blocks", compiles=compiles), log
 
 
@@ -387,7 +387,7 @@ def test_a_rank_that_does_not_come_to_the_step_is_told_of_in_time(world: World) 
 def closed(rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Optimizers are closed after passes that have reached other layers on each rank."""
     groups = []
-    with replaced(pipeline, {"BUCKET_BYTES": 1}):
+    with replaced(pipeline, {"FUSED_BYTES": 1}):
         for ends in (True, False, False):
             model = MLP.model()
             optimizer = kaisa(model, factor_exchange="pipelined")

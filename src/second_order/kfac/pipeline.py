@@ -33,9 +33,9 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
 from second_order.kronecker.layers import FactorShape
 
-__all__ = ["BUCKET_BYTES", "Pipeline", "Sums", "fused"]
+__all__ = ["FUSED_BYTES", "Pipeline", "Sums", "fused"]
 
-BUCKET_BYTES = 2**20
+FUSED_BYTES = 2**20
 """Bytes of a bucket, unless one layer alone has more."""
 
 Sums = dict[KroneckerBlock, StatisticsSums]
@@ -70,7 +70,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Mark:
+class SentState:
     """The state of a layer's statistics when they were sent.
 
     Attributes:
@@ -134,14 +134,14 @@ class Pipeline:
     def _rest(self) -> None:
         """Be done with the buckets of a step."""
         self._flying: list[list[PendingSums]] = []
-        self._marks: dict[KroneckerBlock, Mark] = {}
+        self._marks: dict[KroneckerBlock, SentState] = {}
         self._reached: dict[KroneckerBlock, None] = {}
         self._expected = False
         if self._loan is not None:
             self._loan.settled = True
 
     def _fused(self, slots: Sequence[Slot]) -> list[list[Slot]]:
-        return fused(slots, self._dtype, BUCKET_BYTES)
+        return fused(slots, self._dtype, FUSED_BYTES)
 
     # --------------------------------------------------------------------------------- the plan
 
@@ -195,7 +195,7 @@ class Pipeline:
         found = []
         for slot in bucket:
             staged = slot.statistics()
-            self._marks[slot.block] = Mark(staged, staged.revision, micro_batches)
+            self._marks[slot.block] = SentState(staged, staged.revision, micro_batches)
             found.append(staged.sums(micro_batches).to(self._dtype))
         heads = [each.head for each in found]
         factors = [factor for each in found for factor in each.factors.values()]
