@@ -364,7 +364,8 @@ def test_what_has_settled_is_in_checkpoints(
 def test_older_checkpoints_and_those_of_intervals_load() -> None:
     saved, settled = saved_after(0, 1, "KAISA")
     assert settled
-    ignoring, counts, _ = resumed(0, 1, "KAISA", copy.deepcopy(saved), {"refresh": "interval"})
+    by_interval = {"refresh": "interval", "trace_bounds": (0.1, 0.0)}
+    ignoring, counts, _ = resumed(0, 1, "KAISA", copy.deepcopy(saved), by_interval)
     assert (ignoring, counts) == ([], [0, 0])
     for entry in saved["optimizer"]["state"].values():
         entry.get("curvature", {}).pop("settled", None)
@@ -451,3 +452,9 @@ def test_statistics_and_summary_tell_what_was_spared() -> None:
     assert f"{rule.spared} of {4 * LAYERS} solves spared" in str(optimizer.summary())
     other = make(KAISA, MLP.model())
     assert "spared" not in str(other.summary())
+
+
+@each_kronecker
+def test_bounds_that_would_do_nothing_are_refused(System: Any) -> None:
+    with pytest.raises(ValueError, match=r"trace_bounds=\(0.2, 0.0\) with refresh='interval'"):
+        System(MLP.model(), lr=0.1, trace_bounds=(0.2, 0.0))

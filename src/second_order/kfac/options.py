@@ -355,6 +355,11 @@ class KFACOptions:
                 f"trace_bounds={pair!r}: lower is above upper, so that a layer to be solved would "
                 f"have settled; swap them, as in {TRACE_BOUNDS}"
             )
+        if self.refresh == "interval" and tuple(pair) != TRACE_BOUNDS:
+            raise ValueError(
+                f"trace_bounds={pair!r} with refresh='interval' would do nothing; give "
+                f"refresh='trace', or leave trace_bounds out"
+            )
 
     @property
     def block_rules(self) -> BlockRules:
