@@ -25,6 +25,7 @@ __all__ = [
     "is_dtensor",
     "like",
     "local",
+    "mesh_ranks",
     "plain_type",
     "reshard",
     "sharded_params",
@@ -48,6 +49,12 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return cast(Tensor, cast(Any, tensor).to_local())
+
+
+def mesh_ranks(tensor: Tensor) -> list[int]:
+    """The ranks over which a DTensor is spread, in the order of its mesh."""
+    ranks: list[int] = cast(Any, tensor).device_mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def chunk(rows: int, parts: int, index: int) -> tuple[int, int]:

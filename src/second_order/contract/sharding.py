@@ -67,22 +67,34 @@ def _said(placements: Iterable[Any]) -> str:
     return ", ".join(map(repr, placements))
 
 
-def check_mesh(params: Mapping[str, Tensor], world: World) -> None:
+def check_mesh(
+    params: Mapping[str, Tensor], world: World, team: Sequence[int] | None = None
+) -> None:
     """Raise ValueError unless parameters are sharded over the ranks that train, all of them.
 
     Args:
         params: The model's parameters, by name.
         world: The ranks that the optimizer works with.
+        team: Those of them, as torch numbers them, that do what this one does; None for all.
     """
-    ranks = sorted(world.global_ranks)
+    everybody = world.global_ranks
+    ranks = sorted(everybody if team is None else team)
+    apart = world.whole is not None or len(ranks) < len(everybody)
     for name, p in params.items():
         if is_dtensor(p):
             mesh = sorted(cast(Any, p).device_mesh.mesh.flatten().tolist())
             if mesh != ranks:
+                remedy = (
+                    "make the optimizer of the plain model, and shard it on workers and helpers "
+                    "apart, by fully_shard(model, mesh=DeviceMesh.from_group("
+                    "optimizer.worker_group, device_type))"
+                    if apart
+                    else "shard over a mesh of all these ranks, or pass process_group= a group of "
+                    "the mesh's"
+                )
                 raise ValueError(
                     f"parameter {name!r} is sharded over the ranks {mesh}, and the optimizer works "
-                    f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
-                    f"process_group= a group of the mesh's"
+                    f"with the ranks {ranks}; {remedy}"
                 )
             rows_of(p, world)
 

@@ -1,6 +1,6 @@
 """The work of MRDHO2's accelerators: eigenpairs for workers, verdicts on their updates.
 
-worker 0         first accelerator         the others
+workers          first accelerator         the others
 point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together
                  order/k: skip        ->   where the point was malformed: no pairs, instead
                  pairs/i/j/a: û, residuals, and worker j's vectors, accelerator a's rows of them;
@@ -8,6 +8,10 @@ point/i, c   ->  order/k: compute     ->   c, too; then Lanczos, all together
 try/i        ->  order/k: judge       ->   w_E without and with V̂'s, too; then the loss of each
                  verdict/i/j: the losses of all batches
 goodbye      ->  order/k: leave       ->
+
+Worker 0 sends points; where FSDP2 has sharded the model, every other worker j sends point/i/j and
+try/i/j, too, with its rows, and an order has all of them. Accelerators may be sharded themselves:
+`spread.py` tells which elements go where.
 
 With each point goes the rest of the model, frozen parameters and buffers, and which of them train.
 i counts the requests, from 0 on, whatever epochs a checkpoint takes the workers to. An idle
@@ -29,9 +33,9 @@ from second_order.distributed.messages import MalformedError, Message, require_f
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
 from second_order.fosi.options import EpochOptions
+from second_order.fosi.spread import PairRoutes
 from second_order.fosi.subject import Subject
 from second_order.lanczos.spectrum import Pairs, mean_loss
-from second_order.lanczos.vector_space import row_bounds
 
 __all__ = ["Accelerator", "Batches"]
 
@@ -41,8 +45,8 @@ Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
 
 # Entries of each order's note, and its number of vectors.
 ORDERS: dict[str, tuple[dict[str, Any], int]] = {
-    "compute": ({"epoch": int, "train": [bool]}, 1),
-    "judge": ({"train": [bool]}, 2),
+    "compute": ({"epoch": int, "train": [bool], "sharded": [bool]}, 1),
+    "judge": ({"train": [bool], "sharded": [bool]}, 2),
     "skip": ({}, 0),
     "leave": ({"lost": str}, 0),
 }
@@ -117,7 +121,7 @@ class Accelerator:
                 elif what == "compute":
                     self._compute(closure_at, tensors, note)
                 else:
-                    self._judge(tensors, note["train"])
+                    self._judge(tensors, note)
             except Exception:
                 self.close(PARTING_SECONDS)
                 raise
@@ -132,16 +136,14 @@ class Accelerator:
         what, message = "compute", mailbox.wait(point, lambda: mailbox.holds(trial) or enough())
         if message is not None:
             try:
-                _require_order(what, message)
-            except MalformedError as why:
-                mailbox.refuse(point, why)
+                message = self._completed(what, point, message)
+            except MalformedError:
                 what, message = "skip", ([], {})
         elif (message := mailbox.arrived(trial)) is not None:
             what = "judge"
             try:
-                _require_order(what, message)
-            except MalformedError as why:
-                mailbox.refuse(trial, why)
+                message = self._completed(what, trial, message)
+            except MalformedError:
                 self._say_verdict([None, None])
                 return None
         if message is None:
@@ -157,6 +159,35 @@ class Accelerator:
             mailbox.post(f"order/{self._orders}/{a}", tensors, do=what, **known)
         self._orders += 1
         return None if self._over else (what, tensors, note)
+
+    def _completed(self, what: str, name: str, message: Message) -> Message | None:
+        """The first worker's message with what the others have sent; None if they have left.
+
+        Raises:
+            MalformedError: If one of them is no such order; it has been refused.
+        """
+        mailbox, parts = self._mailbox, {name: message}
+        self._require(name, partial(_require_order, what, message))
+        if any(message[1]["sharded"]):
+            others = [f"{name}/{worker}" for worker in range(1, self._workers)]
+            for other in others:
+                mailbox.expect(other)
+            for other in others:
+                part = mailbox.wait(other)
+                if part is None:
+                    return None
+                parts[other] = part
+        for other, (tensors, _) in parts.items():
+            self._require(other, partial(_require_part, what, tensors, len(message[0])))
+        return [t for tensors, _ in parts.values() for t in tensors], message[1]
+
+    def _require(self, name: str, check: Callable[[], None]) -> None:
+        """Check a message, and refuse it if it is malformed; raises MalformedError then."""
+        try:
+            check()
+        except MalformedError as why:
+            self._mailbox.refuse(name, why)
+            raise
 
     def _why(self) -> str:
         return f" ({self._mailbox.failure})" if self._mailbox.failure else ""
@@ -209,43 +240,66 @@ class Accelerator:
         """Compute û, V̂ at c, and send them to the workers."""
 
         def prepare() -> Closures:
-            self._take_over(tensors[0], tensors[1:], note["train"])
+            self._take_over("compute", 0, tensors, note)
             return closure_at(note["epoch"])
 
         self._loss_fn = self._together(prepare)
         pairs, loss = self._pairs(self._loss_fn, note["epoch"])
-        self._together(partial(self._deliver, pairs, loss))
+        to_shards = self._sharded_vector(note)
+        self._together(partial(self._deliver, pairs, loss, to_shards=to_shards))
         self.answered += 1
 
-    def _take_over(self, point: Tensor, rest: Sequence[Tensor], train: Sequence[bool]) -> None:
-        """Set the model to the workers' point, frozen parameters and buffers included."""
-        self._subject.follow(train)
-        self._subject.write(point)
-        self._subject.write_rest(rest)
+    def _take_over(
+        self, what: str, which: int, tensors: Sequence[Tensor], note: dict[str, Any]
+    ) -> None:
+        """Set the model to a point of the workers', frozen parameters and buffers included.
+
+        Args:
+            what: The order.
+            which: Index of the vector among those of the order.
+            tensors: Each worker's part of the vectors and of the rest, one worker after the other.
+            note: The order's note.
+        """
+        subject, vectors = self._subject, ORDERS[what][1]
+        workers = self._workers if any(note["sharded"]) else 1
+        each = len(tensors) // workers
+        parts = [tensors[j * each : (j + 1) * each] for j in range(workers)]
+        subject.follow(note["train"])
+        there = subject.sharded_there(note["sharded"])
+        subject.write([part[which] for part in parts], there)
+        subject.write_rest([part[vectors:] for part in parts], there)
+
+    def _sharded_vector(self, note: dict[str, Any]) -> bool:
+        """Whether the workers' parameters that train are sharded."""
+        there = self._subject.sharded_there(note["sharded"])
+        return any(there[id(p)] for p in self._subject.vector.params)
 
     def _answer_nothing(self) -> None:
         """Answer a malformed point by no pairs, so that workers do not wait for them."""
         self._loss_fn = None
         for j in range(self._workers):
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
-            self._mailbox.post(name, [], finite=False, products=0, loss=None)
+            self._mailbox.post(name, [], finite=False, products=0, loss=None, sharded=False)
         self.answered += 1
 
-    def _deliver(self, pairs: Pairs, loss: float) -> None:
-        cuts = row_bounds(len(pairs.values), self._workers)
+    def _deliver(self, pairs: Pairs, loss: float, *, to_shards: bool) -> None:
+        vector, teams = self._subject.vector, (self._workers, self._team.size)
+        shapes, sharded = [p.shape for p in vector.params], vector.sharded
+        routes = PairRoutes(shapes, len(pairs.values), *teams, to_shards, sharded)
         said = loss if math.isfinite(loss) else None
         rows = None
         if pairs.finite:
-            with self._subject.vector.plain():
+            with vector.plain():
                 rows = pairs.vectors()
         finite = rows is not None and bool(rows.isfinite().all())
         for j in range(self._workers):
             tensors = []
             if finite and rows is not None:
-                tensors = [pairs.values, pairs.bounds(), rows[cuts[j] : cuts[j + 1]]]
+                part = routes.part(rows, self._team.rank, j)
+                tensors = [pairs.values, pairs.bounds(), part]
             name = f"pairs/{self.answered}/{j}/{self._team.rank}"
             note = {"finite": finite, "products": pairs.iterations, "loss": said}
-            self._mailbox.post(name, tensors, **note)
+            self._mailbox.post(name, tensors, **note, sharded=sharded)
 
     def _pairs(self, loss_fn: Closures, epoch: int) -> tuple[Pairs, float]:
         """The eigenpairs of the accelerators' batches, and the loss of these."""
@@ -255,13 +309,13 @@ class Accelerator:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             return pairs, space.loss()
 
-    def _judge(self, tensors: Sequence[Tensor], train: Sequence[bool]) -> None:
+    def _judge(self, tensors: Sequence[Tensor], note: dict[str, Any]) -> None:
         """Send the losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
         vector, losses = self._subject.vector, []
-        for point in tensors[:2]:
+        for which in range(2):
             with self._subject.training.meter.stage("judge"):
-                self._together(partial(self._take_over, point, tensors[2:], train))
+                self._together(partial(self._take_over, "judge", which, tensors, note))
                 loss = mean_loss(self._loss_fn, vector.params, self._team, vector.model)
             losses.append(vector.sign * loss if math.isfinite(loss) else None)
         if self._team.rank == 0:
@@ -281,15 +335,26 @@ def _require_order(what: str, message: Message) -> None:
     """
     if what not in ORDERS:
         raise MalformedError(f"it asks for {what[:40]!r}")
-    forms, vectors = ORDERS[what]
-    tensors, note = message
-    require_form(note, **forms)
+    require_form(message[1], **ORDERS[what][0])
+    _require_part(what, message[0], len(message[0]))
+
+
+def _require_part(what: str, tensors: Sequence[Tensor], number: int) -> None:
+    """Check the tensors of an order, or of a worker's part of it.
+
+    Raises:
+        MalformedError: If they are not as many as ``number``, or the first ones not as many real
+            vectors of equal length as the order takes.
+    """
+    vectors = ORDERS[what][1]
     chosen = [(t.dim(), t.is_floating_point(), t.numel()) for t in tensors[:vectors]]
     if len(chosen) < vectors or len(set(chosen)) > 1 or any(c[:2] != (1, True) for c in chosen):
         found = [f"{t.dtype} {list(t.shape)}" for t in tensors]
         raise MalformedError(
             f"it does not begin with {vectors} equally long vectors, but has {found}"
         )
+    if len(tensors) != number:
+        raise MalformedError(f"it has {len(tensors)} tensors, and the first worker's {number}")
     if any(t.dim() != 1 for t in tensors):
         raise MalformedError(f"its tensors are of shapes {[list(t.shape) for t in tensors]}")
 

@@ -34,7 +34,9 @@ from second_order.fosi.checkpoint import (
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
 from second_order.fosi.options import (
     FOSIOptions,
+    check_differences,
     check_one_vector,
+    check_row_layout,
     check_shards,
     newton_scale_at,
 )
@@ -99,7 +101,6 @@ class FOSICurvature(Curvature):
         super().__init__(training)
         check_one_vector(training.groups)
         _check_uncorrected(training)
-        check_shards(members_of(training.groups), options)
         self.options, self._settings = options, settings
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
@@ -135,6 +136,10 @@ class FOSICurvature(Curvature):
         averages = self.training.averages
         return "a step skipped on one process would leave the others waiting" * averages
 
+    def check_processes(self) -> None:
+        """Raise TypeError unless parameters that FSDP2 has sharded can be worked with."""
+        self.check_shards(members_of(self.training.groups))
+
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Go on with the shards of parameters, if they can be; the vector is cut anew then."""
         if self.vector.in_parts:
@@ -144,12 +149,18 @@ class FOSICurvature(Curvature):
                 f"first step"
             )
         groups = self.training.groups
-        check_shards([others.get(p, p) for group in groups for p in group["params"]], self.options)
+        self.check_shards([others.get(p, p) for group in groups for p in group["params"]])
 
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training.groups)
-        check_shards(members_of(self.training.groups), self.options)
+        self.check_shards(members_of(self.training.groups))
+
+    def check_shards(self, params: Sequence[Tensor]) -> None:
+        """Raise TypeError unless parameters that FSDP2 has sharded can be worked with."""
+        check_shards(self.training.name, params)
+        check_row_layout(params, self.options)
+        check_differences(self.training.name, params, self.options)
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -226,7 +237,7 @@ class FOSICurvature(Curvature):
         health = self._health(gradients, witness)
         c = basis.coefficients(gradients, witness=witness, along=health)
         if self.pairs.first_used == self.training.steps:
-            rows = self.options.layout == "row"
+            rows = self.vector.spread
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
         rule = self.pairs.momentum_rule()
         momentum, newton = subspace.ahead(c, *rule)

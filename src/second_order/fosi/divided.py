@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.groups import members_of
+from second_order.contract.base_state import CURVATURE
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.contract.wrapped_late import refuse_ddp_over_helpers
@@ -30,13 +30,14 @@ from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures, publish
-from second_order.fosi.options import SHARDED, EpochOptions
+from second_order.fosi.options import EpochOptions, check_differences, check_shards
+from second_order.fosi.sharded_base import gather_parts
 from second_order.fosi.statistics import epoch_statistics
 from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
-from second_order.sharded import is_dtensor
+from second_order.sharded import is_dtensor, mesh_ranks
 
-__all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
+__all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature", "team_of"]
 
 FAREWELL_SECONDS = 5.0  # seconds for which the store outlives its host's own goodbye at most
 
@@ -46,10 +47,24 @@ def divided_curvature(
 ) -> Divided:
     """Make the curvature for this rank's role."""
     world = training.world
-    if not (options.wanted and options.accelerators and world.size > 1):
+    if not _divides(options, world):
         return Alone(training, options, closure)
     helps = world.rank >= world.size - options.accelerators
     return (Helper if helps else Worker)(training, options, closure)
+
+
+def team_of(options: EpochOptions, world: World) -> list[int]:
+    """The ranks, as torch numbers them, that do what this one does."""
+    everybody = world.global_ranks
+    if not _divides(options, world):
+        return everybody
+    workers = max(world.size - options.accelerators, 0)  # none is an error, told later
+    return everybody[workers:] if world.rank >= workers else everybody[:workers]
+
+
+def _divides(options: EpochOptions, world: World) -> bool:
+    """Whether some of the processes help the others."""
+    return bool(options.wanted and options.accelerators and world.size > 1)
 
 
 @dataclass
@@ -96,21 +111,43 @@ class Divided(FOSICurvature):
 
     options: EpochOptions
     role: Role = "worker"
+    multiplies = True  # by the Hessian of a loss
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
-        if any(map(is_dtensor, members_of(training.groups))):
-            raise TypeError(SHARDED)
         super().__init__(training, options, closure)
         self.epochs = Epochs(Subject(training, self.vector), options)
 
     def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train."""
-        size, under_ddp = self.training.world.size, self.training.under_ddp
-        self._roles = assign_roles(size, self.options.accelerators, "accelerator", under_ddp)
+        """Raise ValueError if no process would be left to train, TypeError for others' shards."""
+        world, under_ddp = self.training.world, self.training.under_ddp
+        self._roles = assign_roles(world.size, self.options.accelerators, "accelerator", under_ddp)
+        trouble = ""
+        try:
+            super().check_processes()
+        except TypeError as error:
+            trouble = str(error)
+        # Workers and accelerators may be sharded differently, and all raise or none.
+        troubles = list(filter(None, world.all_gather_object(trouble)))
+        if troubles:
+            raise TypeError(troubles[0])
 
-    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Raise TypeError: FSDP2 has sharded the parameters since the optimizer was made."""
-        raise TypeError(SHARDED)
+    def check_shards(self, params: Sequence[Tensor]) -> None:
+        """Raise TypeError unless the rows that are here of parameters are known elsewhere.
+
+        Rows of a chosen layout are no matter: they are as FSDP2 leaves them.
+        """
+        check_shards(self.training.name, params)
+        if self.multiplies:
+            check_differences(self.training.name, params, self.options)
+        places = {rank: i for i, rank in enumerate(self.training.world.global_ranks)}
+        for p in filter(is_dtensor, params):
+            order = [places[rank] for rank in mesh_ranks(p)]
+            if order != sorted(order):
+                raise TypeError(
+                    f"{self.training.name}: the parameters are sharded over a mesh whose ranks "
+                    f"{mesh_ranks(p)} are not in the order of the process group; shard over "
+                    f"DeviceMesh.from_group(optimizer.worker_group, device_type)"
+                )
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
@@ -165,6 +202,8 @@ class _Team(Divided):
         line = Line.of(everybody, self._roles, patience)
         training.world = self._roles.team(everybody, patience)
         training.averages = training.averages and training.world.size > 1
+        if self.vector.sharded:
+            self.vector.restart()  # whose rows are those of this kind of processes
         if training.known:
             training.first_pass = refuse_ddp_over_helpers(training.model, self._roles, everybody)
         await_connections(everybody, [line.mailbox], [line.store])
@@ -184,12 +223,37 @@ class _Team(Divided):
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and its part of c and p, or zeros in their place."""
         parts, here = super().state(), {START: self.epochs.start, SUM: self.epochs.total}
-        kept = {name: vector for name, vector in here.items() if vector is not None}
+        whole = not self.vector.spread
+        kept = {name: vector for name, vector in here.items() if vector is not None and whole}
         if parts and len(kept) < len(here) and is_sharded_checkpoint():  # read in place
             size, dtype = self.vector.layout.size, self.vector.dtype
             kept = {name: torch.zeros(size, dtype=dtype) for name in here} | kept
         vectors = vector_parts(kept, self.vector.params)
         return {p: {**part, **vectors[p]} for p, part in parts.items()}
+
+    @property
+    def kept_elsewhere(self) -> str:
+        """A name for state that only other processes keep; "" if there is none."""
+        sums = self.vector.spread and self.epochs.start is not None
+        what = "what other processes keep of the epoch's gradients"
+        return super().kept_elsewhere or what * sums
+
+    def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
+        """The state that is in parts, whole, on the ranks that want it; a collective."""
+        found, layout = super().gather(ranks), self.vector.layout
+        if not self.vector.spread:
+            return found
+        kept: dict[str, Tensor] = {}
+        for name, part in ((START, self.epochs.start), (SUM, self.epochs.total)):
+            if part is not None:
+                parts = gather_parts(self.training.world, part, layout.bounds, 0, ranks)
+                kept[name] = layout.in_order(parts) if len(parts) else parts
+            elif len(ranks) == self.training.world.size:  # read in place
+                kept[name] = torch.zeros(layout.size, dtype=self.vector.dtype)
+        if self.training.world.rank in ranks:
+            for p, part in vector_parts(kept, layout.params).items():
+                found[p][CURVATURE] = {**found[p][CURVATURE], **part}
+        return found
 
     def awake(self) -> None:
         """Find the processes of this kind again, in an unpickled copy, whose base goes on alone."""
@@ -203,6 +267,8 @@ class _Team(Divided):
 
 class Worker(_Team):
     """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
+
+    multiplies = False
 
     def join(self, mailbox: Mailbox) -> None:
         """Begin the first epoch."""

@@ -361,7 +361,7 @@ class Eigenpairs:
 
     @property
     def _by_rows(self) -> bool:
-        return self._options.layout == "row" or self._training.world.size == 1
+        return self._vector.spread or self._training.world.size == 1
 
     def _span(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
         options, clip = self._options, self._options.rest_clip(type(self._training.base))

@@ -31,13 +31,14 @@ from second_order.options import (
 from second_order.sharded import is_dtensor
 
 __all__ = [
-    "SHARDED",
     "EpochOptions",
     "FOSIOptions",
     "FinalUpdate",
     "Layout",
+    "check_differences",
     "check_newton_scale",
     "check_one_vector",
+    "check_row_layout",
     "check_shards",
     "newton_scale_at",
     "refuse_no_closure",
@@ -245,47 +246,50 @@ def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> fl
     return scale * (lr / peak) if peak > 0.0 else 0.0
 
 
-SHARDED = (
-    "MRDHO2 does not work on parameters that fully_shard (FSDP2) has sharded: its accelerators "
-    "take whole copies of the model; use DistributedDataParallel, or DHO2, KAISA, DPKFAC or "
-    "DistKFAC under fully_shard"
-)
-
-
-def check_shards(params: Sequence[Tensor], options: FOSIOptions) -> None:
+def check_shards(name: str, params: Sequence[Tensor]) -> None:
     """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
 
     Args:
+        name: Name of the optimizer.
         params: The parameters, sharded or not.
-        options: The options of the step.
     """
     shards = [p for p in params if is_dtensor(p)]
     if not shards:
         return
     if len(shards) < len(params):
         raise TypeError(
-            f"DHO2: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
+            f"{name}: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
             f"vector spans all; shard the rest, too, without ignored_params"
         )
     if any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
         raise TypeError(
-            "DHO2: the parameters are sharded over a mesh with replicas (HSDP), and each process "
-            "is to have rows of its own; shard over a mesh of one dimension"
+            f"{name}: the parameters are sharded over a mesh with replicas (HSDP), and each "
+            f"process is to have rows of its own; shard over a mesh of one dimension"
         )
-    if options.layout == "column":
+
+
+def check_row_layout(params: Sequence[Tensor], options: FOSIOptions) -> None:
+    """Raise TypeError where sharded parameters come with a chosen layout="column"."""
+    if options.layout == "column" and any(map(is_dtensor, params)):
         raise TypeError(
             "DHO2: layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) "
             "leaves it rows; use layout='row'"
         )
+
+
+def check_differences(name: str, params: Sequence[Tensor], options: FOSIOptions) -> None:
+    """Raise TypeError unless products by differences will do where parameters are sharded."""
+    if not any(map(is_dtensor, params)):
+        return
     if options.hvp not in ("auto", "differences"):
         raise TypeError(
-            f"DHO2: hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has "
+            f"{name}: hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has "
             f"first ones only; use hvp='differences'"
         )
     if options.curvature != "hessian":
         raise TypeError(
-            f"DHO2: curvature={options.curvature!r} takes derivatives of outputs, and fully_shard "
-            f"(FSDP2) has those of a loss only; use curvature='hessian', or "
+            f"{name}: curvature={options.curvature!r} takes derivatives of outputs, and "
+            f"fully_shard (FSDP2) has those of a loss only; use curvature='hessian', or "
             f"DistributedDataParallel"
         )
 

@@ -1,15 +1,22 @@
-"""The model as workers send it to accelerators, which take it over."""
+"""The model as workers send it to accelerators, which take it over; either may be sharded.
+
+A worker sends what it has: the rows that FSDP2 has left it, and the first worker what is whole on
+all. An accelerator takes the elements that it has itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
 from second_order.errors import SecondOrderError
+from second_order.fosi.spread import Spread, common, count, pick, place
 from second_order.fosi.vector import ParameterVector
+from second_order.sharded import is_dtensor, local, reshard
 
 __all__ = ["Subject"]
 
@@ -19,20 +26,50 @@ class Subject:
 
     Args:
         training: The training of the model.
-        vector: The parameters that train, whole.
+        vector: The parameters that train.
 
     Attributes:
         training: The training of the model.
-        vector: The parameters that train, whole.
+        vector: The parameters that train.
     """
 
     def __init__(self, training: Training, vector: ParameterVector) -> None:
         self.training, self.vector = training, vector
 
+    def _whole_model(self) -> list[Tensor]:
+        reshard(self.training.model)  # which may show whole parameters after an evaluation
+        return self.training.whole_model()
+
+    # ------------------------------------------------------------------------------ on a worker
+
     @property
-    def train(self) -> list[bool]:
-        """Whether each parameter and buffer of the whole model trains."""
-        return [t.requires_grad for t in self.training.whole_model()]
+    def forms(self) -> dict[str, list[bool]]:
+        """Whether each parameter and buffer of the whole model trains, and whether it is sharded."""
+        whole = self._whole_model()
+        return {
+            "train": [t.requires_grad for t in whole],
+            "sharded": [is_dtensor(t) for t in whole],
+        }
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether every process sends a part, and not the first one all."""
+        return any(map(is_dtensor, self._whole_model()))
+
+    def rest(self) -> list[Tensor]:
+        """Copies of frozen parameters and buffers, as far as this process sends them.
+
+        One flat tensor for each dtype, empty where this process sends none of it.
+        """
+        first = self.training.world.rank == 0
+        here = [t if first or is_dtensor(t) else t.reshape(-1)[:0] for t in self._rest()]
+        return pack_by_dtype([local(t) for t in here])
+
+    def _rest(self) -> list[Tensor]:
+        mine = set(map(id, self.vector.params))
+        return [t for t in self._whole_model() if id(t) not in mine]
+
+    # ------------------------------------------------------------------------- on an accelerator
 
     def follow(self, train: Sequence[bool]) -> None:
         """Freeze and unfreeze parameters as they are on the workers.
@@ -40,7 +77,7 @@ class Subject:
         Raises:
             SecondOrderError: If the workers have more or fewer parameters and buffers.
         """
-        whole = self.training.whole_model()
+        whole = self._whole_model()
         if len(train) != len(whole):
             raise SecondOrderError(
                 f"the workers have {len(train)} parameters and buffers, this accelerator "
@@ -51,42 +88,75 @@ class Subject:
                 tensor.requires_grad_(trains)
         self.vector.follow()
 
-    def write(self, flat: Tensor) -> None:
-        """Set the parameters that train to a flat vector.
+    def sharded_there(self, sharded: Sequence[bool]) -> Mapping[int, bool]:
+        """Whether the workers have sharded a tensor, by its id here.
+
+        Args:
+            sharded: What :attr:`forms` says there, of as many tensors as are followed.
+        """
+        return {id(t): there for t, there in zip(self._whole_model(), sharded, strict=True)}
+
+    def write(self, parts: Sequence[Tensor], there: Mapping[int, bool]) -> None:
+        """Set the parameters that train, from each worker's elements of their vector.
+
+        Args:
+            parts: What each worker has sent: one all, or each the rows it has.
+            there: As :meth:`sharded_there` tells.
 
         Raises:
             SecondOrderError: If the other processes have more or fewer elements.
         """
-        n = self.vector.layout.size
-        if len(flat) != n:
+        n, sent = self.vector.layout.size, sum(map(len, parts))
+        if sent != n:
             raise SecondOrderError(
-                f"the workers train {len(flat)} numbers, this accelerator {n}: add the same groups "
-                f"of parameters on every rank"
+                f"the workers train {sent} numbers, this accelerator {n}: add the same groups of "
+                f"parameters on every rank"
             )
+        flat = self._mine(self.vector.params, parts, there)
         self.vector.overwrite(flat.to(self.vector.device))
 
-    def _rest(self) -> list[Tensor]:
-        mine = set(map(id, self.vector.params))
-        return [t for t in self.training.whole_model() if id(t) not in mine]
-
-    def rest(self) -> list[Tensor]:
-        """Copies of frozen parameters and buffers, one flat tensor for each dtype."""
-        return pack_by_dtype(self._rest())
-
-    def write_rest(self, flats: Sequence[Tensor]) -> None:
-        """Set frozen parameters and buffers, from one flat tensor for each dtype.
+    def write_rest(self, parts: Sequence[Sequence[Tensor]], there: Mapping[int, bool]) -> None:
+        """Set frozen parameters and buffers, from each worker's :meth:`rest`.
 
         Raises:
             SecondOrderError: If the other processes have more or fewer elements.
         """
-        rest = self._rest()
-        sizes = dict.fromkeys((t.dtype for t in rest), 0)
-        for t in rest:
-            sizes[t.dtype] += t.numel()
-        found = [(t.dtype, t.numel()) for t in flats]
+        alike: dict[Any, list[Tensor]] = {}
+        for t in self._rest():
+            alike.setdefault(t.dtype, []).append(t)
+        sizes = {dtype: sum(t.numel() for t in tensors) for dtype, tensors in alike.items()}
+        found = [(flats[0].dtype, sum(map(len, flats))) for flats in zip(*parts, strict=True)]
         if found != list(sizes.items()):
             raise SecondOrderError(
                 f"what does not train is {found} on the workers and {list(sizes.items())} on this "
                 f"accelerator: build and change the same model on every rank"
             )
-        unpack_by_dtype(flats, rest)
+        flats = [
+            self._mine(tensors, of, there)
+            for tensors, of in zip(alike.values(), zip(*parts, strict=True), strict=True)
+        ]
+        unpack_by_dtype(flats, [local(t) for t in self._rest()])
+
+    def _mine(
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor], there: Mapping[int, bool]
+    ) -> Tensor:
+        """This process's elements of flat tensors, from all workers' parts of them."""
+        sharded = [there[id(t)] for t in tensors]
+        world = self.training.world
+        here = Spread.of(tensors, world.size)
+        theirs = Spread(here.shapes, sharded, len(parts))
+        mine = here.runs(world.rank)
+        flat = parts[0].new_empty(count(mine))
+        for worker, part in enumerate(parts):
+            runs = theirs.runs(worker, once=True)
+            if len(part) != count(runs):
+                raise SecondOrderError(
+                    f"worker {worker} has sent {len(part)} numbers, and has {count(runs)} by the "
+                    f"rows that fully_shard leaves it of {len(parts)}: shard the model over a mesh "
+                    f"of all workers in their order, such as optimizer.worker_group's"
+                )
+            if runs == mine:
+                return part
+            both = common(runs, mine)
+            place(pick(part, runs, both), both, flat, mine)
+        return flat

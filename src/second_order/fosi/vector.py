@@ -36,7 +36,8 @@ class ParameterVector:
 
     Args:
         training: The training of the parameters.
-        spread: Whether to spread rows over the processes, if there are several.
+        spread: Whether to spread rows over the processes, if there are several; as they are where
+            FSDP2 has sharded them.
         dtype: Dtype of vectors; None for float64 where a parameter is, else float32.
 
     Attributes:
@@ -57,7 +58,7 @@ class ParameterVector:
 
     def __init__(self, training: Training, *, spread: bool, dtype: torch.dtype | None) -> None:
         self._training, self._dtype = training, dtype
-        self.spread = spread and training.world.size > 1
+        self._wanted = spread
         self.in_parts = False
         self._stepper: ShardedBase | None = None
         self._cut()
@@ -71,6 +72,7 @@ class ParameterVector:
     def _cut(self) -> None:
         world, groups = self._training.world, self._groups()
         self.sharded = any(is_dtensor(p) for group in groups for p in group)
+        self.spread = (self._wanted or self.sharded) and world.size > 1
         self.layout = (
             ShardedLayout(groups, world)
             if self.sharded

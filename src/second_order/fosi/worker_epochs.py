@@ -7,7 +7,8 @@ end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w 
 With "within" there is no p, and no update at the end: the next epoch's steps use û and V̂, those of
 :class:`~second_order.fosi.curvature.FOSICurvature`. The first `warmup_steps` are of no epoch.
 
-The workers agree on each of these, so that their weights stay equal.
+The workers agree on each of these, so that their weights stay equal. Where FSDP2 has sharded the
+parameters a worker has its rows of c, p and V̂, and sends its rows of c.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from second_order.fosi.checkpoint import START, SUM, UNIT, counts_of, load_vecto
 from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions
 from second_order.fosi.pieces import Chunk
+from second_order.fosi.spread import PairRoutes
 from second_order.fosi.subject import Subject
-from second_order.fosi.subspace import ColumnBasis, newton_rates
+from second_order.fosi.subspace import Basis, ColumnBasis, RowBasis, newton_rates
 from second_order.fosi.trust import Flag
-from second_order.lanczos.vector_space import row_bounds
 from second_order.report import EpochReport
+from second_order.sharded import local
 
 __all__ = ["LEAST_FALL", "Epochs", "correction", "refusal"]
 
@@ -58,8 +60,9 @@ class Epochs:
     Attributes:
         number: Number of the epoch under way.
         step: Number of the epoch's steps that have been taken.
-        start: c, the epoch's first point, flat; None if there is to be no final update.
-        total: p, the sum of gradients, flat; None if there is to be no final update.
+        start: c, the epoch's first point, flat, the rows that are here; None if there is to be no
+            final update.
+        total: p, the sum of gradients, as ``start``; None if there is to be no final update.
         helped: Whether accelerators are at work for this worker.
         found: û and the residuals of the last eigenpairs that came.
         fresh: The eigenpairs for the next epoch's steps; None but at the end of an epoch that has
@@ -76,7 +79,7 @@ class Epochs:
         self.number = self.step = 0
         self.start: Tensor | None = None
         self.total: Tensor | None = None
-        self._parts: list[Tensor] = []  # views of p with the parameters' shapes
+        self._parts: list[Tensor] = []  # views of p with the shapes of what is here of parameters
         self.helped = False
         self.found: tuple[Tensor, Tensor] | None = None
         self.fresh: Found | None = None
@@ -112,9 +115,11 @@ class Epochs:
             return
         params = self._subject.vector.params
         if not self._parts:  # views: packing small gradients first would cost more than adding them
-            pieces = self.total.split([p.numel() for p in params])
-            self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-        here = [(t, p.grad) for t, p in zip(self._parts, params, strict=True) if p.grad is not None]
+            shapes = [local(p).shape for p in params]
+            pieces = self.total.split([shape.numel() for shape in shapes])
+            self._parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        pairs = zip(self._parts, params, strict=True)
+        here = [(total, local(p.grad)) for total, p in pairs if p.grad is not None]
         if here:  # a step may have been without backward
             torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
 
@@ -127,12 +132,17 @@ class Epochs:
             if not self._options.within:
                 self.total = torch.zeros_like(self.start, dtype=vector.dtype)
         self._asked, self._request = self.number, self._request + 1
-        if self._team.rank == 0:
-            tensors = [self.start, *subject.rest()]
-            name = f"point/{self._request}"
-            self._mailbox.post(name, tensors, epoch=self.number, train=subject.train)
+        self._post(self._mailbox, f"point/{self._request}", [self.start], epoch=self.number)
         for name in self._expected():
             self._mailbox.expect(name)
+
+    def _post(self, mailbox: Mailbox, name: str, vectors: Sequence[Tensor], **note: int) -> None:
+        """Send vectors and the rest of the model: the first worker, or each what it has."""
+        rank, subject = self._team.rank, self._subject
+        if rank == 0:
+            mailbox.post(name, [*vectors, *subject.rest()], **note, **subject.forms)
+        elif subject.in_parts:
+            mailbox.post(f"{name}/{rank}", [*vectors, *subject.rest()])
 
     def _expected(self) -> list[str]:
         helpers = range(self._options.accelerators)
@@ -172,16 +182,15 @@ class Epochs:
         if self.start is None or (self.total is None and not self._options.within):
             return EpochReport(self.number, waited, False, "other parameters train now")
         refused = mailbox.refused
-        sound = self._sound(mailbox, found, len(self.start))
-        if not self._agreed(sound):
+        if not self._agreed(self._sound(mailbox, found)):
             return self._unusable(waited, UNSOUND if mailbox.refused == refused else REFUSED)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
         vector, adds = self._subject.vector, self._options.final_update == "additive"
         parts = [tensors[2].to(self.start.device, vector.dtype) for tensors, _ in found]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        rows = self._routes(sharded=found[0][1]["sharded"]).joined(parts, self._team.rank)
         if self.total is None:
-            if not self._agreed(_have_unit_length(rows)):
+            if not self._agreed(self._have_unit_length(rows)):
                 return self._unusable(waited, REFUSED)
             self.fresh = self._alike(values, residuals, rows, note["loss"])
             return EpochReport(self.number, waited, True, products=products)
@@ -189,7 +198,7 @@ class Epochs:
         change, sound_step = correction(
             None if adds else before - self.start,
             self.total / self._added if adds else self.total,
-            ColumnBasis(rows, vector.chunks, self._team, len(values)),
+            self._basis(rows, len(values)),
             newton_rates(values, self._options.eigenvalue_floor),
             vector.chunks,
             scales,
@@ -228,9 +237,7 @@ class Epochs:
         begun = time.monotonic()
         name = f"verdict/{self._request}/{self._team.rank}"
         mailbox.expect(name)
-        if self._team.rank == 0:
-            tensors = [before, after, *self._subject.rest()]
-            mailbox.post(f"try/{self._request}", tensors, train=self._subject.train)
+        self._post(mailbox, f"try/{self._request}", [before, after])
         message = self._await(mailbox, name, Patience(self._patience))
         agreed = self._agreed(message is not None)
         waited += time.monotonic() - begun
@@ -250,21 +257,43 @@ class Epochs:
             self._subject.vector.overwrite(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
-    def _sound(self, mailbox: Mailbox, found: Sequence[Message], size: int) -> bool:
+    def _routes(self, *, sharded: bool) -> PairRoutes:
+        """Which rows of which eigenvectors come from whom, if accelerators are ``sharded``."""
+        vector, options = self._subject.vector, self._options
+        wanted = min(options.wanted, vector.layout.size)
+        shapes, teams = [p.shape for p in vector.params], (self._team.size, options.accelerators)
+        return PairRoutes(shapes, wanted, *teams, vector.sharded, sharded)
+
+    def _basis(self, rows: Tensor, count: int) -> Basis:
+        """V̂ from this worker's part of it."""
+        chunks = self._subject.vector.chunks
+        if self._subject.vector.sharded:
+            return RowBasis(rows, chunks, self._team)
+        return ColumnBasis(rows, chunks, self._team, count)
+
+    def _have_unit_length(self, rows: Tensor) -> bool:
+        """Whether vectors are of length 1, up to a rounding of narrow numbers; a row each."""
+        squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+        if self._subject.vector.sharded:
+            self._team.all_reduce([squares]).wait()
+        return bool(((squares - 1.0).abs() <= UNIT).all())
+
+    def _sound(self, mailbox: Mailbox, found: Sequence[Message]) -> bool:
         """Whether all eigenpairs that came are finite; malformed ones are refused."""
-        wanted, workers = min(self._options.wanted, size), self._team.size
-        cuts, bounds = row_bounds(wanted, workers), row_bounds(size, self._options.accelerators)
-        mine, sound = cuts[self._team.rank + 1] - cuts[self._team.rank], True
+        sound, rank, kinds = True, self._team.rank, set[bool]()
         for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
             try:
-                finite = _pairs_in(message, wanted, (mine, bounds[a + 1] - bounds[a]))
+                require_form(message[1], sharded=bool)
+                kinds.add(message[1]["sharded"])
+                routes = self._routes(sharded=message[1]["sharded"])
+                finite = _pairs_in(message, routes.pairs, routes.shape(a, rank))
                 if self._options.within and not math.isfinite(_loss_in(message)):
                     finite = False
             except MalformedError as why:
                 mailbox.refuse(name, why)
                 finite = False
             sound = sound and finite and all(bool(t.isfinite().all()) for t in message[0])
-        return sound
+        return sound and len(kinds) == 1
 
     def _await(self, mailbox: Mailbox, name: str, patience: Patience) -> Message | None:
         with self._subject.training.meter.stage("wait"):
@@ -315,20 +344,22 @@ class Epochs:
         counts, vector = counts_of(saved), self._subject.vector
         self.resume(counts.get("epoch", 0), counts.get("epoch_step", 0))
         if self.step and counts.get("epoch_sums", 1.0) and self.helped:
-            self.start = load_vector(saved, START, vector.params, vector.layout.dtype)
+            self.start = self._loaded(saved, START, vector.layout.dtype)
             if not self._options.within:
-                self.total = load_vector(saved, SUM, vector.params, vector.dtype)
+                self.total = self._loaded(saved, SUM, vector.dtype)
                 self.start = None if self.total is None else self.start  # of "within"
+
+    def _loaded(
+        self, saved: Mapping[Tensor, SavedPart], name: str, dtype: torch.dtype
+    ) -> Tensor | None:
+        """The rows that are here of a saved vector."""
+        vector = self._subject.vector
+        whole = load_vector(saved, name, vector.params, dtype)
+        return None if whole is None else vector.here(whole)
 
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}
         return {**self.__dict__, **alone, "_parts": []}
-
-
-def _have_unit_length(rows: Tensor) -> bool:
-    """Whether vectors, a row each, are of length 1, up to a rounding of narrow numbers."""
-    squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
-    return bool(((squares - 1.0).abs() <= UNIT).all())
 
 
 def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
@@ -392,7 +423,7 @@ def refusal(before: float, after: float) -> str:
 def correction(
     moved: Tensor | None,
     gradient: Tensor,
-    basis: ColumnBasis,
+    basis: Basis,
     rates: Tensor,
     chunks: Sequence[Chunk],
     scales: Sequence[float | Tensor],
@@ -400,11 +431,11 @@ def correction(
     """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2: the final update.
 
     Args:
-        moved: w_E − c, ``(n,)``; None to leave out the last term.
-        gradient: p, ``(n,)``.
-        basis: V̂, this worker's vectors.
+        moved: w_E − c, ``(n,)``, or the rows that are here; None to leave out the last term.
+        gradient: p, as ``moved``.
+        basis: V̂, this worker's vectors, or its rows of all.
         rates: |û|⁻¹, ``(r,)``.
-        chunks: The chunks of all n elements.
+        chunks: The chunks of these elements.
         scales: α of each group.
 
     Returns:

@@ -117,6 +117,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             one base.
         rest_layers: Patterns of modules that ``rest`` trains besides.
         rest_kwargs: Keyword arguments of ``rest`` where they differ from those of the base.
+        team: Gives the ranks that do what this one does, as torch numbers them; None for all.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
@@ -141,6 +142,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         rest: type[torch.optim.Optimizer] | None = None,
         rest_layers: Sequence[str] = (),
         rest_kwargs: Mapping[str, Any] | None = None,
+        team: Callable[[World], Sequence[int]] | None = None,
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
@@ -152,7 +154,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         comparison = Comparison(debug)
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
-        check_mesh(dict(given.model.named_parameters()), world)
+        check_mesh(dict(given.model.named_parameters()), world, team and team(world))
         wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
         if given.params and all(map(is_dtensor, given.params)):
             wanted = False  # FSDP2 averages

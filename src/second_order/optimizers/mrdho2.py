@@ -18,6 +18,7 @@ mean of the last gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.divided import Divided, Helper, divided_curvature
+from second_order.fosi.divided import Divided, Helper, divided_curvature, team_of
 from second_order.fosi.options import EpochOptions, FinalUpdate
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import ProductMode
@@ -147,6 +148,7 @@ class MRDHO2(EigenpairOptimizer):
             grad_scaler=grad_scaler,
             process_group=process_group,
             debug=debug,
+            team=partial(team_of, options),
         )
 
     _curvature: Divided
@@ -187,6 +189,7 @@ class MRDHO2(EigenpairOptimizer):
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             ValueError: If there is no batch.
         """
+        self._take_shards()
         if not isinstance(self._curvature, Helper):
             raise SecondOrderError(
                 f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
