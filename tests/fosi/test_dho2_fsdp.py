@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, MRDHO2
+from second_order import DHO2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,13 +137,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "column": refusal(DHO2, sharded, layout="column"),
         "retained": refusal(DHO2, sharded, hvp="retained"),
         "outputs": refusal(DHO2, sharded, curvature="gauss-newton"),
-        "accelerators": refusal(MRDHO2, sharded, accelerators=1),
-        "replicated": refusal(MRDHO2, replicas, accelerators=1),
     }
 
 
-@pytest.mark.refused("FSDP2", "MRDHO2", message="take whole copies of the model")
-@pytest.mark.refused("HSDP", "MRDHO2", message="take whole copies of the model")
 @pytest.mark.refused("HSDP", "DHO2", message="shard over a mesh of one dimension")
 def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World) -> None:
     for found in world.run(refusals, 2):
@@ -152,6 +148,3 @@ def test_what_is_not_one_vector_in_rows_is_refused_with_the_remedy(world: World)
         assert "use hvp='differences'" in found["retained"]
         assert re.search("gauss-newton.*use curvature='hessian'", found["outputs"])
         assert re.search("replicas.*one dimension", found["replicas"])
-        for name in ("accelerators", "replicated"):
-            assert re.search("fully_shard.*use DistributedDataParallel", found[name])
-            assert "take whole copies of the model" in found[name]

@@ -163,7 +163,7 @@ def one_fails_accelerator(
             raise KeyError("in the loader")
         yield CURVED[1]
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise KeyError("in the delivery")
 
     wrong = {"_deliver": fails} if where == "delivery" and rank == failing else {}

@@ -251,8 +251,8 @@ class _Team(Divided):
             elif len(ranks) == self.training.world.size:  # read in place
                 kept[name] = torch.zeros(layout.size, dtype=self.vector.dtype)
         if self.training.world.rank in ranks:
-            for p, part in vector_parts(kept, layout.params).items():
-                found[p][CURVATURE] = {**found[p][CURVATURE], **part}
+            for p, entries in vector_parts(kept, layout.params).items():
+                found[p][CURVATURE] = {**found[p][CURVATURE], **entries}
         return found
 
     def awake(self) -> None:

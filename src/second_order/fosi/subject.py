@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def forms(self) -> dict[str, list[bool]]:
-        """Whether each parameter and buffer of the whole model trains, and whether it is sharded."""
+        """Whether each parameter and buffer of the whole model trains, and is sharded."""
         whole = self._whole_model()
         return {
             "train": [t.requires_grad for t in whole],

@@ -194,7 +194,10 @@ class ParameterVector:
 
     def flat(self) -> Tensor:
         """The parameters that are here as one tensor, which loses nothing of them."""
-        return torch.cat([chunk.values(self.layout.dtype) for chunk in self.chunks])
+        dtype = self.layout.dtype
+        if not self.chunks:  # a process may have no rows
+            return torch.empty(0, dtype=dtype, device=self.device)
+        return torch.cat([chunk.values(dtype) for chunk in self.chunks])
 
     def overwrite(self, flat: Tensor) -> None:
         """Set the parameters that are here."""

@@ -126,7 +126,7 @@ class Epochs:
     def _begin(self) -> None:
         """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
         assert self._mailbox is not None
-        subject, vector = self._subject, self._subject.vector
+        vector = self._subject.vector
         if self.start is None or self.step == 0:
             self.start, self._parts = vector.flat(), []
             if not self._options.within:
