@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from second_order.distributed.reductions import (
     scatter,
     sum_in_order,
 )
-from second_order.distributed.shares import Segments, Shares, goes_by_shares, sizes_of
+from second_order.distributed.shares import Segments, Shares, goes_by_shares, in_buckets, sizes_of
 from second_order.errors import RankMismatchError, SecondOrderError
 from second_order.stages import sent
 
@@ -606,16 +606,6 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Split tensors into runs of one dtype and device, up to ``BUCKET_BYTES`` or one tensor."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    buckets: list[list[Tensor]] = []
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        if key not in open_buckets or filled[key] + tensor.nbytes > BUCKET_BYTES:
-            open_buckets[key] = []
-            filled[key] = 0
-            buckets.append(open_buckets[key])
-        open_buckets[key].append(tensor)
-        filled[key] += tensor.nbytes
-    return buckets
+    """Tensors in runs of one dtype and device."""
+    kind, nbytes = attrgetter("dtype", "device"), attrgetter("nbytes")
+    return in_buckets(tensors, kind, nbytes, BUCKET_BYTES)
