@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     _mutant(
         "descriptions compared by their length",
-        "distributed/collectives.py",
+        "distributed/agreement.py",
         "if word != words[0]),",
         "if len(word) != len(words[0])),",
         "collectives::every_rank_is_told_the_first_difference",
@@ -405,21 +405,21 @@ MUTANTS = [
     # Clip.
     _mutant(
         "a clip in lr, not lr²",
-        "kronecker/clip.py",
+        "kfac/clip.py",
         ".abs() * lr**2",
         ".abs() * lr",
         "solvers::the_clip_takes_each_layers_own_learning_rate",
     ),
     _mutant(
         "a clip that stretches",
-        "kronecker/clip.py",
+        "kfac/clip.py",
         ".clamp(max=1.0)",
         "",
         "solvers::the_clip_bounds_what_it_measures",
     ),
     _mutant(
         "a clip that is spoilt by one layer",
-        "kronecker/clip.py",
+        "kfac/clip.py",
         "torch.where(torch.isfinite(products), products, 0.0).sum()",
         "products.sum()",
         "solvers::a_layer_that_is_not_finite_does_not_count",
@@ -1263,21 +1263,21 @@ MUTANTS = [
     ),
     _mutant(
         "collected factors stay",
-        "contract/collected.py",
+        "contract/checkpoint.py",
         "parts, self._parts = self._parts, None",
         "parts = self._parts",
         "factor_exchange::collected_factors_go_with_the_next_step",
     ),
     _mutant(
         "collected factors are not in the state",
-        "contract/collected.py",
+        "contract/checkpoint.py",
         "CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}",
         "CURVATURE: {**entry.get(CURVATURE, {})}",
         "factor_exchange::whoever_saves_has_all_factors",
     ),
     _mutant(
         "collected factors without what this process keeps",
-        "contract/collected.py",
+        "contract/checkpoint.py",
         "CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}",
         "CURVATURE: {**parts.get(CURVATURE, {})}",
         "factor_exchange::whoever_saves_has_all_factors",
@@ -2716,7 +2716,7 @@ MUTANTS = [
     ),
     _mutant(
         "ranks compared, and the base's state not",
-        "contract/debug.py",
+        "contract/outline.py",
         "for key, value in _leaves(state.get(p, {})):",
         "for key, value in ():",
         "debug::a_parted_bit_is_named_with_its_rank_before_a_further_step",

@@ -38,8 +38,7 @@ from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.fitted import fitted_curvature
-from second_order.kfac.layers import Layers
-from second_order.kfac.matrices import gradient_blocks, gradient_statistics
+from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
 from second_order.kfac.pipeline import Pipeline, Sums
 from second_order.kfac.plan import (
@@ -152,7 +151,8 @@ class KFACCurvature(Curvature):
 
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
-        self.solves.check_device()
+        if self.solves.threads is not None:
+            self.solves.threads.check_device()
         if self.helpers is not None:
             self.helpers.check_processes(self.training)
         self._system.plan([], self.training.world.size)
@@ -325,7 +325,8 @@ class KFACCurvature(Curvature):
     def correct(self) -> None:
         """Offer the stepped parameters to stats workers; the step is over."""
         if self.helpers is not None:
-            self.helpers.offer(self.training, self.solves.post)
+            threads = self.solves.threads
+            self.helpers.offer(self.training, _at_once if threads is None else threads.post)
         self.budget.lap(working=bool(self.plan))
 
     def averaging_processes(self) -> int:
@@ -601,6 +602,10 @@ def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
             yield
     finally:
         meter.switch(before)
+
+
+def _at_once(copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+    send(copies)
 
 
 def _arriving(

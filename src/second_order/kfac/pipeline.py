@@ -27,7 +27,7 @@ import torch
 
 from second_order.contract.training import Training
 from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.pending_sums import PendingSums
+from second_order.distributed.reductions import PendingSums
 from second_order.distributed.shares import in_buckets
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock

@@ -25,11 +25,10 @@ from second_order.contract.training import Training
 from second_order.distributed.collectives import BUCKET_BYTES
 from second_order.distributed.rows import Rows, rows_of
 from second_order.distributed.shares import in_buckets
-from second_order.kfac.clip import Clip
+from second_order.kfac.clip import Clip, kl_clip_coefficient
 from second_order.kfac.exchange import Exchange
 from second_order.kfac.plan import LayerPlan
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.clip import kl_clip_coefficient
 from second_order.sharded import local
 
 __all__ = ["ShardedGradients"]
