@@ -1078,7 +1078,7 @@ MUTANTS = [
     # Stats workers.
     _mutant(
         "a message guarded by its count alone",
-        "kfac/stats_workers.py",
+        "kfac/stats_messages.py",
         "sound = bool(head[0] > 0) and all(",
         "sound = bool(head[0] > 0) or all(",
         "stats::a_message_with_one_number_that_is_not_finite_is_dropped",
