@@ -271,7 +271,7 @@ MUTANTS = [
     _mutant(
         "messages forget since the beginning of a resumed run",
         "kfac/curvature.py",
-        "        self.budget.load(saved)\n        self._updated_at = self.training.steps\n",
+        "        self.budget.load(saved)\n        self._cadence.updated()\n",
         "        self.budget.load(saved)\n",
         "stats::a_first_message_forgets_no_more_than_since_the_last_update",
     ),
@@ -354,15 +354,15 @@ MUTANTS = [
     ),
     _mutant(
         "a step of warm-up too many",
-        "kfac/curvature.py",
+        "kfac/budget.py",
         "if step < self._dense_until or",
         "if step <= self._dense_until or",
         "kaisa::the_warm_up_is_so_many_steps_and_no_more",
     ),
     _mutant(
         "newcomers wait for the interval",
-        "kfac/curvature.py",
-        " or step == self.layers.newcomers_at:",
+        "kfac/budget.py",
+        " or step == self._layers.newcomers_at:",
         ":",
         "robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics",
     ),
@@ -1086,7 +1086,7 @@ MUTANTS = [
     _mutant(
         "messages forget since the beginning",
         "kfac/curvature.py",
-        "            self._updated_at = self.training.steps\n            for block",
+        "            self._cadence.updated()\n            for block",
         "            for block",
         "stats::factors_forget_between_messages_as_much_as_in_so_many_steps",
     ),
@@ -1134,7 +1134,7 @@ MUTANTS = [
     ),
     _mutant(
         "factors forget by the step, not by the update",
-        "kfac/curvature.py",
+        "kfac/budget.py",
         'every = min(self._every("factor_update_steps", steps), steps - dense + 1)',
         "pass",
         "distkfac::without_a_decay_factors_forget_evenly_in_time",
@@ -2135,7 +2135,7 @@ MUTANTS = [
     ),
     _mutant(
         "a budget that the weight of the past does not follow",
-        "kfac/curvature.py",
+        "kfac/budget.py",
         "steps - dense + 1)",
         "1)",
         "budget::the_weight_of_the_past_follows_the_chosen_interval",
