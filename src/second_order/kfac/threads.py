@@ -28,7 +28,7 @@ from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.triangles import unpack_upper_triangular
 
-__all__ = ["Background", "Threads"]
+__all__ = ["Background", "Threads", "solve"]
 
 Decompose: TypeAlias = Callable[[Sequence[Problem]], list[Decomposition | None]]
 
@@ -104,7 +104,7 @@ class Threads:
         stored = [factors.stored[letter] for letter in problems]
         streams = self._streams()
         fetch = take_snapshot([*(t for t in stored if t is not None), *added], device, streams)
-        work = partial(_solve, fetch, problems, factors.triangular, decompose, streams)
+        work = partial(solve, fetch, problems, factors.triangular, decompose, streams)
         return self.pool.submit(work)
 
     def retrieve(self, ticket: Ticket[Solved]) -> Solved:
@@ -134,7 +134,7 @@ class Threads:
         self._begin()
 
 
-def _solve(
+def solve(
     fetch: Callable[[], list[Tensor]],
     problems: Mapping[str, Problem],
     triangular: bool,
