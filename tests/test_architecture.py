@@ -321,6 +321,20 @@ def test_what_is_not_documented_is_seen() -> None:
     assert undocumented('__all__ = ["f"]\ndef f():\n    """Does it."""\ndef g(): ...') == []
 
 
+REPOSITORY = Path(__file__).parents[1]
+SCRIPTS = [p for d in ("benchmarks", "examples", "docs") for p in (REPOSITORY / d).rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_what_scripts_import_of_the_package_is_there(path: Path) -> None:
+    """Figures are made anew once in a while, by scripts that no test runs."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("second_order"):
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert f"{node.module}.{alias.name}" in MODULES or hasattr(module, alias.name)
+
+
 def test_what_the_package_exports_is_documented() -> None:
     for name in second_order.__all__:
         assert getattr(second_order, name).__doc__
