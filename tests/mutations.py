@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     _mutant(
         "descriptions compared by their length",
-        "distributed/collectives.py",
+        "distributed/agreement.py",
         "if word != words[0]),",
         "if len(word) != len(words[0])),",
         "collectives::every_rank_is_told_the_first_difference",
@@ -271,7 +271,7 @@ MUTANTS = [
     _mutant(
         "messages forget since the beginning of a resumed run",
         "kfac/curvature.py",
-        "        self.budget.load(saved)\n        self._updated_at = self.training.steps\n",
+        "        self.budget.load(saved)\n        self._cadence.updated()\n",
         "        self.budget.load(saved)\n",
         "stats::a_first_message_forgets_no_more_than_since_the_last_update",
     ),
@@ -354,15 +354,15 @@ MUTANTS = [
     ),
     _mutant(
         "a step of warm-up too many",
-        "kfac/curvature.py",
+        "kfac/budget.py",
         "if step < self._dense_until or",
         "if step <= self._dense_until or",
         "kaisa::the_warm_up_is_so_many_steps_and_no_more",
     ),
     _mutant(
         "newcomers wait for the interval",
-        "kfac/curvature.py",
-        " or step == self.layers.newcomers_at:",
+        "kfac/budget.py",
+        " or step == self._layers.newcomers_at:",
         ":",
         "robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics",
     ),
@@ -405,21 +405,21 @@ MUTANTS = [
     # Clip.
     _mutant(
         "a clip in lr, not lr²",
-        "kronecker/clip.py",
+        "kfac/clip.py",
         ".abs() * lr**2",
         ".abs() * lr",
         "solvers::the_clip_takes_each_layers_own_learning_rate",
     ),
     _mutant(
         "a clip that stretches",
-        "kronecker/clip.py",
+        "kfac/clip.py",
         ".clamp(max=1.0)",
         "",
         "solvers::the_clip_bounds_what_it_measures",
     ),
     _mutant(
         "a clip that is spoilt by one layer",
-        "kronecker/clip.py",
+        "kfac/clip.py",
         "torch.where(torch.isfinite(products), products, 0.0).sum()",
         "products.sum()",
         "solvers::a_layer_that_is_not_finite_does_not_count",
@@ -1078,7 +1078,7 @@ MUTANTS = [
     # Stats workers.
     _mutant(
         "a message guarded by its count alone",
-        "kfac/stats_workers.py",
+        "kfac/stats_messages.py",
         "sound = bool(head[0] > 0) and all(",
         "sound = bool(head[0] > 0) or all(",
         "stats::a_message_with_one_number_that_is_not_finite_is_dropped",
@@ -1086,7 +1086,7 @@ MUTANTS = [
     _mutant(
         "messages forget since the beginning",
         "kfac/curvature.py",
-        "            self._updated_at = self.training.steps\n            for block",
+        "            self._cadence.updated()\n            for block",
         "            for block",
         "stats::factors_forget_between_messages_as_much_as_in_so_many_steps",
     ),
@@ -1134,7 +1134,7 @@ MUTANTS = [
     ),
     _mutant(
         "factors forget by the step, not by the update",
-        "kfac/curvature.py",
+        "kfac/budget.py",
         'every = min(self._every("factor_update_steps", steps), steps - dense + 1)',
         "pass",
         "distkfac::without_a_decay_factors_forget_evenly_in_time",
@@ -1263,21 +1263,21 @@ MUTANTS = [
     ),
     _mutant(
         "collected factors stay",
-        "contract/collected.py",
+        "contract/checkpoint.py",
         "parts, self._parts = self._parts, None",
         "parts = self._parts",
         "factor_exchange::collected_factors_go_with_the_next_step",
     ),
     _mutant(
         "collected factors are not in the state",
-        "contract/collected.py",
+        "contract/checkpoint.py",
         "CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}",
         "CURVATURE: {**entry.get(CURVATURE, {})}",
         "factor_exchange::whoever_saves_has_all_factors",
     ),
     _mutant(
         "collected factors without what this process keeps",
-        "contract/collected.py",
+        "contract/checkpoint.py",
         "CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}",
         "CURVATURE: {**parts.get(CURVATURE, {})}",
         "factor_exchange::whoever_saves_has_all_factors",
@@ -2199,7 +2199,7 @@ MUTANTS = [
     ),
     _mutant(
         "a budget that the weight of the past does not follow",
-        "kfac/curvature.py",
+        "kfac/budget.py",
         "steps - dense + 1)",
         "1)",
         "budget::the_weight_of_the_past_follows_the_chosen_interval",
@@ -2780,7 +2780,7 @@ MUTANTS = [
     ),
     _mutant(
         "ranks compared, and the base's state not",
-        "contract/debug.py",
+        "contract/outline.py",
         "for key, value in _leaves(state.get(p, {})):",
         "for key, value in ():",
         "debug::a_parted_bit_is_named_with_its_rank_before_a_further_step",

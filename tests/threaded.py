@@ -22,7 +22,7 @@ from ranks import replaced
 from reference import ReferenceKFAC
 
 from second_order import DistKFAC
-from second_order.kfac import solves
+from second_order.kfac import threads
 from second_order.kronecker.background import Ticket
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def distkfac(params_or_model: Any, **options: Any) -> DistKFAC:
 @contextmanager
 def solving(work: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """What is submitted to the threads from now on goes through `work`, which gets the solve."""
-    solve = solves.solve
-    with replaced(solves, {"solve": lambda *args: work(partial(solve, *args))}):
+    solve = threads.solve
+    with replaced(threads, {"solve": lambda *args: work(partial(solve, *args))}):
         yield
 
 

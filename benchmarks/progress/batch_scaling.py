@@ -9,20 +9,17 @@ seeds, by the median, and five others are reported. With one process DPKFAC is K
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from tasks import Job, Run, run_all, steps_to
+from tasks import Job, Run, run_all, steps_to, store_runs
 
 BATCHES = (32, 128, 512, 1437)
 TARGET = 0.05
@@ -99,12 +96,8 @@ def main() -> None:
         table.add_row(row, *shown)
     Console(width=100).print(table)
     if arguments.json:
-        record = {
-            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread a run",
-            "runs": stored,
-            "tuning": [asdict(run) for run in tuning],
-        }
-        arguments.json.write_text(json.dumps(record) + "\n", "utf-8")
+        tuned = [asdict(run) for run in tuning]
+        store_runs(arguments.json, "one thread a run", runs=stored, tuning=tuned)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ start, at any step after a refresh.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -25,6 +23,7 @@ from tqdm import tqdm
 
 from fosi_gain import goal
 from second_order import DHO2
+from tasks import store_runs
 
 HEADS = product(("linear head", "two-layer head"), (5, 20, 50, 100), (0.5, 1.0), (0, 1))
 PINNS = product(("PINN",), (10, 50, 100), (0.5, 1.0), (0, 1, 2))
@@ -128,13 +127,8 @@ def main() -> None:
             table.add_row(name, str(len(bounded)), *counts, f"{worst:.2g} times")
     Console(width=110).print(table)
     if arguments.json:
-        record = {
-            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread",
-            "runs": [
-                {k: None if v == math.inf else v for k, v in asdict(run).items()} for run in runs
-            ],
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        stored = [{k: None if v == math.inf else v for k, v in asdict(r).items()} for r in runs]
+        store_runs(arguments.json, "one thread", indent=1, runs=stored)
 
 
 if __name__ == "__main__":

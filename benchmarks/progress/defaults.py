@@ -14,19 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from second_order.kfac.options import ADAPTIVE_DAMPING, DAMPING
-from tasks import TASKS, Job, Run, run_all, steps_to
+from tasks import TASKS, Job, Run, run_all, steps_to, store_runs
 
 CHOSEN_ON, REPORTED = (100, 101), range(5)
 TARGETS = {
@@ -207,13 +205,13 @@ def main() -> None:
             table.add_row(f"{task}, {base}, {lr}", *shown)
     console.print(table)
     if arguments.json:
-        record = {
-            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread a run",
-            "alone": [asdict(run) for run in alone],
-            "tried": [asdict(run) for run in tried],
-            "reported": [asdict(run) for run in reported],
-        }
-        arguments.json.write_text(json.dumps(record) + "\n", "utf-8")
+        store_runs(
+            arguments.json,
+            "one thread a run",
+            alone=[asdict(run) for run in alone],
+            tried=[asdict(run) for run in tried],
+            reported=[asdict(run) for run in reported],
+        )
 
 
 if __name__ == "__main__":

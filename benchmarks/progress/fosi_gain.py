@@ -20,9 +20,7 @@ what else the machine does counts for both. A ratio is DHO2's over the base's on
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +41,7 @@ import fine_tuning
 import pinn
 from second_order import DHO2
 from second_order.stopwatch import HostClock
-from tasks import TASKS, Task
+from tasks import TASKS, Task, store_runs
 
 __all__ = ["SETTINGS", "Gained", "Goal", "goal", "ratios", "reach"]
 
@@ -352,12 +350,8 @@ def main() -> None:
             f"{lost} of {len(of['DHO2'])}",
         )
         if arguments.json:
-            record = {
-                "machine": f"{platform.machine()}, torch {torch.__version__}, one thread",
-                "tuning": [asdict(run) for run in tuning],
-                "runs": [asdict(run) for run in reported],
-            }
-            arguments.json.write_text(json.dumps(record) + "\n", "utf-8")
+            tuned, stored = ([asdict(run) for run in each] for each in (tuning, reported))
+            store_runs(arguments.json, "one thread", tuning=tuned, runs=stored)
     Console(width=140).print(table)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import warnings
 from collections.abc import Iterable, Sequence
@@ -23,12 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from second_order import SecondOrderWarning
-from tasks import Job, Run, run_all, steps_to
+from tasks import Job, Run, run_all, steps_to, store_runs
 
 TUNED_ON = 100
 OURS, DEFAULTS, REFERENCE = "KAISA", "KAISA, defaults", "AdamW"
@@ -165,14 +163,15 @@ def main() -> None:
     found = figures(runs)
     Console(width=120).print(table(found, best))
     if arguments.json:
-        record = {
-            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread a run",
-            "settings": best,
-            "figures": found,
-            "runs": [{"name": n, **asdict(r)} for (n, _), r in zip(named, done, strict=True)],
-            "tuning": grids,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        store_runs(
+            arguments.json,
+            "one thread a run",
+            indent=1,
+            settings=best,
+            figures=found,
+            runs=[{"name": n, **asdict(r)} for (n, _), r in zip(named, done, strict=True)],
+            tuning=grids,
+        )
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@ processor time of training alone, in one thread.
 
 from __future__ import annotations
 
+import json
 import math
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ import second_order
 from second_order.kfac.options import PerStep
 from soap import SOAP
 
-__all__ = ["TASKS", "Job", "Run", "Task", "run_all", "steps_to", "train"]
+__all__ = ["TASKS", "Job", "Run", "Task", "run_all", "steps_to", "store_runs", "train"]
 
 FLOOR = 0.05  # of the peak, to which a schedule lets the learning rate fall
 
@@ -311,3 +314,16 @@ TASKS: dict[str, Callable[[], Task]] = {
         for batch in (32, 128, 512, 1437)
     },
 }
+
+
+def store_runs(path: Path, threads: str, indent: int | None = None, **parts: Any) -> None:
+    """Write runs as JSON, with the machine.
+
+    Args:
+        path: The file.
+        threads: What is said of the machine's threads.
+        indent: Spaces by which JSON is indented; None for one line.
+        **parts: The runs, and what else is to be kept, by name.
+    """
+    machine = f"{platform.machine()}, torch {torch.__version__}, {threads}"
+    path.write_text(json.dumps({"machine": machine, **parts}, indent=indent) + "\n", "utf-8")

@@ -11,21 +11,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from second_order import SecondOrderWarning
 from second_order.kfac.options import ADAPTIVE_DAMPING
-from tasks import Job, Run, run_all
+from tasks import Job, Run, run_all, store_runs
 
 WIDTHS = 64, 128, 256, 512
 RATES = 0.0015, 0.003, 0.006, 0.012, 0.024
@@ -109,11 +106,8 @@ def main() -> None:
     }
     console.print(table("KAISA, AdamW: loss by damping", DAMPINGS, rows))
     if arguments.json:
-        record: dict[str, Any] = {
-            "machine": f"{platform.machine()}, torch {torch.__version__}, one thread a run",
-            "runs": [asdict(run) for run in (*runs, *more)],
-        }
-        arguments.json.write_text(json.dumps(record) + "\n", "utf-8")
+        stored = [asdict(run) for run in (*runs, *more)]
+        store_runs(arguments.json, "one thread a run", runs=stored)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,11 @@ that of the worker's process, the mailbox's thread included, without what it wai
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 import digits
+from instruments import store_rows
 from second_order import MRDHO2
 from second_order.lanczos import eigenpairs
 from workloads import WORKLOADS
@@ -183,10 +180,7 @@ def report(rows: list[dict[str, Any]], path: Path | None) -> None:
     """The table so far: all of it takes many minutes."""
     Console(width=140).print(table(rows))
     if path:
-        machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-        load = f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes"
-        record = {"machine": machine, "load": load, "date": date.today().isoformat(), "rows": rows}
-        path.write_text(json.dumps(record, indent=1))
+        store_rows(path, rows, indent=1)
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "spans_of",
     "stage_milliseconds",
     "store",
+    "store_rows",
 ]
 
 RANGES = "second_order."
@@ -245,12 +246,25 @@ def store(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
-def store_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table's rows as JSON, with the date, the machine and what else it was doing."""
+def store_rows(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    asked: Mapping[str, Any] | None = None,
+    indent: int | None = None,
+) -> None:
+    """Write a table's rows as JSON, with the date, the machine and what else it was doing.
+
+    Args:
+        path: The file.
+        rows: The rows.
+        asked: What else is to be known of all of them.
+        indent: Spaces by which JSON is indented; None for one line.
+    """
     record = {
         "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores",
         "load": f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes",
         "date": date.today().isoformat(),
+        **(asked or {}),
         "rows": list(rows),
     }
-    path.write_text(json.dumps(record), "utf-8")
+    path.write_text(json.dumps(record, indent=indent) + "\n", "utf-8")

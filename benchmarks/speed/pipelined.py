@@ -15,13 +15,9 @@ a step each. Both have the same preconditioned gradients, which is checked.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from instruments import store_rows
 from second_order import KAISA
 from second_order.kfac import pipeline
 from second_order.kronecker.solvers import SOLVERS
@@ -173,12 +170,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         Console(width=140).print(table(rows))
         if arguments.json:
-            machine = f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores"
-            load = f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes"
             asked = {"layers": LAYERS, "width": WIDTH, "steps": arguments.steps}
             asked |= {"forward": FORWARD, "backward": BACKWARD, "solve": SOLVE, "latency": LATENCY}
-            when = {"machine": machine, "load": load, "date": date.today().isoformat()}
-            arguments.json.write_text(json.dumps({**when, **asked, "rows": rows}, indent=1) + "\n")
+            store_rows(arguments.json, rows, asked, indent=1)
     dist.destroy_process_group()
 
 

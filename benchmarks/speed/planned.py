@@ -37,7 +37,6 @@ from torch.nn.functional import cross_entropy
 
 import second_order
 from second_order.planning.choices import Choice
-from second_order.planning.plan import Planner
 from second_order.planning.times import step_times
 from workloads import ResNet, Transformer
 
@@ -218,9 +217,10 @@ def work(names: Sequence[str], solvers: Sequence[str], how: How) -> list[Any]:
     for name in names:
         model = MODELS[name]
         torch.manual_seed(0)
-        planner = Planner(
+        plan = second_order.plan(
             model.build(),
             model.batches(1, 0)[0][:1],
+            processes,
             machine=machine,
             network=network,
             measure=True,
@@ -230,7 +230,7 @@ def work(names: Sequence[str], solvers: Sequence[str], how: How) -> list[Any]:
             clock=now,
         )
         wanted = ("COMM-OPT", "MEM-OPT", "")
-        choices = [c for c in planner.plan(processes).choices if c.setting in wanted]
+        choices = [c for c in plan.choices if c.setting in wanted]
         for choice in sorted(choices, key=lambda c: c.name):
             found.append(compared(name, choice, how))
             if rank == 0:

@@ -29,8 +29,9 @@ from torch.nn.functional import cross_entropy
 
 from digits import batches, load_split
 from second_order import DistKFAC
-from second_order.kfac import stats_workers as stats
-from second_order.optimizers import background_refresh
+from second_order.kfac import threads
+from second_order.kfac.solves import Solves
+from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 
 HERE = Path(__file__).parent
 BATCH = 512
@@ -71,14 +72,14 @@ class Record:
 
 def watch(record: Record) -> None:
     """Note what the package does from here on."""
-    submit, solve = background_refresh.BackgroundRefresh._submit, background_refresh._solve
-    deliver, statistics = DistKFAC._deliver, stats.Helpers.statistics
+    launched, solve = Solves._launched, threads.solve
+    deliver, statistics = StatsWorker._deliver, StatsWorkers.statistics
 
-    def noted_submit(me: Any, block: Any, damping: Any) -> Any:
+    def noted_launch(me: Any, block: Any) -> Any:
         record.launches.append(time.time())
         record.names.append(block.name)
         record.launch_steps.append(len(record.steps))
-        return submit(me, block, damping)
+        return launched(me, block)
 
     def noted_solve(*args: Any) -> Any:
         start = time.time()
@@ -90,15 +91,15 @@ def watch(record: Record) -> None:
         deliver(me)
         record.batches[-1] = record.batches[-1][0], time.time()
 
-    def noted_statistics(me: Any, mine: Any) -> Iterator[Any]:
-        for sums in statistics(me, mine):
+    def noted_statistics(me: Any, mine: Any, fed: Any = ()) -> Iterator[Any]:
+        for sums in statistics(me, mine, fed):
             record.adopted[me.active[0].heard - 1] = time.time()
             yield sums
 
-    background_refresh.BackgroundRefresh._submit = noted_submit  # type: ignore[method-assign]
-    background_refresh._solve = noted_solve
-    DistKFAC._deliver = noted_deliver  # type: ignore[method-assign]
-    stats.Helpers.statistics = noted_statistics  # type: ignore[method-assign]
+    Solves._launched = noted_launch  # type: ignore[method-assign]
+    threads.solve = noted_solve
+    StatsWorker._deliver = noted_deliver  # type: ignore[method-assign]
+    StatsWorkers.statistics = noted_statistics  # type: ignore[method-assign]
 
 
 def network(width: int) -> nn.Sequential:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from second_order.planning.choices import Choice, Plan
 from second_order.planning.interconnect import Interconnect, Level
-from second_order.planning.plan import Planner
+from second_order.planning.plan import plan
 from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def draw(plans: list[Plan], path: Path) -> None:
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
-    sizes = [plan.world_size for plan in plans]
+    sizes = [each.world_size for each in plans]
     left.plot(sizes, [1e3 * p.base for p in plans], "--", color="black", label="SGD alone")
     for width, (name, (colour, marker, wanted)) in zip(WIDTHS, SYSTEMS.items(), strict=True):
         found = [(p.world_size, next((c for c in p.choices if wanted(c)), None)) for p in plans]
@@ -78,18 +78,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of measurement")
     chosen = parser.parse_args()
     workload = WORKLOADS["transformer"]
-    planner = Planner(
+    first = plan(
         workload.model(),
         workload.batch()[0],
+        SIZES,
         network=LINKS,
         solvers=["inverse"],
         intervals=[(10, 100)],
         seconds=chosen.seconds,
         clock=time.process_time,
     )
-    plans = [planner.plan(n) for n in SIZES]
-    for plan in plans:
-        sys.stdout.write(f"{plan.summary(6)}\n\n")
+    plans = [first, *first.others]
+    for each in plans:
+        sys.stdout.write(f"{each.summary(6)}\n\n")
     draw(plans, chosen.out)
 
 

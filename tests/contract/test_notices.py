@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from second_order import DHO2, KAISA, SecondOrderWarning
 from second_order.contract.notices import Notices, warns_at_its_end
-from second_order.kfac import solves
+from second_order.kfac import threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,7 +136,7 @@ def nothing_decomposes(now: bool) -> Iterator[None]:
             stack.enter_context(replaced(torch.linalg, dict.fromkeys(names, no_routine)))
             # On the threads of DistKFAC a failure is no decomposition, an exception an error.
             solve = {"solve": lambda *_: {}}
-            stack.enter_context(replaced(solves, solve))
+            stack.enter_context(replaced(threads, solve))
         yield
 
 

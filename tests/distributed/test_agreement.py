@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
 from second_order.distributed import agreement, collectives
-from second_order.distributed.collectives import timeout_of
+from second_order.distributed.groups import timeout_of
 from second_order.distributed.roles import assign_roles
 
 if TYPE_CHECKING:

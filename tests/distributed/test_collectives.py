@@ -20,6 +20,7 @@ from ranks import counted
 
 from second_order import RankMismatchError, SecondOrderError
 from second_order.distributed import collectives
+from second_order.distributed.agreement import require_equal
 from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import Delivery, PendingReduction, World
 from second_order.distributed.parcels import deliver_parts
@@ -378,7 +379,7 @@ def every_method(rank: int, world_size: int) -> list[float]:
         world.broadcast_from_first([total])
         content = total * 5 if rank == 0 else None
         (arrived,) = world.all_to_all([Delivery(0, [1], 1, content)], total.dtype, total.device)
-        world.require_equal(["same"], "things")
+        require_equal(world, ["same"], "things")
         world.subgroup([rank])
     assert arrived is not None
     return torch.cat([total, wanted, arrived]).tolist()
@@ -455,7 +456,7 @@ def test_one_process_sends_nothing() -> None:
     tensor = torch.arange(3.0)
     world.all_reduce([tensor]).wait()
     world.broadcast_from_first([tensor])
-    world.require_equal(["anything"], "things")
+    require_equal(world, ["anything"], "things")
     world.reduce([tensor], [0]).wait()
     (same,) = world.all_to_all([Delivery(0, [0], 3, tensor)], tensor.dtype, tensor.device)
     assert same is tensor
@@ -508,7 +509,7 @@ def test_a_pickle_is_refused_at_another_place(
 
 
 def agree(rank: int, world_size: int, descriptions: list[list[str]]) -> None:
-    World().require_equal(descriptions[rank], "models")
+    require_equal(World(), descriptions[rank], "models")
 
 
 def test_equal_descriptions_agree(world: pool.World) -> None:

@@ -328,7 +328,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 optimizer.step()
 
         train(1)
-        submit = optimizer._curvature.solves._pool.submit
+        submit = optimizer._curvature.solves.threads.pool.submit
         calls: list[int] = []
 
         def failing(work: Any) -> Any:
@@ -337,7 +337,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 raise torch.OutOfMemoryError("no memory")
             return submit(work)
 
-        monkeypatch.setattr(optimizer._curvature.solves._pool, "submit", failing)
+        monkeypatch.setattr(optimizer._curvature.solves.threads.pool, "submit", failing)
         with pytest.raises(DecompositionError, match="no memory"):
             train(3)
         train(6)

@@ -18,10 +18,11 @@ from second_order.planning import plan as planning
 from second_order.planning.calibration import calibrate
 from second_order.planning.choices import Choice, bytes_of, recommended
 from second_order.planning.observation import observe
-from second_order.planning.plan import Planner, workers_of
+from second_order.planning.plan import workers_of
 from second_order.planning.systems import kaisa
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 MACHINE = Machine.given(
@@ -39,7 +40,7 @@ def net() -> nn.Module:
 X = torch.randn(6, 2, 6, 6)
 
 
-def planned(world_size: int = 8, **given: Any) -> second_order.Plan:
+def planned(world_size: int | Sequence[int] = 8, **given: Any) -> second_order.Plan:
     return second_order.plan(
         net(), X, world_size, **{"machine": MACHINE, "network": NODES, **given}
     )
@@ -184,6 +185,13 @@ def test_what_a_plan_does_not_know_is_refused_by_name(option: Any, said: str) ->
         planned(options=option)
 
 
+def test_several_numbers_of_ranks_are_planned_as_each_alone() -> None:
+    both = planned([8, 2])
+    assert [each.world_size for each in (both, *both.others)] == [8, 2]
+    assert both.choices == planned(8).choices
+    assert both.others == (planned(2),)
+
+
 def test_passes_are_measured_here_and_counted_elsewhere() -> None:
     model, x = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 32)
     seen = observe(model, x, kaisa())
@@ -199,7 +207,7 @@ def test_passes_are_measured_here_and_counted_elsewhere() -> None:
     assert (counted.operations, counted.activations) == (seen.operations, seen.activations)
     passes = seen.operations / 1e12 + 4 * seen.activations / 1e11
     assert counted.passes(MACHINE) == pytest.approx(passes)
-    assert Planner(model, x.to("meta"), machine=MACHINE).plan(4096).recommended is not None
+    assert second_order.plan(model, x.to("meta"), 4096, machine=MACHINE).recommended is not None
 
 
 def test_this_machine_is_measured() -> None:
@@ -237,6 +245,8 @@ def test_bytes_in_words(text: Any, size: int) -> None:
         ({"memory": "much"}, ValueError, "'much' is not a number of bytes"),
         ({"memory": 0}, ValueError, "write 80GB"),
         ({"world_size": 0}, ValueError, "world_size"),
+        ({"world_size": [2, 0]}, ValueError, "world_size"),
+        ({"world_size": []}, ValueError, "one number of ranks at least"),
         ({"systems": ["SGD"]}, ValueError, "systems"),
         ({"systems": "KAISA"}, ValueError, "give a list"),
         ({"solvers": []}, ValueError, "inverse, eigen"),

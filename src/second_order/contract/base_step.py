@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -16,6 +18,7 @@ from second_order.sharded import is_dtensor, local
 __all__ = [
     "initialises_state",
     "refuse_in_evaluation",
+    "refuse_unknown_scaler",
     "refuse_within_backward",
     "runs_between_graphs",
     "set_aside",
@@ -86,6 +89,25 @@ def refuse_in_evaluation(name: str, groups: Iterable[Mapping[str, Any]]) -> None
             f"{name}.step() with a schedule-free base that is not in train mode: call "
             f"optimizer.train() before training, and optimizer.eval() before evaluation"
         )
+
+
+def refuse_unknown_scaler(name: str, reason: str) -> None:
+    """Raise if a GradScaler calls ``step`` without having been announced.
+
+    The parameters' gradients are unscaled then, but captured ones are not: the factors
+    would be too large by the square of the scale, and training would stall without a word.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "_maybe_opt_step" and module == "torch.amp.grad_scaler":
+            raise ValueError(
+                f"{name}.step() is called by a GradScaler that it was not told of: {reason}; "
+                f"write {name}(..., grad_scaler=scaler)"
+            )
+        frame = frame.f_back
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from second_order.contract.sharding import check_sharding
 from second_order.options import check_params
 from second_order.sharded import reshard
 
-__all__ = ["Given", "check_scaler", "look_through", "refuse_unknown_scaler", "what_is_given"]
+__all__ = ["Given", "check_scaler", "look_through", "what_is_given"]
 
 
 def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -129,25 +127,6 @@ def what_is_given(
         check_sharding(inner)
     strange = check_ownership(name, base, members_of(groups), inner)
     return Given(inner, known, under_ddp, groups, named, strange)
-
-
-def refuse_unknown_scaler(name: str, reason: str) -> None:
-    """Raise if a GradScaler calls ``step`` without having been announced.
-
-    The parameters' gradients are unscaled then, but captured ones are not: the factors
-    would be too large by the square of the scale, and training would stall without a word.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(12):
-        if frame is None:
-            return
-        module = frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "_maybe_opt_step" and module == "torch.amp.grad_scaler":
-            raise ValueError(
-                f"{name}.step() is called by a GradScaler that it was not told of: {reason}; "
-                f"write {name}(..., grad_scaler=scaler)"
-            )
-        frame = frame.f_back
 
 
 def check_scaler(scaler: Any, averages: bool, processes: int) -> None:

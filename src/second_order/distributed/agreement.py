@@ -19,11 +19,47 @@ import torch
 from second_order.distributed.collectives import World
 from second_order.errors import RankMismatchError, SecondOrderError
 
-__all__ = ["Facts", "mean_over", "require_same"]
+__all__ = ["Facts", "mean_over", "require_equal", "require_same"]
 
 Facts: TypeAlias = Sequence[tuple[str, Any]]
 
 SAME = 1e-6  # relative tolerance: each rank computes a schedule's cosine by itself
+
+
+def require_equal(world: World, description: Sequence[str], what: str) -> None:
+    """Raise on every rank if the ranks' descriptions differ, naming the first difference.
+
+    Args:
+        world: The ranks.
+        description: Lines that are to be equal on all ranks.
+        what: What they describe, for the error.
+
+    Raises:
+        RankMismatchError: With the first line that differs, and the ranks it differs on.
+    """
+    words = world.all_gather_object(_digest(description))
+    other = next((rank for rank, word in enumerate(words) if word != words[0]), None)
+    if other is None:
+        return
+    # Two ranks tell: the lines of thousands would fill the memory of each.
+    everyone = world.all_gather_object(list(description) if world.rank in (0, other) else None)
+    first, theirs = everyone[0], everyone[other]
+    pairs = zip(first, theirs, strict=False)
+    lines = next(((a, b) for a, b in pairs if a != b), None)
+    if lines is None:
+        shorter = min(len(first), len(theirs))
+        lines = (
+            first[shorter] if len(first) > shorter else "nothing more",
+            theirs[shorter] if len(theirs) > shorter else "nothing more",
+        )
+    raise RankMismatchError(
+        f"the ranks built different {what}: rank 0 has [{lines[0]}], rank {other} has "
+        f"[{lines[1]}]; build the same model with the same options on every rank"
+    )
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.blake2b(repr(list(lines)).encode(), digest_size=16).hexdigest()
 
 
 def require_same(

@@ -6,34 +6,31 @@ collectives does not grow with the number of layers.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from second_order.distributed.groups import check_group, shared_group_like
 from second_order.distributed.lost import explained
-from second_order.distributed.pending_sums import PendingSums
 from second_order.distributed.reductions import (
     PendingReduction,
+    PendingSums,
     Started,
     in_runs,
     scatter,
     sum_in_order,
 )
-from second_order.distributed.shares import Segments, Shares, goes_by_shares, sizes_of
-from second_order.errors import RankMismatchError, SecondOrderError
+from second_order.distributed.shares import Segments, Shares, goes_by_shares, in_buckets, sizes_of
+from second_order.errors import SecondOrderError
 from second_order.stages import sent
 
-__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World", "timeout_of"]
+__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -85,7 +82,7 @@ class World:
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         self._subgroups: dict[tuple[int | str, ...], World] = {}
-        _check_group(group)
+        check_group(group)
         if not (dist.is_available() and dist.is_initialized()):
             self.group: dist.ProcessGroup | None = None
             self.rank, self.size = 0, 1
@@ -151,7 +148,7 @@ class World:
                 assert self.group is not None
                 everybody = self.global_ranks  # torch would look for each rank among all
                 members = tuple(everybody[rank] for rank in key)
-                world.group = self._group_of(members)
+                world.group = shared_group_like(self.group, members)
             self._subgroups[key] = world
         return self._subgroups[key]
 
@@ -170,29 +167,9 @@ class World:
         if key not in self._subgroups:
             world = World.alone(self.rank, self.size)
             members = tuple(dist.get_process_group_ranks(self.group))
-            world.group = self._group_of(members, "gloo")
+            world.group = shared_group_like(self.group, members, "gloo")
             self._subgroups[key] = world
         return self._subgroups[key]
-
-    def _group_of(
-        self, members: tuple[int, ...], backend: str | None = None
-    ) -> dist.ProcessGroup | None:
-        """The group of some global ranks, with this one's timeout; made on first demand.
-
-        Args:
-            members: The ranks.
-            backend: Name of the backend; None for that of this world.
-        """
-        assert self.group is not None
-        made, key = _groups.setdefault(self.group, {}), (members, backend)
-        if key not in made:
-            made[key] = dist.new_group(
-                list(members),
-                timeout=timeout_of(self.group),
-                backend=backend or dist.get_backend_config(self.group),
-                use_local_synchronization=True,
-            )
-        return made[key]
 
     def level(self) -> None:
         """Let all ranks be in equally many groups; a collective before some of them make one.
@@ -537,65 +514,6 @@ class World:
         work.wait()
         return received.tolist()
 
-    def require_equal(self, description: Sequence[str], what: str) -> None:
-        """Raise on every rank if the ranks' descriptions differ, naming the first difference.
-
-        Raises:
-            RankMismatchError: With the first line that differs, and the ranks it differs on.
-        """
-        words = self.all_gather_object(_digest(description))
-        other = next((rank for rank, word in enumerate(words) if word != words[0]), None)
-        if other is None:
-            return
-        # Two ranks tell: the lines of thousands would fill the memory of each.
-        everyone = self.all_gather_object(list(description) if self.rank in (0, other) else None)
-        first, theirs = everyone[0], everyone[other]
-        pairs = zip(first, theirs, strict=False)
-        lines = next(((a, b) for a, b in pairs if a != b), None)
-        if lines is None:
-            shorter = min(len(first), len(theirs))
-            lines = (
-                first[shorter] if len(first) > shorter else "nothing more",
-                theirs[shorter] if len(theirs) > shorter else "nothing more",
-            )
-        raise RankMismatchError(
-            f"the ranks built different {what}: rank 0 has [{lines[0]}], rank {other} has "
-            f"[{lines[1]}]; build the same model with the same options on every rank"
-        )
-
-
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.blake2b(repr(list(lines)).encode(), digest_size=16).hexdigest()
-
-
-def _check_group(group: Any) -> None:
-    """Raise unless ``group`` is None or a process group that this process is in."""
-    if group is None:
-        return
-    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this process is not a member of process_group=; pass one it is in")
-    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
-            f"torch.distributed.new_group() returns, or None for the default group"
-        )
-
-
-# One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
-_groups: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None]
-] = weakref.WeakKeyDictionary()
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group's collectives; None, for the default, if it is not known."""
-    # "cpu:gloo,cuda:nccl"
-    devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
-    # Torch has no other way to ask: a timeout is kept by each device's backend.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        return min(group._get_backend(torch.device(d)).options._timeout for d in devices)
-    return None
-
 
 def _elements(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
@@ -606,16 +524,6 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Split tensors into runs of one dtype and device, up to ``BUCKET_BYTES`` or one tensor."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    buckets: list[list[Tensor]] = []
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        if key not in open_buckets or filled[key] + tensor.nbytes > BUCKET_BYTES:
-            open_buckets[key] = []
-            filled[key] = 0
-            buckets.append(open_buckets[key])
-        open_buckets[key].append(tensor)
-        filled[key] += tensor.nbytes
-    return buckets
+    """Tensors in runs of one dtype and device."""
+    kind, nbytes = attrgetter("dtype", "device"), attrgetter("nbytes")
+    return in_buckets(tensors, kind, nbytes, BUCKET_BYTES)

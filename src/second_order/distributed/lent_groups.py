@@ -11,7 +11,8 @@ import weakref
 
 import torch.distributed as dist
 
-from second_order.distributed.collectives import World, timeout_of
+from second_order.distributed.collectives import World
+from second_order.distributed.groups import group_like
 from second_order.distributed.lost import explained
 
 __all__ = ["Loan", "borrow_group"]
@@ -67,12 +68,7 @@ def borrow_group(world: World) -> Loan:
     else:
         world.level()
         number = max(count for _, count in everyone)
-        group = dist.new_group(
-            world.global_ranks,
-            timeout=timeout_of(lender),
-            backend=dist.get_backend_config(lender),
-            use_local_synchronization=True,
-        )
+        group = group_like(lender, world.global_ranks)
     _made[lender] = max(number + 1, *(count for _, count in everyone))
     own = World.alone(world.rank, world.size)
     own.group = group

@@ -13,7 +13,8 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from second_order.distributed.collectives import World, timeout_of
+from second_order.distributed.collectives import World
+from second_order.distributed.groups import group_like, timeout_of
 from second_order.distributed.lost import explained
 
 __all__ = ["Role", "Roles", "assign_roles", "option_of"]
@@ -72,13 +73,9 @@ class Roles:
         made, key = _teams.setdefault(world.group, {}), (mine, helper_timeout)
         if key not in made:
             limits = [timeout_of(world.group), timedelta(seconds=helper_timeout) if helps else None]
-            group = dist.new_group(
-                [dist.get_global_rank(world.group, r) for r in mine],
-                timeout=min((limit for limit in limits if limit is not None), default=None),
-                backend=dist.get_backend_config(world.group),
-                use_local_synchronization=True,
-            )
-            made[key] = World(group)
+            members = [dist.get_global_rank(world.group, r) for r in mine]
+            least = min((limit for limit in limits if limit is not None), default=None)
+            made[key] = World(group_like(world.group, members, timeout=least))
         return made[key]
 
 

@@ -1,4 +1,6 @@
-"""Messages cut into equal shares, one for each rank, so that no rank handles more than the whole.
+"""What travels together: buckets of tensors, and messages cut into equal shares, one for each rank.
+
+By shares no rank handles more than the whole message.
 
 A rank that sends one tensor to each of P ranks hands over P copies of it, and one that adds up a
 tensor of P ranks receives P addends. Where ranks have about equally much, that is the whole message
@@ -14,13 +16,43 @@ added in the same order, so that sums are the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["Segments", "Shares", "goes_by_shares", "sizes_of"]
+__all__ = ["Segments", "Shares", "goes_by_shares", "in_buckets", "sizes_of"]
+
+T = TypeVar("T")
 
 SMALL_BYTES = 8 * 2**20
 """What a rank may hold in any case: a second message would cost more than it saves."""
+
+
+def in_buckets(
+    items: Iterable[T], kind: Callable[[T], Hashable], nbytes: Callable[[T], int], most: int
+) -> list[list[T]]:
+    """Split items into runs of one kind, of up to ``most`` bytes or one item each.
+
+    Args:
+        items: What travels, in one order on every rank.
+        kind: What items have in common that may travel together.
+        nbytes: The bytes of an item.
+        most: The bytes of a run.
+
+    Returns:
+        The runs, in the order of the first item of each.
+    """
+    found: list[list[T]] = []
+    last: dict[Hashable, list[T]] = {}  # by kind, the run that is still open
+    filled: dict[Hashable, int] = {}
+    for item in items:
+        key, size = kind(item), nbytes(item)
+        if key not in last or filled[key] + size > most:
+            last[key], filled[key] = [], 0
+            found.append(last[key])
+        last[key].append(item)
+        filled[key] += size
+    return found
 
 
 def goes_by_shares(ranks: int, largest: int, whole: int) -> bool:

@@ -1,6 +1,7 @@
-"""Intervals by budget: statistics and solves as often as they cost no more than asked.
+"""When statistics and refreshes come: as options say, or as often as they cost no more than asked.
 
-In the first steps, in which both come at every step, the training thread's time is told apart:
+For intervals that are "auto" the training thread's time is told apart in the first steps, in which
+both come at every step:
 
 S      statistics: the hooks' work in the passes, sums, their exchange, the running averages
 R      a refresh: solves, verdicts, the exchange of decompositions
@@ -24,11 +25,12 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.agreement import mean_over
-from second_order.kfac.options import BUDGETED, KFACOptions
+from second_order.kfac.layers import Layers
+from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
 from second_order.options import AUTO, check_interval, value_at
 from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
 
-__all__ = ["SAVED", "Budget", "check_saved_intervals", "intervals"]
+__all__ = ["SAVED", "Budget", "Cadence", "check_saved_intervals", "intervals"]
 
 LONGEST = 1000  # steps at most: older curvature is no guide, whatever the next refresh costs
 FEWEST, MOST = 5, 20  # number of steps that are measured
@@ -229,6 +231,79 @@ class Budget:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watch": None}
+
+
+# -------------------------------------------------------------------------------------- the cadence
+
+
+class Cadence:
+    """When statistics and refreshes are due, and how much of the past an update keeps.
+
+    Args:
+        training: The training whose steps are counted.
+        options: The intervals, and the weight of the past.
+        budget: The intervals that are chosen.
+        layers: The layers, some of which may be new.
+
+    Attributes:
+        updated_at: The step of the last update of the running averages.
+    """
+
+    def __init__(
+        self, training: Training, options: KFACOptions, budget: Budget, layers: Layers
+    ) -> None:
+        self._training, self._options, self._budget = training, options, budget
+        self._layers = layers
+        self.updated_at = 0
+
+    def due(self, option: str) -> bool:
+        """Whether this step is one of an interval's, by the name of its option."""
+        steps = self._training.steps
+        return steps % self.interval(option, steps) == 0
+
+    def interval(self, option: str, step: int) -> int:
+        """The interval that a step is in, by the name of its option."""
+        if step < self._dense_until or step == self._layers.newcomers_at:
+            return 1
+        return self._every(option, step)
+
+    @property
+    def _dense_until(self) -> int:
+        """The step before which statistics and refreshes both come at every step."""
+        return max(self._options.refresh_warmup_steps, self._budget.until)
+
+    def _every(self, option: str, step: int) -> int:
+        """What an option says of a step, or the budget has chosen for it."""
+        if option in self._budget.chosen:
+            return self._budget.chosen[option]
+        every = value_at(getattr(self._options, option), step)
+        check_interval(f"{option} at step {step}: {option}", every)
+        return int(every)
+
+    def updated(self) -> None:
+        """Take note that the averages have been updated at this step."""
+        self.updated_at = self._training.steps
+
+    def decay(self) -> float:
+        """The averages' weight of the past at an update from the training passes."""
+        every, steps = 1, self._training.steps
+        dense = self._dense_until
+        counts_steps = isinstance(self._options.factor_decay, PerStep)
+        if counts_steps and dense <= steps != self._layers.newcomers_at:
+            every = min(self._every("factor_update_steps", steps), steps - dense + 1)
+        return self._decay_after(every)
+
+    def decay_since_update(self) -> float:
+        """The averages' weight of the past at an update whenever it comes."""
+        return self._decay_after(self._training.steps - self.updated_at)
+
+    def _decay_after(self, steps: int) -> float:
+        """The averages' weight of the past at an update, ``steps`` after the last one."""
+        if isinstance(self._options.factor_decay, PerStep):
+            return self._options.factor_decay.after(steps, self._training.steps)
+        decay: float = value_at(self._options.factor_decay, self._training.steps)
+        check_decay(decay)
+        return decay
 
 
 def check_saved_intervals(saved: Mapping[Tensor, SavedPart]) -> None:

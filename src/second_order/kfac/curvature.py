@@ -25,7 +25,7 @@ from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.budget import Budget
+from second_order.kfac.budget import Budget, Cadence
 from second_order.kfac.checkpoint import (
     READ_BY_ALL,
     check_saved_factors,
@@ -38,9 +38,8 @@ from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.fitted import fitted_curvature
-from second_order.kfac.layers import Layers
-from second_order.kfac.matrices import gradient_blocks, gradient_statistics
-from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
+from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
+from second_order.kfac.options import BUDGETED, KFACOptions
 from second_order.kfac.pipeline import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
@@ -55,7 +54,6 @@ from second_order.kfac.stats_workers import StatsWorkers
 from second_order.kfac.system import System, described, no_copies
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.options import check_interval, value_at
 from second_order.report import Summary
 from second_order.stages import Meter
 from second_order.stopwatch import Account
@@ -109,7 +107,7 @@ class KFACCurvature(Curvature):
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
-        self._updated_at = 0  # the step of the last update of the averages
+        self._cadence = Cadence(training, options, self.budget, self.layers)
         self._closed = False
         self.workers = 0
         self.layers.find()
@@ -152,7 +150,8 @@ class KFACCurvature(Curvature):
 
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
-        self.solves.check_device()
+        if self.solves.threads is not None:
+            self.solves.threads.check_device()
         if self.helpers is not None:
             self.helpers.check_processes(self.training)
         self._system.plan([], self.training.world.size)
@@ -218,7 +217,7 @@ class KFACCurvature(Curvature):
             coming = self.take_statistics()
             self._take_gradients(averaged)
         with self.training.meter.stage("solve"), on(Account.REFRESH):
-            due = self._due("inv_update_steps")
+            due = self._cadence.due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
             arriving = partial(_arriving, coming)
             try:
@@ -243,7 +242,7 @@ class KFACCurvature(Curvature):
         assert exchange is not None
         taken = [block for block in self.plan if block.watched and self._takes(block)]
         fed = [block for block in taken if not block.staged.empty]
-        own = self._due("factor_update_steps")
+        own = self._cadence.due("factor_update_steps")
         if helpers is not None:
             own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
         coming: Iterator[list[KroneckerBlock]] = iter(())
@@ -254,21 +253,21 @@ class KFACCurvature(Curvature):
             if own:
                 self._pipeline.expect(self._wire)
                 coming = self._take_in(self._pipeline.sums(self.layers, exchange.statistics))
-                self._updated_at = self.training.steps
+                self._cadence.updated()
             else:
                 self._pipeline.drain()
         elif own:
             sums = self.layers.sums(taken)
             with self.training.meter.stage("exchange"):
                 exchange.statistics(sums, self._wire)
-            self.layers.take_in(sums, self._decay())
-            self._updated_at = self.training.steps
+            self.layers.take_in(sums, self._cadence.decay())
+            self._cadence.updated()
         if helpers is None:
             return coming
         mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
         for found in helpers.statistics(mine, [b.name for b in fed]):
-            decay = self._decay_after(self.training.steps - self._updated_at)
-            self._updated_at = self.training.steps
+            decay = self._cadence.decay_since_update()
+            self._cadence.updated()
             for block in found:
                 block.expect()
             self.layers.take_in(found, decay)
@@ -287,7 +286,7 @@ class KFACCurvature(Curvature):
 
     def _take_in(self, coming: Iterator[Sums]) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the sums that come; yields their layers."""
-        decay = self._decay()
+        decay = self._cadence.decay()
         while True:
             with self.training.meter.stage("statistics"), self.budget.on(Account.STATISTICS):
                 sums = next(coming, None)
@@ -300,7 +299,7 @@ class KFACCurvature(Curvature):
     def _take_gradients(self, average: Callable[[], None]) -> None:
         """Update the averages of matrices that no rule knows, by the mean gradients."""
         blocks = gradient_blocks(self.plan)
-        if not blocks or not self._due("factor_update_steps"):
+        if not blocks or not self._cadence.due("factor_update_steps"):
             return
         with self.training.meter.stage("average_gradients"):
             average()
@@ -315,7 +314,7 @@ class KFACCurvature(Curvature):
         )
         for block in blocks:
             block.expect()
-        self.layers.take_in(sums, self._decay())
+        self.layers.take_in(sums, self._cadence.decay())
 
     def _precondition(self) -> None:
         """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""
@@ -325,7 +324,8 @@ class KFACCurvature(Curvature):
     def correct(self) -> None:
         """Offer the stepped parameters to stats workers; the step is over."""
         if self.helpers is not None:
-            self.helpers.offer(self.training, self.solves.post)
+            threads = self.solves.threads
+            self.helpers.offer(self.training, _at_once if threads is None else threads.post)
         self.budget.lap(working=bool(self.plan))
 
     def averaging_processes(self) -> int:
@@ -336,7 +336,7 @@ class KFACCurvature(Curvature):
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
-        due = own and self._due("factor_update_steps")
+        due = own and self._cadence.due("factor_update_steps")
         self.layers.expect(due)
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
@@ -346,47 +346,6 @@ class KFACCurvature(Curvature):
     @property
     def _rank(self) -> int:
         return self.training.world.rank
-
-    def _due(self, option: str) -> bool:
-        """Whether this step is one of an interval's, by the name of its option."""
-        steps = self.training.steps
-        return steps % self._interval(option, steps) == 0
-
-    def _interval(self, option: str, step: int) -> int:
-        """The interval that a step is in, by the name of its option."""
-        if step < self._dense_until or step == self.layers.newcomers_at:
-            return 1
-        return self._every(option, step)
-
-    @property
-    def _dense_until(self) -> int:
-        """The step before which statistics and refreshes both come at every step."""
-        return max(self._options.refresh_warmup_steps, self.budget.until)
-
-    def _every(self, option: str, step: int) -> int:
-        """What an option says of a step, or the budget has chosen for it."""
-        if option in self.budget.chosen:
-            return self.budget.chosen[option]
-        every = value_at(getattr(self._options, option), step)
-        check_interval(f"{option} at step {step}: {option}", every)
-        return int(every)
-
-    def _decay(self) -> float:
-        """The averages' weight of the past at an update from the training passes."""
-        every, steps = 1, self.training.steps
-        dense = self._dense_until
-        counts_steps = isinstance(self._options.factor_decay, PerStep)
-        if counts_steps and dense <= steps != self.layers.newcomers_at:
-            every = min(self._every("factor_update_steps", steps), steps - dense + 1)
-        return self._decay_after(every)
-
-    def _decay_after(self, steps: int) -> float:
-        """The averages' weight of the past at an update, ``steps`` after the last one."""
-        if isinstance(self._options.factor_decay, PerStep):
-            return self._options.factor_decay.after(steps, self.training.steps)
-        decay: float = value_at(self._options.factor_decay, self.training.steps)
-        check_decay(decay)
-        return decay
 
     def _takes(self, block: KroneckerBlock) -> bool:
         """Whether this rank's batches go into a layer's factors."""
@@ -484,7 +443,7 @@ class KFACCurvature(Curvature):
             self._take_workers(workers)
         self.solves.traces.load(saved, self.layers.blocks)
         self.budget.load(saved)
-        self._updated_at = self.training.steps
+        self._cadence.updated()
         self.watch()
 
     @property
@@ -577,8 +536,11 @@ class KFACCurvature(Curvature):
         found = statistics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
         if last >= 0 and not self._closed:
-            found["age/statistics"] = float(max(last - self._updated_at, 0))  # 0 after a load
-            found |= {name: float(self._interval(name, last)) for name in BUDGETED}
+            # 0 after a load
+            found["age/statistics"] = float(
+                max(last - self._cadence.updated_at, 0)
+            )  # 0 after a load
+            found |= {name: float(self._cadence.interval(name, last)) for name in BUDGETED}
         return found
 
     def summary(self) -> Summary:
@@ -601,6 +563,10 @@ def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
             yield
     finally:
         meter.switch(before)
+
+
+def _at_once(copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+    send(copies)
 
 
 def _arriving(

@@ -19,10 +19,9 @@ from second_order.contract.training import Training
 from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import PendingReduction, World
 from second_order.distributed.parcels import Parts, Shapes, deliver_parts
-from second_order.kfac.clip import Clip
+from second_order.kfac.clip import Clip, kl_clip_coefficient
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.clip import kl_clip_coefficient
 from second_order.kronecker.factors import StatisticsSums
 
 __all__ = ["Exchange", "Item", "OwnerGradients", "ResultGradients"]

@@ -27,13 +27,14 @@ import torch
 
 from second_order.contract.training import Training
 from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.pending_sums import PendingSums
+from second_order.distributed.reductions import PendingSums
+from second_order.distributed.shares import in_buckets
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
 from second_order.kronecker.layers import FactorShape
 
-__all__ = ["FUSED_BYTES", "Pipeline", "Sums", "fused"]
+__all__ = ["FUSED_BYTES", "Pipeline", "Sums"]
 
 FUSED_BYTES = 2**20
 """Bytes of a bucket, unless one layer alone has more."""
@@ -89,20 +90,6 @@ class SentState:
         return same and (self.staged.empty or self.micro_batches == micro_batches)
 
 
-def fused(slots: Sequence[Slot], dtype: torch.dtype, limit: int) -> list[list[Slot]]:
-    """Runs of layers that travel together, of up to ``limit`` bytes or one layer each."""
-    buckets: list[list[Slot]] = []
-    filled = 0
-    for slot in slots:
-        size = slot.nbytes(dtype)
-        if not buckets or filled + size > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(slot)
-        filled += size
-    return buckets
-
-
 class Pipeline:
     """The exchange of a training's statistics, begun in its passes.
 
@@ -141,7 +128,8 @@ class Pipeline:
             self._loan.settled = True
 
     def _fused(self, slots: Sequence[Slot]) -> list[list[Slot]]:
-        return fused(slots, self._dtype, FUSED_BYTES)
+        """Runs of layers that travel together, whatever their kind."""
+        return in_buckets(slots, lambda _: None, lambda s: s.nbytes(self._dtype), FUSED_BYTES)
 
     # --------------------------------------------------------------------------------- the plan
 

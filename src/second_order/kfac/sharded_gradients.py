@@ -24,11 +24,11 @@ from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
 from second_order.distributed.collectives import BUCKET_BYTES
 from second_order.distributed.rows import Rows, rows_of
-from second_order.kfac.clip import Clip
+from second_order.distributed.shares import in_buckets
+from second_order.kfac.clip import Clip, kl_clip_coefficient
 from second_order.kfac.exchange import Exchange
 from second_order.kfac.plan import LayerPlan
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.clip import kl_clip_coefficient
 from second_order.sharded import local
 
 __all__ = ["ShardedGradients"]
@@ -143,17 +143,16 @@ class ShardedGradients:
         world = self._training.world
         buckets = []
         for dtype in dict.fromkeys(block.work_dtype for block in solved):
+            alike = [block for block in solved if block.work_dtype == dtype]
             runs: list[list[list[Piece]]] = [[] for _ in range(world.size)]
-            filled = [0] * world.size
-            for block in (b for b in solved if b.work_dtype == dtype):
-                pieces = [Piece(block, p, rows_of(p, world)) for p in block.params]
-                size = dtype.itemsize * sum(p.numel() for p in block.params)
-                rank = layers[block].workers[0]
-                if not runs[rank] or filled[rank] + size > BUCKET_BYTES:
-                    runs[rank].append([])
-                    filled[rank] = 0
-                runs[rank][-1] += pieces
-                filled[rank] += size
+            for run in in_buckets(
+                alike,
+                lambda block: layers[block].workers[0],
+                lambda block: block.work_dtype.itemsize * sum(p.numel() for p in block.params),
+                BUCKET_BYTES,
+            ):
+                pieces = [Piece(b, p, rows_of(p, world)) for b in run for p in b.params]
+                runs[layers[run[0]].workers[0]].append(pieces)
             buckets += [
                 Bucket(dtype, [run[i] if i < len(run) else [] for run in runs])
                 for i in range(max(map(len, runs)))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -31,15 +30,9 @@ from second_order.kfac.flights import Flight, Solved, Verdict
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import LayerPlan, solve_cost_of
-from second_order.kfac.snapshots import solve
+from second_order.kfac.threads import Background, Threads
 from second_order.kfac.trace_refresh import TraceRefresh
-from second_order.kronecker.background import (
-    Streams,
-    Ticket,
-    WorkerPool,
-    retrieve,
-    take_snapshot,
-)
+from second_order.kronecker.background import Ticket
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.factors import KroneckerFactors
@@ -47,29 +40,12 @@ from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, facto
 from second_order.options import value_at
 from second_order.stopwatch import Account
 
-__all__ = ["Background", "Solves"]
+__all__ = ["Solves"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
 Arriving: TypeAlias = Callable[[list[KroneckerBlock]], Iterable[list[KroneckerBlock]]]
 """Gives all layers of a list in parts, as they become ready."""
-
-
-@dataclass(frozen=True)
-class Background:
-    """Settings for inverses that are computed on threads beside training.
-
-    Attributes:
-        threads: Number of threads of this process.
-        device: The device that factors are decomposed on: "cpu" or "cuda".
-        max_staleness: Steps after which a layer that is under way is waited for; None: never.
-        deterministic: Whether layers land exactly after ``max_staleness`` steps, not before.
-    """
-
-    threads: int
-    device: str
-    max_staleness: int | None
-    deterministic: bool
 
 
 class Solves:
@@ -91,6 +67,7 @@ class Solves:
         dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
         failed: Number of solves that gave no sound decomposition, of all layers so far.
         traces: Which layers a refresh need not solve.
+        threads: The threads that solve beside training; None where layers are solved at once.
         exchange: The collectives between the ranks.
     """
 
@@ -117,13 +94,7 @@ class Solves:
         self.damping, self.failed = math.nan, 0
         self.dampings: dict[KroneckerBlock, Damping] = {}
         self.traces = TraceRefresh(options.trace_bounds if options.refresh == "trace" else None)
-        self._made_streams: Streams | None = None
-        self._posting: Ticket[None] | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        """Start with a pool of threads, and without knowledge of statistics."""
-        self._pool = None if self._background is None else WorkerPool(self._background.threads)
+        self.threads = None if background is None else Threads(training, background)
         self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
 
     def follow(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
@@ -392,55 +363,17 @@ class Solves:
 
     def _launched(self, block: KroneckerBlock) -> Ticket[Solved]:
         """Submit a layer; an error here becomes a failed ticket, as if it came from a thread."""
+        options, threads = self._options, self.threads
+        assert threads is not None
         try:
-            return self._give_to_threads(block)
+            device = threads.device_for(block.weight.device)
+            problems = {k: self._problem(block, k, _never, device) for k in block.shape.letters}
+            decompose = partial(
+                self._solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
+            )
+            return threads.submit(block.ensure_factors(), problems, decompose)
         except Exception as error:
             return Ticket.failed(error)
-
-    def _give_to_threads(self, block: KroneckerBlock) -> Ticket[Solved]:
-        """Hand a snapshot of a layer's factors to a thread; returns the ticket."""
-        assert self._background is not None
-        assert self._pool is not None
-        factors, letters = block.ensure_factors(), block.shape.letters
-        cpu = torch.device("cpu")
-        device = block.weight.device if self._background.device == "cuda" else cpu
-        problems = [self._problem(block, letter, _never, device) for letter in letters]
-        if device.type == "cuda":  # where float32 products obey a setting of the whole process
-            problems = [replace(problem, dtype=torch.float64) for problem in problems]
-        added = [p.added for p in problems if p.added is not None]
-        stored = [factors.stored[letter] for letter in letters]
-        streams, options = self.streams(), self._options
-        fetch = take_snapshot([*(t for t in stored if t is not None), *added], device, streams)
-        decompose = partial(
-            self._solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
-        )
-        of = dict(zip(letters, problems, strict=True))
-        return self._pool.submit(partial(solve, fetch, of, factors.triangular, decompose, streams))
-
-    def streams(self) -> Streams | None:
-        """The CUDA streams that copy and solve beside training; None without CUDA."""
-        device = self._training.device
-        if self._made_streams is None and device.type == "cuda":
-            self._made_streams = Streams(*(torch.cuda.Stream(device) for _ in range(3)))
-        return self._made_streams
-
-    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies of tensors from the CPU; copies on CUDA by a thread that waits for them."""
-        if self.streams() is None or self._pool is None:
-            send(copies)
-            return
-        fetch = take_snapshot(copies, torch.device("cpu"), self.streams())
-        self._posting = self._pool.submit(lambda: send(fetch()))
-
-    def check_device(self) -> None:
-        """Raise ValueError if inverses are to be solved on a device that does not exist."""
-        device = self._training.device
-        wanted = "cpu" if self._background is None else self._background.device
-        if wanted == "cuda" and device.type != "cuda":
-            raise ValueError(
-                f"inverse_device='cuda', but the parameters are on {device}; move the "
-                f"model there first, or use inverse_device='cpu'"
-            )
 
     # ------------------------------------------------------------------------------------ agree
 
@@ -465,8 +398,8 @@ class Solves:
         exactly = background is not None and background.deterministic
         if not news and (not self.flights or (exactly and not any(map(self._waits, self.flights)))):
             return lambda: ({}, news)
-        if self._pool is not None:
-            self._pool.require_own_process()
+        if self.threads is not None:
+            self.threads.pool.require_own_process()
         said = [
             float(self._verdict(block, self.flights[block]) if block in self.flights else 0)
             for block in blocks
@@ -546,8 +479,8 @@ class Solves:
             shape, flight = block.shape, self.flights[block]
             solved = flight.solved
             if flight.ticket is not None:
-                streams, solved = self.streams(), flight.ticket.result()
-                solved = {k: retrieve(parts, device, streams) for k, parts in solved.items()}
+                assert self.threads is not None
+                solved = self.threads.retrieve(flight.ticket)
             if rounding is not None:  # on the solver as by travelling: all workers have the same
                 solved = {
                     k: self._solver.rounded(parts, shape.is_diagonal(k), rounding)
@@ -634,8 +567,8 @@ class Solves:
 
     def close(self) -> None:
         """End the pool of threads."""
-        if self._pool is not None:
-            self._pool.close()
+        if self.threads is not None:
+            self.threads.close()
         self.flights.clear()
         self.traces.forget()
         self._plan, self.landed_at, self.taken_at, self.dampings = {}, {}, {}, {}
@@ -643,12 +576,12 @@ class Solves:
     def __getstate__(self) -> dict[str, Any]:
         # Threads stay here; what is under way on them is launched anew in the copy.
         wanted = self.wanted or bool(self.flights)
-        away: dict[str, Any] = dict.fromkeys(("_pool", "_made_streams", "_seen", "_posting"))
-        return {**self.__dict__, **away, "exchange": None, "wanted": wanted, "flights": {}}
+        away: dict[str, Any] = {"exchange": None, "flights": {}, "_seen": None}
+        return {**self.__dict__, **away, "wanted": wanted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._seen = weakref.WeakSet()
 
 
 def _curvature_of(block: KroneckerBlock) -> Tensor:

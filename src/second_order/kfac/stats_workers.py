@@ -1,12 +1,8 @@
-"""Gradient workers and stats workers: their messages, and which of them are alive.
+"""Gradient workers and stats workers: who of them says what when, and which are alive.
 
-    want        k, by a stats worker: the number of the point that it wants next
-    point/k     the newest parameters and buffers, by worker 0,
-                which of them train, and which are optimized        ->  to that stats worker
-    stats/k/r   the statistics at point k of the layers of worker r ->  to worker r
-
-Each stats worker hosts a store of its own, so that none takes another along when it dies. Points
-are sent on demand: nobody waits, and no more than one message of a kind is under way.
+Both ends of the conversation, a class each: :class:`StatsWorkers` sends points and takes in
+statistics, :class:`StatsWorker` answers points by statistics. Each stats worker hosts a store of
+its own, so that none takes another along when it dies.
 """
 
 from __future__ import annotations
@@ -25,20 +21,28 @@ from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
 from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
-from second_order.distributed.messages import MalformedError, Message, refused_line, require_form
-from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
+from second_order.distributed.messages import MalformedError, refused_line
+from second_order.distributed.parcels import unpack_by_dtype
 from second_order.distributed.roles import Roles, assign_roles
 from second_order.distributed.store import Address, Store, open_store
 from second_order.errors import SecondOrderError
 from second_order.kfac.layers import Layers
 from second_order.kfac.statistics import ACCOUNTS, NAMES
+from second_order.kfac.stats_messages import (
+    in_groups,
+    model_tensors,
+    point_in,
+    point_of,
+    statistics_in,
+    statistics_of,
+    unpack_statistics,
+)
 from second_order.kronecker.block import GradientScale, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 
 __all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers"]
 
-Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
 Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
 
@@ -65,11 +69,6 @@ def _divide(
     training.averages = training.averages and training.world.size > 1
     training.first_pass = refuse_ddp_over_helpers(training.model, roles, world)
     return roles, stores
-
-
-def _model_of(training: Training) -> list[Tensor]:
-    """The model's parameters and buffers, which points hold."""
-    return [*training.model.parameters(), *training.model.buffers()]
 
 
 def _rejoin(training: Training, count: int) -> None:
@@ -145,7 +144,7 @@ class StatsWorkers:
             self.active.append(Helper(name, mailbox))
         self.mailboxes = [helper.mailbox for helper in self.active]
         await_connections(everybody, self.mailboxes, [store for store, _ in stores])
-        self.shapes = [t.shape for t in _model_of(training)]
+        self.shapes = [t.shape for t in model_tensors(training.model)]
 
     def awake(self, training: Training) -> None:
         """Find the other gradient workers again, in a copy, which has no helpers."""
@@ -177,7 +176,7 @@ class StatsWorkers:
 
     def require_no_growth(self, training: Training) -> None:
         """Raise SecondOrderError if the model has changed, and stats workers lack the new one."""
-        if self.active and self.shapes != [t.shape for t in _model_of(training)]:
+        if self.active and self.shapes != [t.shape for t in model_tensors(training.model)]:
             raise SecondOrderError(f"the model has changed; {REMEDY}")
 
     def offer(self, training: Training, send: Sender) -> None:
@@ -193,14 +192,8 @@ class StatsWorkers:
             wanted = helper.mailbox.heard("want")
             # Statistics that are still on their way hold the next point back: none queue up.
             if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
-                newest = _model_of(training)
-                note: dict[str, Any] = {
-                    "edition": self.edition,
-                    "train": [t.requires_grad for t in newest],
-                    "optimized": _in_groups(newest, training.groups),
-                }
-                post = partial(helper.mailbox.post, f"point/{wanted}", **note)
-                send(pack_by_dtype(newest), post)
+                point, note = point_of(training.model, training.groups, self.edition)
+                send(point, partial(helper.mailbox.post, f"point/{wanted}", **note))
                 helper.asked = wanted + 1
 
     def statistics(
@@ -221,7 +214,7 @@ class StatsWorkers:
             helper.heard += 1
             self._expected_from(helper)  # now, to keep up with it
             try:
-                tensors, note = _statistics_in(message)
+                tensors, note = statistics_in(message)
             except MalformedError as why:
                 helper.mailbox.refuse(name, why)
                 self.messages += 1  # of nothing, so that hunger grows
@@ -229,7 +222,7 @@ class StatsWorkers:
             if note["edition"] < self.edition:  # statistics from before the layers changed
                 continue
             self.messages += 1
-            found = _unpack_statistics(tensors, note["layers"], mine)
+            found = unpack_statistics(tensors, note["layers"], mine)
             self.foreign = self.foreign + 1 if note["layers"] and not found else 0
             self.nonfinite += sum(sums is None for sums in found.values())
             sound = {layer: sums for layer, sums in found.items() if sums is not None}
@@ -360,8 +353,8 @@ class StatsWorker(Curvature):
         self._store, address = stores[me]
         self.mailbox = Mailbox(address, self._name, "worker 0", self._patience)
         await_connections(everybody, [self.mailbox], [store for store, _ in stores])
-        whole = _model_of(self.training)
-        self.optimized = _in_groups(whole, self.training.groups)
+        whole = model_tensors(self.training.model)
+        self.optimized = in_groups(whole, self.training.groups)
         self._look()
         self.layers.name_those_left()
 
@@ -376,7 +369,7 @@ class StatsWorker(Curvature):
         """Look for the layers that the workers optimize: they may have added a group."""
         if self.mailbox is None:
             return
-        whole = _model_of(self.training)
+        whole = model_tensors(self.training.model)
         theirs = [t for t, optimized in zip(whole, self.optimized, strict=False) if optimized]
         self.layers.find(theirs or None)
         self._look()
@@ -456,7 +449,7 @@ class StatsWorker(Curvature):
         Raises:
             SecondOrderError: If the parameters are of another model.
         """
-        mailbox, into = self.mailbox, _model_of(self.training)
+        mailbox, into = self.mailbox, model_tensors(self.training.model)
         message = None
         while mailbox is not None:
             name = f"point/{self._asked}"
@@ -467,7 +460,7 @@ class StatsWorker(Curvature):
                 break
             self._asked += 1
             try:
-                message = _point_in(message, into)
+                message = point_in(message, into)
                 break
             except MalformedError as why:
                 mailbox.refuse(name, why)
@@ -510,10 +503,7 @@ class StatsWorker(Curvature):
         if self.mailbox is None:
             return
         for rank, sums in enumerate(parts):
-            heads = [each.head for each in sums.values()]
-            factors = [t for each in sums.values() for t in each.factors.values()]
-            flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
-            note = {"layers": list(sums), "edition": self._edition}
+            flat, note = statistics_of(sums, self._edition)
             self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
         self._sent += 1
 
@@ -570,78 +560,3 @@ def endless(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if empty:
             raise ValueError("batches is empty, or an iterator that has ended; give a loader")
-
-
-def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
-    ours = {id(p) for group in groups for p in group["params"]}
-    return [id(t) in ours for t in tensors]
-
-
-def _point_in(message: Message, into: Sequence[Tensor]) -> Message:
-    """Check that a message is a point, and return it; its tensors fit the model, or another one.
-
-    Raises:
-        MalformedError: If the message is no point.
-    """
-    tensors, note = message
-    require_form(note, edition=int, train=[bool], optimized=[bool])
-    tensors_there = len(note["train"])
-    if len(note["optimized"]) != tensors_there:
-        raise MalformedError(
-            f"{tensors_there} tensors train or not, {len(note['optimized'])} are known"
-        )
-    sizes = dict.fromkeys((t.dtype for t in into), 0)
-    for t in into:
-        sizes[t.dtype] += t.numel()
-    found, total = [(t.dtype, t.numel()) for t in tensors], sum(sizes.values())
-    same_model = tensors_there == len(into) and sum(size for _, size in found) == total
-    if same_model and (any(t.dim() != 1 for t in tensors) or found != list(sizes.items())):
-        raise MalformedError(f"its tensors are {found}, the model's {list(sizes.items())}")
-    return message
-
-
-def _statistics_in(message: Message) -> Message:
-    """Check that a message is statistics, of any layers, and return it.
-
-    Raises:
-        MalformedError: If the message is no statistics.
-    """
-    tensors, note = message
-    require_form(note, edition=int, layers=[str])
-    if len(tensors) != (2 if note["layers"] else 0):
-        raise MalformedError(f"{len(note['layers'])} layers have {len(tensors)} tensors, not 2")
-    strange = [t for t in tensors if t.dim() != 1 or not t.is_floating_point()]
-    if strange:
-        raise MalformedError(f"a tensor is {strange[0].dtype} of shape {list(strange[0].shape)}")
-    if len(set(note["layers"])) < len(note["layers"]):
-        raise MalformedError("it names a layer twice")
-    return message
-
-
-def _unpack_statistics(
-    tensors: Sequence[Tensor], layers: Sequence[str], mine: Mapping[str, KroneckerBlock]
-) -> dict[str, StatisticsSums | None]:
-    """The sums of a message by layer; empty if its layers or their sizes are not this process's.
-
-    Sums are None where they are not finite, or of no example.
-    """
-    if not layers or any(layer not in mine for layer in layers):
-        return {}
-    blocks = [mine[layer] for layer in layers]
-    head_sizes = [1 + len(b.shape.letters) * b.shape.groups for b in blocks]
-    shapes = [[b.stored_shape(letter) for letter in b.shape.letters] for b in blocks]
-    sizes = [torch.Size(shape).numel() for each in shapes for shape in each]
-    heads, factors = tensors
-    if heads.numel() != sum(head_sizes) or factors.numel() != sum(sizes):
-        return {}
-    device = blocks[0].weight.device
-    flat = iter(factors.split(sizes))
-    found: dict[str, StatisticsSums | None] = {}
-    for block, head, each in zip(blocks, heads.split(head_sizes), shapes, strict=True):
-        parts = [next(flat).view(shape).clone() for shape in each]
-        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts))
-        moved = [part.to(device, non_blocking=True) for part in parts]
-        by_letter = dict(zip(block.shape.letters, moved, strict=True))
-        sums = StatisticsSums(by_letter, head.to(device, non_blocking=True))
-        found[block.name] = sums if sound else None
-    return found

@@ -11,7 +11,7 @@ from second_order.contract.training import Training
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import Planner
-from second_order.kfac.solves import Background
+from second_order.kfac.threads import Background
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 

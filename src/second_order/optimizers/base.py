@@ -28,6 +28,7 @@ from second_order.contract.base_state import CURVATURE, BaseState
 from second_order.contract.base_step import (
     initialises_state,
     refuse_in_evaluation,
+    refuse_unknown_scaler,
     refuse_within_backward,
     runs_between_graphs,
     set_aside,
@@ -35,15 +36,14 @@ from second_order.contract.base_step import (
 )
 from second_order.contract.checkpoint import (
     Checkpoint,
+    Collected,
     check_is_state,
     export_base_state,
     header,
     read_checkpoint,
 )
-from second_order.contract.collected import Collected
 from second_order.contract.curvature import Curvature
-from second_order.contract.debug import Comparison
-from second_order.contract.given import check_scaler, refuse_unknown_scaler, what_is_given
+from second_order.contract.given import check_scaler, what_is_given
 from second_order.contract.groups import (
     check_assigned,
     check_ownership,
@@ -57,7 +57,7 @@ from second_order.contract.groups import (
 from second_order.contract.hidden import Division
 from second_order.contract.imitation import imitated
 from second_order.contract.notices import warns_at_its_end
-from second_order.contract.outline import Outline, described, outline_of_load
+from second_order.contract.outline import Comparison, Outline, described, outline_of_load
 from second_order.contract.recipe import recipe_of
 from second_order.contract.sharding import (
     Places,
@@ -76,6 +76,7 @@ from second_order.contract.two_bases import (
     name_of,
     switch_of,
 )
+from second_order.distributed.agreement import require_equal
 from second_order.distributed.collectives import World
 from second_order.options import (
     PEAK_LR,
@@ -212,7 +213,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         lines.append(f"debug: every {self._comparison.every} steps")
         if self._division is not None:
             lines += self._division.description([d for _, d in kinds_of(self._base)])
-        world.require_equal(lines, "models or options")
+        require_equal(world, lines, "models or options")
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
             tensors = [*training.model.parameters(), *training.model.buffers()]

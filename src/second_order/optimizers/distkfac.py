@@ -39,9 +39,9 @@ from second_order.kfac.options import (
     documented,
 )
 from second_order.kfac.plan import distkfac_plan
-from second_order.kfac.solves import Background
 from second_order.kfac.stats_workers import StatsWorker
 from second_order.kfac.system import System
+from second_order.kfac.threads import Background
 from second_order.kfac.with_helpers import with_stats_workers
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation

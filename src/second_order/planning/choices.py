@@ -120,6 +120,7 @@ class Plan:
         machine: The machine of every rank.
         network: The links between the ranks.
         memory: Bytes that a rank may use; None for no limit.
+        others: The plans for the other numbers of ranks that were asked for together.
     """
 
     world_size: int
@@ -131,6 +132,7 @@ class Plan:
     machine: Machine
     network: Interconnect
     memory: int | None = None
+    others: tuple[Plan, ...] = field(default=(), repr=False)
 
     def summary(self, rows: int | None = 12) -> str:
         """The settings as a table, and the recommendation.

@@ -19,7 +19,7 @@ from second_order.planning.calibration import DEFAULT_NETWORKS
 from second_order.planning.choices import bytes_of
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
-from second_order.planning.plan import Intervals, Planner
+from second_order.planning.plan import Intervals, plan
 from second_order.planning.systems import PLANNED
 
 __all__ = ["FUNCTION", "add_command", "run"]
@@ -102,10 +102,10 @@ def run(chosen: argparse.Namespace) -> int:
         model, batch = _called(chosen.target)
         device = next((p.device.type for p in model.parameters()), "cpu")
         network = _network(chosen, device if machine is None else machine.device)
-        planner = Planner(
+        first = plan(
             model,
             batch,
-            world_sizes=chosen.world_sizes,
+            chosen.world_sizes,
             machine=machine,
             network=network,
             memory=chosen.memory,
@@ -117,15 +117,14 @@ def run(chosen: argparse.Namespace) -> int:
     except (ValueError, TypeError, OSError) as error:
         sys.stderr.write(f"python -m second_order plan: {error}\n")
         return 2
-    plans = []
-    for world_size in dict.fromkeys(chosen.world_sizes):
-        plans.append(planner.plan(world_size))
-        sys.stdout.write(f"{plans[-1].summary(chosen.rows)}\n\n")
+    plans = [first, *first.others]
+    for each in plans:
+        sys.stdout.write(f"{each.summary(chosen.rows)}\n\n")
     if chosen.json is not None:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps([plan.as_json() for plan in plans], indent=1), "utf-8")
+        chosen.json.write_text(json.dumps([each.as_json() for each in plans], indent=1), "utf-8")
         sys.stdout.write(f"written: {chosen.json}\n")
-    return 0 if all(plan.recommended is not None for plan in plans) else 1
+    return 0 if all(each.recommended is not None for each in plans) else 1
 
 
 def _read(path: Path) -> Mapping[str, Any]:

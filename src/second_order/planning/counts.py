@@ -26,7 +26,7 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
-from second_order.planning.messages import Bucket, Piece, all_reduced, copied, in_buckets, summed
+from second_order.planning.messages import Bucket, Piece, all_reduced, buckets_of, copied, summed
 from second_order.planning.network import Layer, Network
 from second_order.planning.systems import Planned
 from second_order.planning.work import Among, Compute, Held, RankWork, Transfer, merged
@@ -271,7 +271,7 @@ class Case:
         pieces: list[Piece] = [
             (p.dtype, p.elements, owner) for p, owner in zip(params, owners, strict=True)
         ]
-        return in_buckets([*pieces, (torch.float32, len(params), None)], self.ranks)
+        return buckets_of([*pieces, (torch.float32, len(params), None)], self.ranks)
 
     def _statistics_travel(self, rank: int) -> list[Transfer]:
         found, buckets = [], self._statistics
@@ -294,7 +294,7 @@ class Case:
                 for letter in layer.shape.letters:
                     elements = _stored_elements(layer.shape, letter, options)
                     pieces.append((options.factor_dtype, elements, plan.keeper(letter)))
-        return in_buckets(pieces, self.ranks)
+        return buckets_of(pieces, self.ranks)
 
     def _solutions_travel(self, rank: int) -> list[Transfer]:
         if not self.network.layers:
@@ -354,7 +354,7 @@ class Case:
         if self.options.kl_clip is not None:
             wide = torch.promote_types(self.options.inv_dtype, torch.float32)
             pieces += [(wide, 1, rank) for rank in range(self.ranks)]
-        return in_buckets(pieces, self.ranks)
+        return buckets_of(pieces, self.ranks)
 
     @property
     def _buckets_of_world(self) -> list[Bucket]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -11,10 +10,10 @@ from typing import TypeAlias
 import torch
 
 from second_order.distributed.collectives import BUCKET_BYTES
-from second_order.distributed.shares import Segments, goes_by_shares
+from second_order.distributed.shares import Segments, goes_by_shares, in_buckets
 from second_order.planning.work import Among, Collective, Transfer
 
-__all__ = ["Bucket", "Piece", "all_reduced", "copied", "in_buckets", "summed"]
+__all__ = ["Bucket", "Piece", "all_reduced", "buckets_of", "copied", "summed"]
 
 Piece: TypeAlias = tuple[torch.dtype, int, int | None]
 """A tensor's dtype and elements, and the rank that wants it summed or has it; None for all."""
@@ -67,27 +66,21 @@ class Bucket:
         return self.share(here) if self.by_shares else ()
 
 
-def in_buckets(pieces: Iterable[Piece], ranks: int) -> list[Bucket]:
+def buckets_of(pieces: Iterable[Piece], ranks: int) -> list[Bucket]:
     """Pieces in the buckets in which they travel, in the order of the first of each."""
-    made: list[tuple[torch.dtype, dict[int | None, int]]] = []
-    open_buckets: dict[torch.dtype, dict[int | None, int]] = {}
-    filled: dict[torch.dtype, int] = {}
-    for dtype, elements, owner in pieces:
-        nbytes = elements * dtype.itemsize
-        if dtype not in open_buckets or filled[dtype] + nbytes > BUCKET_BYTES:
-            open_buckets[dtype], filled[dtype] = defaultdict(int), 0
-            made.append((dtype, open_buckets[dtype]))
-        open_buckets[dtype][owner] += elements
-        filled[dtype] += nbytes
-    return [
-        Bucket(
-            {rank: n for rank, n in sizes.items() if rank is not None},
-            sizes.get(None, 0),
-            dtype.itemsize,
-            ranks,
-        )
-        for dtype, sizes in made
-    ]
+    runs = in_buckets(pieces, lambda p: p[0], lambda p: p[0].itemsize * p[1], BUCKET_BYTES)
+    return [_bucket(run, ranks) for run in runs]
+
+
+def _bucket(pieces: Sequence[Piece], ranks: int) -> Bucket:
+    sizes: dict[int, int] = {}
+    common = 0
+    for _, elements, owner in pieces:
+        if owner is None:
+            common += elements
+        else:
+            sizes[owner] = sizes.get(owner, 0) + elements
+    return Bucket(sizes, common, pieces[0][0].itemsize, ranks)
 
 
 def all_reduced(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,7 +26,7 @@ from second_order.planning.machine import Machine
 from second_order.planning.memory import largest_batch, message_bytes
 from second_order.planning.network import Network
 from second_order.planning.observation import Observation, arguments_of, observe, undisturbed
-from second_order.planning.systems import PLANNED
+from second_order.planning.systems import PLANNED, Planned
 from second_order.planning.times import (
     PASSES,
     RankCost,
@@ -35,11 +37,13 @@ from second_order.planning.times import (
 )
 from second_order.planning.work import Among, Transfer
 
-__all__ = ["Intervals", "Planner", "peak_memory", "plan", "workers_of"]
+__all__ = ["Intervals", "peak_memory", "plan", "workers_of"]
 
 Intervals: TypeAlias = tuple[int, int] | Literal["auto"]
 """Steps between statistics and between refreshes, or "auto" for those of the budget."""
 
+Seen: TypeAlias = tuple[Network, Observation]
+"""A model's layers, and what its passes take."""
 
 COPIES = 4  # of the largest factor while it is decomposed: itself, scaled, its result, work space
 
@@ -50,7 +54,7 @@ COPIES = 4  # of the largest factor while it is decomposed: itself, scaled, its 
 def plan(
     model: nn.Module,
     sample_batch: Any,
-    world_size: int = 1,
+    world_size: int | Sequence[int] = 1,
     *,
     device: torch.device | str | None = None,
     machine: Machine | None = None,
@@ -76,7 +80,8 @@ def plan(
         model: The model; on the meta device if it is too large for this machine, with ``machine``.
         sample_batch: A rank's batch, as the model's arguments: a tensor, a tuple or list of
             arguments, or a dictionary by name.
-        world_size: Number of ranks to plan for.
+        world_size: Number of ranks to plan for; or some such numbers, for which the model is looked
+            at once: the plan is for the first, and has those for the others.
         device: The device to measure; None for that of the model.
         machine: The machine of each rank; None to measure this one.
         network: The links between the ranks; None for documented numbers, which are round.
@@ -99,155 +104,146 @@ def plan(
         ValueError: For values out of range, a model that does not take the batch, or a model on the
             meta device without a machine.
     """
-    planner = Planner(
-        model,
-        sample_batch,
-        device=device,
-        machine=machine,
-        network=network,
-        measure=measure,
-        systems=systems,
-        solvers=solvers,
-        intervals=intervals,
-        base=base,
-        base_kwargs=base_kwargs,
-        options=options,
-        memory=memory,
-        seconds=seconds,
-        clock=clock,
-        world_sizes=[world_size],
-    )
-    return planner.plan(world_size)
+    sizes = list(world_size) if isinstance(world_size, Sequence) else [world_size]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if not sizes:
+        raise ValueError("world_size=[]; give one number of ranks at least")
+    for size in sizes:
+        check_count("world_size", size, "ranks")
+    for name, values, allowed in (
+        ("systems", systems, tuple(PLANNED)),
+        ("solvers", solvers, ("inverse", "eigen")),
+    ):
+        if isinstance(values, str) or not values:
+            raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(allowed)}")
+        for value in values:
+            check_choice(name, value, allowed)
+    wanted = [_checked_intervals(pair) for pair in intervals]
+    if not wanted:
+        raise ValueError("intervals=[]; give one pair at least, as (10, 10)")
+    check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
+    allowance = None if memory is None else bytes_of(memory)
+    arguments_of(sample_batch)
+    placed = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = placed if device is None else torch.device(device)
+    if machine is None:
+        _check_measurable(placed, device)
+    shared = dict(options or {})
+    _check_options(shared)
+    make = {
+        (system, solver): partial(PLANNED[system], base=base, solver=solver, **shared)
+        for system in systems
+        for solver in solvers
+    }
+    made = {key: each() for key, each in make.items()}
+    keywords = {"lr": 0.1, **({"momentum": 0.9} if base is torch.optim.SGD else {})}
+    keywords |= dict(base_kwargs or {})
 
-
-class Planner:
-    """A model looked at once, to be planned for several numbers of ranks.
-
-    Args:
-        model: The model.
-        sample_batch: A rank's batch, as the model's arguments.
-        world_sizes: The numbers of ranks that will be asked for, which are checked first.
-        **given: The other arguments of :func:`plan`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sample_batch: Any,
-        *,
-        world_sizes: Sequence[int] = (),
-        device: torch.device | str | None = None,
-        machine: Machine | None = None,
-        network: Interconnect | None = None,
-        measure: bool | None = None,
-        memory: int | str | None = None,
-        systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
-        solvers: Sequence[str] = ("inverse", "eigen"),
-        intervals: Sequence[Intervals] = ((10, 10),),
-        base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        base_kwargs: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-        seconds: float = 10.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        for size in world_sizes:
-            check_count("world_size", size, "ranks")
-        for name, values, allowed in (
-            ("systems", systems, tuple(PLANNED)),
-            ("solvers", solvers, ("inverse", "eigen")),
-        ):
-            if isinstance(values, str) or not values:
-                raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(allowed)}")
-            for value in values:
-                check_choice(name, value, allowed)
-        self._intervals = [_checked_intervals(pair) for pair in intervals]
-        if not self._intervals:
-            raise ValueError("intervals=[]; give one pair at least, as (10, 10)")
-        check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
-        self.memory = None if memory is None else bytes_of(memory)
-        arguments_of(sample_batch)
-        placed = next((p.device for p in model.parameters()), torch.device("cpu"))
-        device = placed if device is None else torch.device(device)
-        if machine is None and "meta" in (placed.type, device.type):
-            raise ValueError(
-                "the model is on the meta device, and no machine is given to plan for; give "
-                "machine=Machine.given(...), or the model on the device to measure"
-            )
-        if machine is None and placed.type != device.type:
-            raise ValueError(
-                f"the model is on {placed}, and the machine to measure is {device}; move the "
-                f"model and the batch there, or give machine="
-            )
-        self._systems, self._solvers = tuple(systems), tuple(solvers)
-        shared = dict(options or {})
-        for name in ("solver", "factor_update_steps", "inv_update_steps"):
-            if name in shared:
-                raise ValueError(f"options[{name!r}] is planned; use solvers= and intervals=")
-        for name in ("factor_exchange", "grad_worker_fraction"):
-            if name in shared:
-                raise ValueError(
-                    f"options[{name!r}] is planned: the settings MEM-OPT, HYBRID and COMM-OPT of "
-                    f"KAISA differ in it; leave it out"
-                )
-        for name in ("debug", "exchange_dtype", "refresh", "stats_workers", "trace_bounds"):
-            if name in shared:
-                raise ValueError(
-                    f"options[{name!r}] is not in the model of costs, which counts every message "
-                    f"and solve at its full size; leave it out"
-                )
-        self._made = {
-            (system, solver): PLANNED[system](base=base, solver=solver, **shared)
-            for system in systems
-            for solver in solvers
-        }
-        self._shared = shared
-        keywords = {"lr": 0.1, **({"momentum": 0.9} if base is torch.optim.SGD else {})}
-        keywords |= dict(base_kwargs or {})
-
-        # Nothing is run before all is checked.
-        measured = machine is None if measure is None else measure
-        self._seen: dict[str, tuple[Network, Observation]] = {}
-        looks: dict[str, tuple[Network, Observation]] = {}  # by what counts as a layer
-        for system in systems:
-            planned = self._made[system, self._solvers[0]]
-            kind = f"{planned.rules} {planned.conv_approximation}"
-            if kind in looks:
-                self._seen[system] = looks[kind]
-                continue
+    # Nothing is run before all is checked.
+    measured = machine is None if measure is None else measure
+    seen: dict[str, Seen] = {}
+    looks: dict[str, Seen] = {}  # by what counts as a layer
+    for system in systems:
+        planned = made[system, solvers[0]]
+        kind = f"{planned.rules} {planned.conv_approximation}"
+        if kind not in looks:
             found = observe(model, sample_batch, planned, measure=measured, clock=clock)
             arguments, named = arguments_of(sample_batch)
             with undisturbed(model, placed):
-                seen = planned.network(model, example=named or arguments, **keywords)
-            self._seen[system] = looks[kind] = seen, found
-        sizes = {
-            layer.shape.dim(letter)
-            for seen, _ in self._seen.values()
-            for layer in seen.layers
-            for letter in layer.shape.letters
-            if not layer.shape.is_diagonal(letter)
-        }
-        self.machine = machine or measure_machine(
-            device, seconds=seconds, sizes=_spread(sizes), clock=clock
+                looks[kind] = planned.network(model, example=named or arguments, **keywords), found
+        seen[system] = looks[kind]
+    machine = machine or measure_machine(
+        device, seconds=seconds, sizes=_spread(_sizes_of(seen.values())), clock=clock
+    )
+    planner = Planner(
+        make,
+        seen,
+        wanted,
+        machine,
+        network or DEFAULT_NETWORKS[machine.device],
+        machine.memory if allowance is None else allowance,
+    )
+    first, *others = map(planner.plan, dict.fromkeys(sizes))
+    return replace(first, others=tuple(others))
+
+
+def _check_measurable(placed: torch.device, device: torch.device) -> None:
+    """Raise ValueError unless a model placed on one device can be measured on the other."""
+    if "meta" in (placed.type, device.type):
+        raise ValueError(
+            "the model is on the meta device, and no machine is given to plan for; give "
+            "machine=Machine.given(...), or the model on the device to measure"
         )
-        self.network = network or DEFAULT_NETWORKS[self.machine.device]
-        self.memory = self.machine.memory if self.memory is None else self.memory
+    if placed.type != device.type:
+        raise ValueError(
+            f"the model is on {placed}, and the machine to measure is {device}; move the "
+            f"model and the batch there, or give machine="
+        )
+
+
+def _check_options(shared: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that is planned itself, or that the costs do not know."""
+    for name in ("solver", "factor_update_steps", "inv_update_steps"):
+        if name in shared:
+            raise ValueError(f"options[{name!r}] is planned; use solvers= and intervals=")
+    for name in ("factor_exchange", "grad_worker_fraction"):
+        if name in shared:
+            raise ValueError(
+                f"options[{name!r}] is planned: the settings MEM-OPT, HYBRID and COMM-OPT of "
+                f"KAISA differ in it; leave it out"
+            )
+    for name in ("debug", "exchange_dtype", "refresh", "stats_workers", "trace_bounds"):
+        if name in shared:
+            raise ValueError(
+                f"options[{name!r}] is not in the model of costs, which counts every message "
+                f"and solve at its full size; leave it out"
+            )
+
+
+def _sizes_of(seen: Iterable[Seen]) -> set[int]:
+    """The sizes of the factors that are decomposed."""
+    return {
+        layer.shape.dim(letter)
+        for network, _ in seen
+        for layer in network.layers
+        for letter in layer.shape.letters
+        if not layer.shape.is_diagonal(letter)
+    }
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A model that has been looked at, to be planned for any number of ranks.
+
+    Attributes:
+        make: By system and solver, describes the optimizer with a setting's keywords.
+        seen: By system, the model's layers and what its passes take.
+        intervals: The intervals that are compared.
+        machine: The machine of every rank.
+        network: The links between the ranks.
+        memory: Bytes that a rank may use; None for no limit.
+    """
+
+    make: Mapping[tuple[str, str], Callable[..., Planned]]
+    seen: Mapping[str, Seen]
+    intervals: Sequence[Intervals]
+    machine: Machine
+    network: Interconnect
+    memory: int | None
 
     def plan(self, world_size: int) -> Plan:
         """The plan for a number of ranks."""
-        check_count("world_size", world_size, "ranks")
         choices: list[Choice] = []
-        for system in self._systems:
-            for solver in self._solvers:
-                for setting, keywords in _settings(system, world_size):
-                    choices += self._choices(system, solver, setting, keywords, world_size)
+        for system, solver in self.make:
+            for setting, keywords in _settings(system, world_size):
+                choices += self._choices(system, solver, setting, keywords, world_size)
         base = self._base_seconds(choices[0])
         choices.sort(key=lambda choice: choice.seconds)
-        first = _interval_keywords(self._intervals[0])
+        first = _interval_keywords(self.intervals[0])
         comparable = [c for c in choices if first.items() <= c.keywords.items()]
         best, reason = recommended(comparable, self.memory)
-        observation = next(iter(self._seen.values()))[1]
+        observation = next(iter(self.seen.values()))[1]
         return Plan(
             world_size,
             tuple(choices),
@@ -262,7 +258,7 @@ class Planner:
 
     def _base_seconds(self, choice: Choice) -> float:
         """Seconds a step of the base alone: its gradients are summed for all ranks."""
-        params, ranks = self._seen[choice.system][0].params, choice.world_size
+        params, ranks = self.seen[choice.system][0].params, choice.world_size
         seconds = choice.stages[PASSES] + choice.stages["base"]
         if ranks == 1:
             return seconds
@@ -278,11 +274,8 @@ class Planner:
         self, system: str, solver: str, setting: str, keywords: Mapping[str, Any], world_size: int
     ) -> Iterable[Choice]:
         """A setting at each of the intervals."""
-        network, seen = self._seen[system]
-        shared = vars(self._made[system, solver].options)
-        base = self._made[system, solver].base
-        planned = PLANNED[system](base=base, solver=solver, **self._shared, **keywords)
-        assert shared.keys() == vars(planned.options).keys()
+        network, seen = self.seen[system]
+        planned = self.make[system, solver](**keywords)
         case = Case(network, planned, world_size, examples=seen.examples)
         passes = seen.passes(self.machine)
         costs = rank_costs(case, self.machine, self.network, passes=passes, captured=seen.captured)
@@ -291,7 +284,7 @@ class Planner:
         room, each = None, seen.activations / seen.examples
         if self.memory is not None and each:
             room = largest_batch(self.memory, [cost.work for cost in costs], each)
-        for wanted in self._intervals:
+        for wanted in self.intervals:
             every = _steps(wanted, times)
             words = {"solver": solver, **keywords, **_interval_keywords(wanted)}
             yield Choice(

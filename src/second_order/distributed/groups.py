@@ -1,0 +1,75 @@
+"""Process groups that are like a given one: of some of its ranks, with its timeout and backend."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["check_group", "group_like", "shared_group_like", "timeout_of"]
+
+# One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
+_shared: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None]
+] = weakref.WeakKeyDictionary()
+
+
+def check_group(group: Any) -> None:
+    """Raise unless ``group`` is None or a process group that this process is in."""
+    if group is None:
+        return
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not a member of process_group=; pass one it is in")
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
+            f"torch.distributed.new_group() returns, or None for the default group"
+        )
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group's collectives; None, for the default, if it is not known."""
+    # "cpu:gloo,cuda:nccl"
+    devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
+    # Torch has no other way to ask: a timeout is kept by each device's backend.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return min(group._get_backend(torch.device(d)).options._timeout for d in devices)
+    return None
+
+
+def group_like(
+    group: dist.ProcessGroup,
+    members: Sequence[int],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> Any:
+    """Make a group of some global ranks; only these take part.
+
+    Args:
+        group: The group that it is like.
+        members: The ranks.
+        backend: Name of the backend; None for that of ``group``.
+        timeout: The timeout; None for that of ``group``.
+    """
+    return dist.new_group(
+        list(members),
+        timeout=timeout_of(group) if timeout is None else timeout,
+        backend=backend or dist.get_backend_config(group),
+        use_local_synchronization=True,
+    )
+
+
+def shared_group_like(
+    group: dist.ProcessGroup, members: tuple[int, ...], backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """The group that :func:`group_like` makes, made on first demand and kept for the next."""
+    made, key = _shared.setdefault(group, {}), (members, backend)
+    if key not in made:
+        made[key] = group_like(group, members, backend=backend)
+    return made[key]
