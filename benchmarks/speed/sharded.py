@@ -116,7 +116,7 @@ def of_eigenpairs(
         **common,
         **options,
     )
-    workers = getattr(optimizer, "worker_group", dist.group.WORLD)
+    workers: Any = getattr(optimizer, "worker_group", dist.group.WORLD)
     if sharded:
         shard(model, mesh=DeviceMesh.from_group(workers, "cpu"))
     kept = dict.fromkeys(("parameters", "base", "eigenvectors", "sums", "sent"), 0)
