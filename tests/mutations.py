@@ -1703,17 +1703,17 @@ MUTANTS = [
     # Workers and accelerators that are sharded.
     _mutant(
         "plain tensors are sent by all",
-        "fosi/spread.py",
+        "distributed/spread.py",
         "elif once and process:",
         "elif False:",
         "spread::each_element_is_sent_once_and_rows_go_as_torch_chunks_them",
     ),
     _mutant(
         "rows of eigenvectors in the accelerators' order",
-        "fosi/spread.py",
+        "fosi/pair_routes.py",
         "            place(part, common(self._rows(accelerator), wanted), into, wanted)",
         "            into = torch.cat(list(parts), -1)",
-        "spread::eigenvectors_arrive_whoever_is_sharded",
+        "pair_routes::eigenvectors_arrive_whoever_is_sharded",
     ),
     _mutant(
         "the length of a part of a vector",

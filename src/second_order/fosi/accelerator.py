@@ -11,7 +11,7 @@ goodbye      ->  order/k: leave       ->
 
 Worker 0 sends points; where FSDP2 has sharded the model, every other worker j sends point/i/j and
 try/i/j, too, with its rows, and an order has all of them. Accelerators may be sharded themselves:
-`spread.py` tells which elements go where.
+`pair_routes.py` tells which elements go where.
 
 With each point goes the rest of the model, frozen parameters and buffers, and which of them train.
 i counts the requests, from 0 on, whatever epochs a checkpoint takes the workers to. An idle
@@ -33,7 +33,7 @@ from second_order.distributed.messages import MalformedError, Message, require_f
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
 from second_order.fosi.options import EpochOptions
-from second_order.fosi.spread import PairRoutes
+from second_order.fosi.pair_routes import PairRoutes
 from second_order.fosi.subject import Subject
 from second_order.lanczos.spectrum import Pairs, mean_loss
 

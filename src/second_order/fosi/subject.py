@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
+from second_order.distributed.parcels import unpack_by_dtype
+from second_order.distributed.spread import Spread, pack_parts, taken
 from second_order.errors import SecondOrderError
-from second_order.fosi.spread import Spread, common, count, pick, place
 from second_order.fosi.vector import ParameterVector
 from second_order.sharded import is_dtensor, local, reshard
 
@@ -61,9 +61,7 @@ class Subject:
 
         One flat tensor for each dtype, empty where this process sends none of it.
         """
-        first = self.training.world.rank == 0
-        here = [t if first or is_dtensor(t) else t.reshape(-1)[:0] for t in self._rest()]
-        return pack_by_dtype([local(t) for t in here])
+        return pack_parts(self._rest(), first=self.training.world.rank == 0)
 
     def _rest(self) -> list[Tensor]:
         mine = set(map(id, self.vector.params))
@@ -146,17 +144,10 @@ class Subject:
         here = Spread.of(tensors, world.size)
         theirs = Spread(here.shapes, sharded, len(parts))
         mine = here.runs(world.rank)
-        flat = parts[0].new_empty(count(mine))
-        for worker, part in enumerate(parts):
-            runs = theirs.runs(worker, once=True)
-            if len(part) != count(runs):
-                raise SecondOrderError(
-                    f"worker {worker} has sent {len(part)} numbers, and has {count(runs)} by the "
-                    f"rows that fully_shard leaves it of {len(parts)}: shard the model over a mesh "
-                    f"of all workers in their order, such as optimizer.worker_group's"
-                )
-            if runs == mine:
-                return part
-            both = common(runs, mine)
-            place(pick(part, runs, both), both, flat, mine)
-        return flat
+        try:
+            return taken(parts, theirs, mine)
+        except ValueError as error:
+            raise SecondOrderError(
+                f"of the workers {error}: shard the model over a mesh of all workers in their "
+                f"order, such as optimizer.worker_group's"
+            ) from None

@@ -29,8 +29,8 @@ from second_order.distributed.messages import MalformedError, Message, require_f
 from second_order.fosi.checkpoint import START, SUM, UNIT, counts_of, load_vector
 from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions
+from second_order.fosi.pair_routes import PairRoutes
 from second_order.fosi.pieces import Chunk
-from second_order.fosi.spread import PairRoutes
 from second_order.fosi.subject import Subject
 from second_order.fosi.subspace import Basis, ColumnBasis, RowBasis, newton_rates
 from second_order.fosi.trust import Flag

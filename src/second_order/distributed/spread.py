@@ -1,28 +1,23 @@
 """Which elements of flat tensors each process of a team has, as another team computes it.
 
-FSDP2 leaves process i of P rows ⌈n/P⌉ i to ⌈n/P⌉ (i + 1) of a tensor; a plain one is whole on each.
-Workers and accelerators may be sharded or not, each kind over its own processes:
-
-    c   what worker j has                              ->  accelerator a, for what it has
-    V̂   worker j whole:    its vectors, a's rows       ->  (r_j, n_a)
-        worker j sharded:  all vectors, the rows that
-                           both of them have           ->  (r, |n_a ∩ n_j|)
+FSDP2 leaves process i of P rows ⌈n/P⌉ i to ⌈n/P⌉ (i + 1) of each tensor; a plain one is whole on
+each. A process sends what it has, the first one what is whole on all; whoever gets the parts takes
+what it wants of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from second_order.lanczos.vector_space import row_bounds
-from second_order.sharded import chunk, is_dtensor
+from second_order.distributed.parcels import pack_by_dtype
+from second_order.sharded import chunk, is_dtensor, local
 
-__all__ = ["PairRoutes", "Run", "Spread", "common", "count", "pick", "place"]
+__all__ = ["Run", "Spread", "common", "count", "pack_parts", "pick", "place", "taken"]
 
 Run: TypeAlias = tuple[int, int]
 """The first element of a run, and the one after its last."""
@@ -132,75 +127,40 @@ def place(part: Tensor, runs: Sequence[Run], into: Tensor, within: Sequence[Run]
         into[..., columns] = piece
 
 
-@dataclass(frozen=True)
-class PairRoutes:
-    """Which part of the eigenvectors each accelerator sends to each worker.
+def pack_parts(tensors: Sequence[Tensor], *, first: bool) -> list[Tensor]:
+    """Copies of what this process sends of tensors, in one flat tensor for each dtype.
 
-    Attributes:
-        shapes: Shapes of the parameters that train.
-        pairs: Number r of eigenvectors.
-        workers: Number of workers.
-        accelerators: Number of accelerators.
-        to_shards: Whether the workers' parameters are sharded.
-        from_shards: Whether the accelerators' are.
+    A flat tensor is empty where this process sends none of that dtype.
+
+    Args:
+        tensors: The tensors, sharded or plain.
+        first: Whether this is the first process, which sends plain ones.
     """
+    here = [t if first or is_dtensor(t) else t.reshape(-1)[:0] for t in tensors]
+    return pack_by_dtype([local(t) for t in here])
 
-    shapes: Sequence[torch.Size]
-    pairs: int
-    workers: int
-    accelerators: int
-    to_shards: bool
-    from_shards: bool
 
-    def part(self, vectors: Tensor, accelerator: int, worker: int) -> Tensor:
-        """What goes to a worker of an accelerator's rows of V̂ᵀ, ``(r, rows)``."""
-        if self.to_shards:
-            mine = self._rows(accelerator)
-            return pick(vectors, mine, common(mine, self._wanted(worker)))
-        return vectors[self._cuts[worker] : self._cuts[worker + 1]]
+def taken(parts: Sequence[Tensor], theirs: Spread, mine: Sequence[Run]) -> Tensor:
+    """The elements of some runs, from what each process of another team has sent.
 
-    def shape(self, accelerator: int, worker: int) -> tuple[int, int]:
-        """The shape of what an accelerator sends to a worker."""
-        rows = self._rows(accelerator)
-        if self.to_shards:
-            return self.pairs, count(common(rows, self._wanted(worker)))
-        return self._cuts[worker + 1] - self._cuts[worker], count(rows)
+    Args:
+        parts: What each process has sent: plain tensors with the first.
+        theirs: How the tensors are spread there.
+        mine: The runs to take.
 
-    def joined(self, parts: Sequence[Tensor], worker: int) -> Tensor:
-        """A worker's part of V̂ᵀ from all accelerators' parts of it.
-
-        Its vectors, whole, or its rows of all vectors.
-        """
-        if len(parts) == 1:  # an only accelerator has all rows
-            return parts[0]
-        wanted = self._wanted(worker)
-        into = parts[0].new_empty((len(parts[0]), count(wanted)))
-        for accelerator, part in enumerate(parts):
-            place(part, common(self._rows(accelerator), wanted), into, wanted)
-        return into
-
-    def _rows(self, accelerator: int) -> list[Run]:
-        if self.from_shards:
-            return self._spread(self.accelerators).runs(accelerator)
-        bounds = self._bounds
-        return [(bounds[accelerator], bounds[accelerator + 1])]
-
-    def _wanted(self, worker: int) -> list[Run]:
-        if self.to_shards:
-            return self._spread(self.workers).runs(worker)
-        return [(0, self._size)]
-
-    def _spread(self, processes: int) -> Spread:
-        return Spread(self.shapes, [True] * len(self.shapes), processes)
-
-    @cached_property
-    def _size(self) -> int:
-        return sum(shape.numel() for shape in self.shapes)
-
-    @cached_property
-    def _bounds(self) -> list[int]:
-        return row_bounds(self._size, self.accelerators)
-
-    @cached_property
-    def _cuts(self) -> list[int]:
-        return row_bounds(self.pairs, self.workers)
+    Raises:
+        ValueError: If a process has sent more or fewer elements than it has.
+    """
+    flat = parts[0].new_empty(count(mine))
+    for process, part in enumerate(parts):
+        runs = theirs.runs(process, once=True)
+        if len(part) != count(runs):
+            raise ValueError(
+                f"process {process} has sent {len(part)} numbers, and has {count(runs)} by the "
+                f"rows that fully_shard leaves it as one of {len(parts)}"
+            )
+        if runs == list(mine):
+            return part
+        both = common(runs, mine)
+        place(pick(part, runs, both), both, flat, mine)
+    return flat

@@ -1,15 +1,15 @@
-"""Which elements travel from one team of processes to another, whichever of them is sharded."""
+"""Which elements each process has of tensors, as others compute it."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from second_order.fosi.spread import PairRoutes, Spread, common, count, pick, place
-from second_order.lanczos.vector_space import row_bounds
+from second_order.distributed.spread import Spread, common, count, pick, place, taken
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 5), min_size=1, max_size=3).map(torch.Size), min_size=1, max_size=6
@@ -40,36 +40,6 @@ def test_each_element_is_sent_once_and_rows_go_as_torch_chunks_them(
     assert sorted(sent) == flat.tolist()
 
 
-@given(SHAPES, st.data(), TEAM, TEAM, st.integers(1, 7), st.booleans(), st.booleans())
-def test_eigenvectors_arrive_whoever_is_sharded(
-    shapes: list[torch.Size],
-    data: st.DataObject,
-    workers: int,
-    accelerators: int,
-    pairs: int,
-    to_shards: bool,
-    from_shards: bool,
-) -> None:
-    routes = PairRoutes(shapes, pairs, workers, accelerators, to_shards, from_shards)
-    n = sum(shape.numel() for shape in shapes)
-    V = torch.randn(pairs, n)
-    rows = torch.arange(n).tensor_split(row_bounds(n, accelerators)[1:-1])
-    if from_shards:
-        spread = Spread(shapes, [True] * len(shapes), accelerators)
-        everything = torch.arange(n)
-        rows = tuple(pick(everything, [(0, n)], spread.runs(a)) for a in range(accelerators))
-    theirs = Spread(shapes, [True] * len(shapes), workers)
-    for worker in range(workers):
-        parts = [routes.part(V[:, rows[a]], a, worker) for a in range(accelerators)]
-        assert [tuple(p.shape) for p in parts] == [
-            routes.shape(a, worker) for a in range(accelerators)
-        ]
-        expected = V.tensor_split(row_bounds(pairs, workers)[1:-1])[worker]
-        if to_shards:
-            expected = pick(V, [(0, n)], theirs.runs(worker))
-        assert torch.equal(routes.joined(parts, worker), expected)
-
-
 RUNS = st.lists(st.integers(0, 30), max_size=12, unique=True).map(
     lambda cuts: list(zip(*[iter(sorted(cuts))] * 2, strict=False))
 )
@@ -92,3 +62,19 @@ def test_what_two_have_in_common_is_picked_and_placed(
     place(taken, both, into, other)
     expected = [i if i in set(elements(one)) else -1 for i in elements(other)]
     assert into.tolist() == expected
+
+
+@given(SHAPES, st.data(), TEAM, TEAM)
+def test_what_another_team_has_arrives_in_this_ones_rows(
+    shapes: list[torch.Size], data: st.DataObject, there: int, here: int
+) -> None:
+    flags = st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes))
+    theirs = Spread(shapes, data.draw(flags), there)
+    mine = Spread(shapes, data.draw(flags), here)
+    flat, everything = torch.arange(theirs.size), [(0, theirs.size)]
+    parts = [pick(flat, everything, theirs.runs(p, once=True)) for p in range(there)]
+    for process in range(here):
+        wanted = mine.runs(process)
+        assert torch.equal(taken(parts, theirs, wanted), pick(flat, everything, wanted))
+    with pytest.raises(ValueError, match="process 0 has sent"):
+        taken([torch.cat([parts[0], flat[:1]]), *parts[1:]], theirs, everything)
