@@ -1700,7 +1700,29 @@ MUTANTS = [
         "if not self._agreed(True):",
         "mrdho2_within::an_accelerator_that_lies_does_not_part_workers",
     ),
-    # Workers and accelerators that are sharded.
+    # Helpers of workers that are sharded, or sharded ones.
+    _mutant(
+        "sharded workers' rows are one worker's",
+        "kfac/stats_messages.py",
+        'theirs = Spread(shapes, [note["sharded"][i] for i in which], len(parts))',
+        "theirs = Spread(shapes, [True for i in which], len(parts))",
+        "stats::malformed_points_are_refused_and_answered_by_nothing",
+        "fsdp_stats::a_point_is_of_one_step_whoever_has_sent_its_rows",
+    ),
+    _mutant(
+        "a stats worker may be sharded",
+        "kfac/stats_workers.py",
+        "        raise ValueError(no_copies(self.training))",
+        "        return",
+        "fsdp_stats::shards_on_stats_workers_are_refused",
+    ),
+    _mutant(
+        "worker 0 alone knows who wants a point",
+        "kfac/stats_workers.py",
+        "            helper.due = int(want)",
+        "            helper.due = int(want) * (self._rank == 0)",
+        "fsdp_stats::a_point_is_of_one_step_whoever_has_sent_its_rows",
+    ),
     _mutant(
         "plain tensors are sent by all",
         "distributed/spread.py",

@@ -73,6 +73,12 @@ class Post:
         pass
 
 
+def noted_point(tensors: int) -> dict[str, Any]:
+    """The note of a point of so many tensors, all of which train."""
+    every = {key: [key != "sharded"] * tensors for key in ("train", "optimized", "sharded")}
+    return {**every, "edition": 0}
+
+
 def helped(optimizer: Any) -> Post:
     """Make an optimizer of one process a worker with a stats worker."""
     post: Any = Post()
@@ -105,7 +111,7 @@ def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: s
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
         post.came["point/0"] = (
             [flat],
-            {"train": [True] * len(tensors), "optimized": [True] * len(tensors), "edition": 0},
+            noted_point(len(tensors)),
         )
         optimizer.serve([None], lambda _: loss())
     else:
@@ -269,7 +275,7 @@ def test_a_stats_workers_gradients_do_not_pile_up() -> None:
     optimizer = distkfac(model)
     post = helping(optimizer)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    note = {"train": [True] * 6, "optimized": [True] * 6, "edition": 0}
+    note = noted_point(6)
     post.came |= {f"point/{i}": ([flat], note) for i in range(3)}
 
     def loss(_: Any) -> Tensor:
@@ -293,6 +299,7 @@ def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
     for wanted, heard, expected in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (2, 0, 2), (2, 1, 3)):
         post.numbers["want"] = wanted
         helpers.active[0].heard = heard
+        helpers.hear(helpers.news(), TWO)
         helpers.offer(TWO, send)
         assert len(sent) == expected
     assert list(post.sent) == ["point/0", "point/1", "point/2"]
@@ -399,13 +406,14 @@ def test_points_and_statistics_say_of_which_layers_they_are() -> None:
     post = helping(optimizer)
     optimizer._curvature.layers.capture.enabled = True
     point = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
-    post.came["point/0"] = point, {"train": [True] * 6, "optimized": [True] * 6, "edition": 7}
+    post.came["point/0"] = point, noted_point(6) | {"edition": 7}
     optimizer.serve([None], lambda _: loss_on(model))
     assert post.sent[TO_WORKER.format(0)][1]["edition"] == 7
     helpers = StatsWorkers(1, 1.0)
     helpers.active = [Helper("stats worker 1", Post())]  # type: ignore[arg-type]
     helpers.begin_anew()
     helpers.active[0].mailbox.tell("want", 0)
+    helpers.hear(helpers.news(), TWO)
     helpers.offer(TWO, lambda copies, deliver: deliver(copies))
     sent = helpers.active[0].mailbox.sent["point/0"]  # type: ignore[attr-defined]
     assert sent[1]["edition"] == 1
@@ -456,10 +464,10 @@ def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
     post = helping(optimizer)
     tensors = list(model.parameters())
     before = optimizer._curvature.layers.capture
-    train = [True] * len(tensors)
     for number in range(2):
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
-        note = {"train": train, "optimized": [*train[:-2], number == 0, number == 0], "edition": 0}
+        note = noted_point(6)
+        note["optimized"][-2:] = [number == 0] * 2
         post.came[f"point/{number}"] = [flat], note
         loss_on(model).backward()
         optimizer.step()
@@ -523,13 +531,15 @@ def test_malformed_points_are_refused_and_answered_by_nothing() -> None:
     post = helping(optimizer)
     before = [p.clone() for p in model.parameters()]
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    note = {"train": [True] * 6, "optimized": [True] * 6, "edition": 0}
+    note = noted_point(6)
     spoilt: list[Any] = [
         as_refused("part 0 of 1 has 3 bytes, not 4"),
         ([flat], {}),
         ([flat], note | {"train": "yes"}),
         ([flat], note | {"train": [1] * 6}),
         ([flat], note | {"optimized": [True] * 5}),
+        ([flat], note | {"sharded": [False] * 7}),
+        ([flat], note | {"sharded": None}),
         ([flat], note | {"edition": None}),
         ([flat.double() if flat.dtype == torch.float32 else flat.float()], note),
         ([flat[None]], note),

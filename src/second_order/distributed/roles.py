@@ -17,7 +17,7 @@ from second_order.distributed.collectives import World
 from second_order.distributed.groups import group_like, timeout_of
 from second_order.distributed.lost import explained
 
-__all__ = ["Role", "Roles", "assign_roles", "option_of"]
+__all__ = ["Role", "Roles", "assign_roles", "option_of", "ranks_alike"]
 
 Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
@@ -116,6 +116,19 @@ def assign_roles(
         )
     ranks = tuple(range(world_size))
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
+
+
+def ranks_alike(world: World, helpers: int) -> list[int]:
+    """The ranks, as torch numbers them, that do what this one does.
+
+    Args:
+        world: The world of all ranks.
+        helpers: Number of ranks that help; where they would be all, :func:`assign_roles` says so.
+    """
+    everybody, workers = world.global_ranks, world.size - helpers
+    if world.size == 1 or workers < 1:
+        return everybody
+    return everybody[workers:] if world.rank >= workers else everybody[:workers]
 
 
 def option_of(role: Role) -> str:

@@ -24,7 +24,7 @@ from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import refused_line
-from second_order.distributed.roles import Role, Roles, assign_roles
+from second_order.distributed.roles import Role, Roles, assign_roles, ranks_alike
 from second_order.distributed.store import Store, open_store
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
@@ -55,11 +55,7 @@ def divided_curvature(
 
 def team_of(options: EpochOptions, world: World) -> list[int]:
     """The ranks, as torch numbers them, that do what this one does."""
-    everybody = world.global_ranks
-    if not _divides(options, world):
-        return everybody
-    workers = max(world.size - options.accelerators, 0)  # none is an error, told later
-    return everybody[workers:] if world.rank >= workers else everybody[:workers]
+    return ranks_alike(world, options.accelerators if _divides(options, world) else 0)
 
 
 def _divides(options: EpochOptions, world: World) -> bool:

@@ -51,7 +51,7 @@ from second_order.kfac.sharded_gradients import ShardedGradients
 from second_order.kfac.solves import Solves
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorkers
-from second_order.kfac.system import System, described, no_copies
+from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
@@ -126,8 +126,6 @@ class KFACCurvature(Curvature):
         return OwnerGradients(training, clip, only_to_owners=owners == "owner")
 
     def _check_sharded(self) -> None:
-        if self.helpers is not None:
-            raise ValueError(no_copies(self.training))
         if self._options.other_matrices == "gradient":
             raise ValueError(
                 f"{self.training.name}: other_matrices='gradient' makes factors of whole "

@@ -3,6 +3,7 @@
     want        k, by a stats worker: the number of the point that it wants next
     point/k     the newest parameters and buffers, by worker 0,
                 which of them train, and which are optimized        ->  to that stats worker
+    point/k/r   the rows of worker r, where FSDP2 has sharded them  ->  to that stats worker
     stats/k/r   the statistics at point k of the layers of worker r ->  to worker r
 
 Points are sent on demand: nobody waits, and no more than one message of a kind is under way.
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.distributed.parcels import pack_by_dtype
+from second_order.distributed.spread import Spread, pack_parts, taken
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
+from second_order.sharded import is_dtensor
 
 __all__ = [
     "in_groups",
     "model_tensors",
+    "parts_of",
     "point_in",
     "point_of",
     "statistics_in",
@@ -46,41 +49,76 @@ def in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
     return [id(t) in ours for t in tensors]
 
 
-def point_of(model: nn.Module, groups: Groups, edition: int) -> Message:
-    """Make a point: copies of a model's tensors, and a note of what becomes of each.
+def point_of(model: nn.Module, groups: Groups, edition: int, rank: int) -> Message:
+    """Make a worker's part of a point: copies of tensors, and a note of what becomes of each.
 
     Args:
         model: The model.
         groups: The parameter groups.
         edition: Number of changes of the layers so far.
+        rank: The worker, of which the first sends what is whole on all.
     """
     newest = model_tensors(model)
-    train = [t.requires_grad for t in newest]
-    note = {"edition": edition, "train": train, "optimized": in_groups(newest, groups)}
-    return pack_by_dtype(newest), note
+    note = {
+        "edition": edition,
+        "train": [t.requires_grad for t in newest],
+        "optimized": in_groups(newest, groups),
+        "sharded": [is_dtensor(t) for t in newest],
+    }
+    return pack_parts(newest, first=rank == 0), note
 
 
-def point_in(message: Message, into: Sequence[Tensor]) -> Message:
-    """Check that a message is a point, and return it; its tensors fit the model, or another one.
+def parts_of(message: Message, name: str, workers: int) -> list[str]:
+    """Names of the other workers' parts of a point; none where the first sends all.
 
     Raises:
-        MalformedError: If the message is no point.
+        MalformedError: If the message is no first part of a point.
     """
-    tensors, note = message
-    require_form(note, edition=int, train=[bool], optimized=[bool])
+    note = message[1]
+    require_form(note, edition=int, train=[bool], optimized=[bool], sharded=[bool])
     tensors_there = len(note["train"])
-    if len(note["optimized"]) != tensors_there:
-        raise MalformedError(
-            f"{tensors_there} tensors train or not, {len(note['optimized'])} are known"
-        )
-    sizes = dict.fromkeys((t.dtype for t in into), 0)
-    for t in into:
-        sizes[t.dtype] += t.numel()
-    found, total = [(t.dtype, t.numel()) for t in tensors], sum(sizes.values())
-    same_model = tensors_there == len(into) and sum(size for _, size in found) == total
-    if same_model and (any(t.dim() != 1 for t in tensors) or found != list(sizes.items())):
-        raise MalformedError(f"its tensors are {found}, the model's {list(sizes.items())}")
-    return message
+    for key in ("optimized", "sharded"):
+        if len(note[key]) != tensors_there:
+            raise MalformedError(
+                f"{tensors_there} tensors train or not, {len(note[key])} are said to be {key}"
+            )
+    return [f"{name}/{worker}" for worker in range(1, workers)] if any(note["sharded"]) else []
+
+
+def point_in(parts: Sequence[Message], into: Sequence[Tensor]) -> Message:
+    """Check that messages are a point, and return it whole; it fits the model, or another one.
+
+    Args:
+        parts: What each worker has sent; the first part has been checked by :func:`parts_of`.
+        into: The model's tensors.
+
+    Raises:
+        MalformedError: If the messages are no point.
+    """
+    note, flats = parts[0][1], [tensors for tensors, _ in parts]
+    kinds = [[(t.dtype, t.dim()) for t in tensors] for tensors in flats]
+    if any(kind != kinds[0] for kind in kinds) or any(dim != 1 for _, dim in kinds[0]):
+        raise MalformedError(f"the workers' tensors are {kinds}, not vectors of the same dtypes")
+    alike: dict[torch.dtype, list[int]] = {}
+    for i, t in enumerate(into):
+        alike.setdefault(t.dtype, []).append(i)
+    found = [(of[0].dtype, sum(map(len, of))) for of in zip(*flats, strict=True)]
+    sizes = [(dtype, sum(into[i].numel() for i in which)) for dtype, which in alike.items()]
+    total = sum(size for _, size in sizes)
+    same_model = len(note["train"]) == len(into) and sum(size for _, size in found) == total
+    if not same_model:
+        return [torch.cat(of) for of in zip(*flats, strict=True)], note
+    if found != sizes:
+        raise MalformedError(f"its tensors are {found}, the model's {sizes}")
+    whole = []
+    for which, of in zip(alike.values(), zip(*flats, strict=True), strict=True):
+        shapes = [into[i].shape for i in which]
+        theirs = Spread(shapes, [note["sharded"][i] for i in which], len(parts))
+        try:
+            whole.append(taken(of, theirs, [(0, theirs.size)]))
+        except ValueError as error:
+            raise MalformedError(f"of the workers {error}") from None
+    return whole, note
 
 
 def statistics_of(sums: Mapping[str, StatisticsSums], edition: int) -> Message:

@@ -21,7 +21,12 @@ from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
 from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
-from second_order.distributed.messages import MalformedError, refused_line
+from second_order.distributed.messages import (
+    MalformedError,
+    Message,
+    refused_line,
+    require_form,
+)
 from second_order.distributed.parcels import unpack_by_dtype
 from second_order.distributed.roles import Roles, assign_roles
 from second_order.distributed.store import Address, Store, open_store
@@ -31,15 +36,18 @@ from second_order.kfac.statistics import ACCOUNTS, NAMES
 from second_order.kfac.stats_messages import (
     in_groups,
     model_tensors,
+    parts_of,
     point_in,
     point_of,
     statistics_in,
     statistics_of,
     unpack_statistics,
 )
+from second_order.kfac.system import no_copies
 from second_order.kronecker.block import GradientScale, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
+from second_order.sharded import is_dtensor
 
 __all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers"]
 
@@ -85,7 +93,8 @@ class Helper:
     Attributes:
         name: Name of the stats worker.
         mailbox: The mailbox to the stats worker.
-        asked: Number of points sent to the stats worker, on worker 0.
+        asked: Number of points sent to the stats worker.
+        due: Number of the point that it is to get after this step, plus one; 0 for none.
         heard: Number of statistics that have come from the stats worker.
         expected: Name of the message that is listened for.
     """
@@ -93,6 +102,7 @@ class Helper:
     name: str
     mailbox: Mailbox
     asked: int = 0
+    due: int = 0
     heard: int = 0
     expected: str = ""
 
@@ -180,21 +190,36 @@ class StatsWorkers:
             raise SecondOrderError(f"the model has changed; {REMEDY}")
 
     def offer(self, training: Training, send: Sender) -> None:
-        """Send the newest parameters to the stats workers that want them; worker 0 does.
+        """Send the newest parameters to the stats workers that want them, as has been agreed on.
+
+        Worker 0 does, and the others where FSDP2 has left it some of the rows.
 
         Args:
             training: The training that has the parameters.
             send: Takes copies of tensors, and a function to call with them on the CPU.
         """
-        if self._rank != 0:
-            return
+        first = self._rank == 0
         for helper in self.active:
-            wanted = helper.mailbox.heard("want")
-            # Statistics that are still on their way hold the next point back: none queue up.
-            if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
-                point, note = point_of(training.model, training.groups, self.edition)
-                send(point, partial(helper.mailbox.post, f"point/{wanted}", **note))
-                helper.asked = wanted + 1
+            if helper.due == 0:
+                continue
+            name = f"point/{helper.due - 1}"
+            helper.asked, helper.due = helper.due, 0
+            if first or any(map(is_dtensor, training.model.parameters())):
+                point, note = point_of(training.model, training.groups, self.edition, self._rank)
+                post = helper.mailbox.post
+                mine = partial(post, f"{name}/{self._rank}")
+                send(point, partial(post, name, **note) if first else mine)
+
+    def _wanted(self, helper: Helper) -> float:
+        """The number of the point that a stats worker is to get next, plus one; 0 for none yet.
+
+        Worker 0 tells: the others may not have heard of it. Statistics that are still on their way
+        hold the next point back: none queue up.
+        """
+        wanted = helper.mailbox.heard("want") if self._rank == 0 else None
+        if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
+            return float(wanted + 1)
+        return 0.0
 
     def statistics(
         self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
@@ -249,17 +274,21 @@ class StatsWorkers:
         return name
 
     def news(self) -> list[float]:
-        """Numbers to agree on with all workers: whether hungry, and which helpers are gone."""
+        """Numbers to agree on with all workers: whether hungry, which helpers are gone, or want."""
         if not self.active:
             return []
         mailboxes = [helper.mailbox for helper in self.active]
-        return [float(self.hungry), *(float(c.lost or c.closed_there) for c in mailboxes)]
+        gone = [float(c.lost or c.closed_there) for c in mailboxes]
+        return [float(self.hungry), *gone, *map(self._wanted, self.active)]
 
     def hear(self, news: Sequence[float], training: Training) -> None:
         """Act on the numbers agreed on, alike on every worker."""
         if not news:
             return
-        hungry, *gone = news
+        hungry, helpers = news[0], len(self.active)
+        gone, wants = news[1 : 1 + helpers], news[1 + helpers :]
+        for helper, want in zip(self.active, wants, strict=True):
+            helper.due = int(want)
         left = [h for h, g in zip(self.active, gone, strict=True) if g]
         if left:
             names = ", ".join(helper.name for helper in left)
@@ -377,6 +406,10 @@ class StatsWorker(Curvature):
     def require_no_growth(self) -> None:
         """Follow the workers, which refuse to grow."""
 
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Raise ValueError: a stats worker's model stays whole."""
+        raise ValueError(no_copies(self.training))
+
     @property
     def instead(self) -> Callable[[], None]:
         """Send the statistics of the last passes, and get the newest parameters."""
@@ -460,7 +493,8 @@ class StatsWorker(Curvature):
                 break
             self._asked += 1
             try:
-                message = point_in(message, into)
+                parts = self._others(mailbox, parts_of(message, name, self._workers))
+                message = None if parts is None else point_in([message, *parts], into)
                 break
             except MalformedError as why:
                 mailbox.refuse(name, why)
@@ -484,6 +518,25 @@ class StatsWorker(Curvature):
             self.optimized = note["optimized"]
             self.replan()
         return True
+
+    @staticmethod
+    def _others(mailbox: Mailbox, names: Sequence[str]) -> list[Message] | None:
+        """The other workers' parts of a point; None if the workers have left meanwhile.
+
+        Raises:
+            MalformedError: If one of them could not be read.
+        """
+        for name in names:
+            mailbox.expect(name)
+        parts: list[Message] = []
+        for name in names:
+            part = mailbox.wait(name)
+            if part is None:
+                return None
+            parts.append(part)
+        for _, note in parts:
+            require_form(note)
+        return parts
 
     def _deliver(self) -> None:
         """Send the statistics captured since the last message to the layers' owners."""

@@ -66,8 +66,10 @@ def described(
 
 
 def no_copies(training: Training) -> str:
-    """Why there are no stats workers beside a model that FSDP2 has sharded."""
+    """Why stats workers need a model that FSDP2 has not sharded there, and what to do."""
     return (
-        f"{training.name}: stats workers pass batches through whole copies of the model, and FSDP2 "
-        f"has sharded it over all ranks; use stats_workers=0"
+        f"{training.name}: stats workers pass batches through whole copies of the model; make the "
+        f"optimizer of the plain model on every rank, and shard it where optimizer.role is "
+        f"'worker', by fully_shard(model, mesh=DeviceMesh.from_group(optimizer.worker_group, "
+        f"device_type)), or use stats_workers=0"
     )

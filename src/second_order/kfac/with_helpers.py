@@ -34,8 +34,10 @@ def with_stats_workers(
     """
     if system.background is not None and system.background.device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
-    if count and any(map(is_dtensor, training.model.parameters())):
-        raise ValueError(no_copies(training))
+    if count:
+        sharded = any(map(is_dtensor, training.model.parameters()))
+        if any(training.world.all_gather_object(sharded)):  # all raise, whoever has shards
+            raise ValueError(no_copies(training))
     if count and training.world.size == 1:
         training.warn(
             f"{training.name}(stats_workers={count}) with one process: nobody computes "

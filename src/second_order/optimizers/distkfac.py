@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.roles import Role
+from second_order.distributed.roles import Role, ranks_alike
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.distkfac_options import (
@@ -248,6 +248,7 @@ class DistKFAC(KroneckerOptimizer):
             rest=rest,
             rest_layers=rest_layers,
             rest_kwargs=rest_kwargs,
+            team=partial(ranks_alike, helpers=stats_workers),
         )
 
     @property
@@ -305,6 +306,7 @@ class DistKFAC(KroneckerOptimizer):
                 f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'stats'"
             )
+        self._take_shards()
         return self._curvature.serve(batches, loss_fn)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
