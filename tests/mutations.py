@@ -1702,11 +1702,10 @@ MUTANTS = [
     ),
     # Helpers of workers that are sharded, or sharded ones.
     _mutant(
-        "sharded workers' rows are one worker's",
+        "buffers come from all workers",
         "kfac/stats_messages.py",
-        'theirs = Spread(shapes, [note["sharded"][i] for i in which], len(parts))',
-        "theirs = Spread(shapes, [True for i in which], len(parts))",
-        "stats::malformed_points_are_refused_and_answered_by_nothing",
+        "return pack_parts(newest, first=rank == 0), note",
+        "return pack_parts(newest, first=True), note",
         "fsdp_stats::a_point_is_of_one_step_whoever_has_sent_its_rows",
     ),
     _mutant(

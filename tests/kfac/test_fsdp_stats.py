@@ -112,14 +112,15 @@ def test_statistics_of_helpers_precondition_shards(
 
 
 def moving(rank: int, world_size: int) -> list[Tensor]:
-    """The workers' parameters after each step, or those of the points that a stats worker gets."""
+    """The workers' model after each step, or the points that a stats worker gets."""
     model: Any = narrow()
+    model.register_buffer("steps", torch.zeros(1, dtype=torch.float64))
     points: list[Tensor] = []
     taken = module.unpack_by_dtype
 
     def noting(flats: Any, into: Any) -> None:
         taken(flats, into)
-        points.append(whole(model))
+        points.append(torch.cat([whole(model), model.steps]))
 
     with replaced(module, {"unpack_by_dtype": noting}):
         optimizer = made(model, True, lr=0.05, stats_workers=1)
@@ -131,8 +132,9 @@ def moving(rank: int, world_size: int) -> list[Tensor]:
             end = time.monotonic() + LONG
             while everywhere(optimizer, helpers.messages > 3) == 0.0:
                 assert time.monotonic() < end
+                model.steps += 1
                 step(model, optimizer, rank)
-                points.append(whole(model))
+                points.append(torch.cat([whole(model), model.steps]))
     return points
 
 
