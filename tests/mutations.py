@@ -658,6 +658,27 @@ MUTANTS = [
         "shares::balanced_and_small_messages_go_directly",
     ),
     _mutant(
+        "buckets without a bound",
+        "distributed/shares.py",
+        "if key not in last or filled[key] + size > most:",
+        "if key not in last:",
+        "collectives::sums_of_any_shape_and_dtype",
+    ),
+    _mutant(
+        "a bucket is full with its first item",
+        "distributed/shares.py",
+        "        filled[key] += size\n",
+        "        filled[key] += most\n",
+        "collectives::sums_of_any_shape_and_dtype",
+    ),
+    _mutant(
+        "a group of its own for each optimizer",
+        "distributed/groups.py",
+        "    if key not in made:\n",
+        "    if True:\n",
+        "robustness::optimizers_share_their_groups",
+    ),
+    _mutant(
         "shares copied from the first source alone",
         "distributed/collectives.py",
         "for source, (first, last) in segments.of.items():",
@@ -2762,6 +2783,20 @@ MUTANTS = [
         "fitting = [choice for choice in choices if choice.fits]",
         "fitting = list(choices)",
         "planning_plan::memory_is_honoured",
+    ),
+    _mutant(
+        "one number of ranks for all plans",
+        "planning/plan.py",
+        "map(planner.plan, dict.fromkeys(sizes))",
+        "map(planner.plan, [sizes[0]] * len(sizes))",
+        "planning_plan::several_numbers_of_ranks_are_planned_as_each_alone",
+    ),
+    _mutant(
+        "a thread solves each factor in another's place",
+        "kfac/threads.py",
+        "stored = [factors.stored[letter] for letter in problems]",
+        "stored = [factors.stored[letter] for letter in reversed(problems)]",
+        "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
     ),
     _mutant(
         "plans that change the model",

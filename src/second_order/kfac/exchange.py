@@ -31,7 +31,7 @@ Item: TypeAlias = tuple[KroneckerBlock, str]
 
 
 class Exchange:
-    """Collectives between ranks for statistics, decompositions and the clip.
+    """Collectives between ranks for statistics and decompositions, and the ranks of a column.
 
     Args:
         world: The ranks. Every rank asks for the groups of its row and its column here.

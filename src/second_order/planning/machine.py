@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = ["STAGES", "Curve", "Machine", "Overhead", "Surface", "positive"]
@@ -301,10 +301,6 @@ class Machine:
         rest: dict[str, Any] = {k: found[k] for k in ("name", "device", "bandwidth", "launch")}
         rest |= {k: found.get(k) for k in ("memory", "copies")}
         return cls(**rest, **curves, overheads=overheads, gram=surface)
-
-    def renamed(self, name: str) -> Machine:
-        """The same machine with another name."""
-        return replace(self, name=name)
 
 
 def _curve(found: Mapping[str, Any]) -> Curve:
