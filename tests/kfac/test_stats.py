@@ -306,7 +306,7 @@ def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
 
 
 def test_a_message_that_is_here_is_not_expected_any_more() -> None:
-    store, address = open_store(World(), 0, 5.0)
+    store, address = open_store(World(), 0)
     here, there = (Mailbox(address, *names, 5.0) for names in (("a", "b"), ("b", "a")))
     try:
         there.post("news", [torch.ones(2)])

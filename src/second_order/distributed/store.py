@@ -61,7 +61,7 @@ class Address:
     key: bytes = field(repr=False)
 
 
-def open_store(world: World, host: int, timeout: float) -> tuple[Store | None, Address]:
+def open_store(world: World, host: int) -> tuple[Store | None, Address]:
     """Open a store on one rank; returns it (None on other ranks), and its address.
 
     A collective over ``world``, by which the key travels.
@@ -69,7 +69,6 @@ def open_store(world: World, host: int, timeout: float) -> tuple[Store | None, A
     Args:
         world: The processes.
         host: The rank that hosts the store, for as long as it keeps the object returned.
-        timeout: Seconds after which a client that hears no answer gives up.
 
     Raises:
         SecondOrderError: On every rank, if the host cannot open the store.

@@ -81,7 +81,7 @@ class Line:
     def of(cls, everybody: World, roles: Roles, patience: float) -> Line:
         """Connect workers and accelerators; a collective of all processes."""
         first = roles.helpers[0]
-        store, address = open_store(everybody, first, patience)
+        store, address = open_store(everybody, first)
         names = [f"{roles.of(rank)} {rank}" for rank in range(everybody.size)]
         peer = names[0 if everybody.rank == first else first]
         mailbox = Mailbox(address, names[everybody.rank], peer, patience)

@@ -62,9 +62,7 @@ ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hu
 FAREWELL_SECONDS = 5.0  # seconds for which a store outlives its host's own goodbye at most
 
 
-def _divide(
-    training: Training, count: int, patience: float
-) -> tuple[Roles, list[tuple[Store | None, Address]]]:
+def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[Store | None, Address]]]:
     """Give every process its role, and stores to talk by; a collective.
 
     Raises:
@@ -72,7 +70,7 @@ def _divide(
     """
     world = training.world
     roles = assign_roles(world.size, count, "stats", training.under_ddp)
-    stores = [open_store(world, host, patience) for host in roles.helpers]
+    stores = [open_store(world, host) for host in roles.helpers]
     training.world = roles.team(world)
     training.averages = training.averages and training.world.size > 1
     training.first_pass = refuse_ddp_over_helpers(training.model, roles, world)
@@ -146,7 +144,7 @@ class StatsWorkers:
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
         everybody = training.world
-        roles, stores = _divide(training, self.count, self._patience)
+        roles, stores = _divide(training, self.count)
         self._rank = training.world.rank
         for host, (_, address) in zip(roles.helpers, stores, strict=True):
             name = f"stats worker {host}"
@@ -375,7 +373,7 @@ class StatsWorker(Curvature):
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
         everybody = self.training.world
-        roles, stores = _divide(self.training, self._count, self._patience)
+        roles, stores = _divide(self.training, self._count)
         me = self.training.world.rank
         self._name = f"stats worker {roles.helpers[me]}"
         self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
