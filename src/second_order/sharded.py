@@ -22,6 +22,7 @@ __all__ = [
     "chunk",
     "ddp_under_way",
     "dtensors_exist",
+    "dtypes_of_passes",
     "is_dtensor",
     "like",
     "local",
@@ -101,8 +102,8 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
     return cast(type[nn.Module], kind.__mro__[kind.__mro__.index(fsdp) + 1])
 
 
-def _managed(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the parameters that it manages."""
+def _param_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the modules that it shards together."""
     fsdp = _fsdp_module()
     for module in model.modules() if fsdp is not None else ():
         if not isinstance(module, fsdp):
@@ -111,7 +112,19 @@ def _managed(model: nn.Module) -> Iterator[Any]:
         groups = getattr(state, "_fsdp_param_groups", None)  # one or none before torch 2.11
         for group in [state._fsdp_param_group] if groups is None else groups:
             if group is not None:
-                yield from group.fsdp_params
+                yield group
+
+
+def _managed(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters that it manages."""
+    for group in _param_groups(model):
+        yield from group.fsdp_params
+
+
+def dtypes_of_passes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which passes compute by FSDP2's mixed-precision policies, where there are."""
+    found = {group.mp_policy.param_dtype for group in _param_groups(model)}
+    return {dtype for dtype in found if dtype is not None}
 
 
 def sharded_params(model: nn.Module) -> list[Tensor]:

@@ -107,6 +107,9 @@ class Curvature:
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
 
+    def replaced(self) -> None:
+        """Work on the shards, which are in the groups now."""
+
     def replan(self) -> None:
         """Look at the model again, after parameters or groups have changed."""
 

@@ -16,9 +16,23 @@ from torch import Tensor, nn
 from second_order.contract.base_state import BASE
 from second_order.distributed.collectives import World
 from second_order.distributed.rows import rows_of
-from second_order.sharded import dtensors_exist, is_dtensor, like, reshard, sharded_params
+from second_order.sharded import (
+    dtensors_exist,
+    is_dtensor,
+    like,
+    mesh_ranks,
+    reshard,
+    sharded_params,
+)
 
-__all__ = ["Places", "check_mesh", "check_sharding", "moved_state", "replaced_in"]
+__all__ = [
+    "Places",
+    "agree_on_shards",
+    "check_mesh",
+    "check_sharding",
+    "moved_state",
+    "replaced_in",
+]
 
 
 def check_sharding(model: nn.Module) -> None:
@@ -82,7 +96,7 @@ def check_mesh(
     apart = world.whole is not None or len(ranks) < len(everybody)
     for name, p in params.items():
         if is_dtensor(p):
-            mesh = sorted(cast(Any, p).device_mesh.mesh.flatten().tolist())
+            mesh = sorted(mesh_ranks(p))
             if mesh != ranks:
                 remedy = (
                     "make the optimizer of the plain model, and shard it on workers and helpers "
@@ -97,6 +111,29 @@ def check_mesh(
                     f"with the ranks {ranks}; {remedy}"
                 )
             rows_of(p, world)
+
+
+def agree_on_shards(world: World, trouble: str, sharded: bool, averages: bool) -> None:
+    """Raise ValueError on every rank if what one has of shards cannot be. A collective.
+
+    Args:
+        world: The ranks, of which some help the others.
+        trouble: What is wrong with this rank's mesh; "" for nothing.
+        sharded: Whether this rank has shards.
+        averages: Whether the optimizer is to average gradients, the same on all ranks.
+    """
+    found = world.all_gather_object((trouble, sharded))
+    troubles = [text for text, _ in found if text]
+    if troubles:
+        raise ValueError(troubles[0])
+    some = [rank for rank, (_, has) in enumerate(found) if has]
+    if averages and 0 < len(some) < len(found):
+        rest = [rank for rank in range(len(found)) if rank not in some]
+        raise ValueError(
+            f"fully_shard has sharded the model on ranks {some} and not on {rest}, so that only "
+            f"some would average gradients: make the optimizer of the plain model on every rank, "
+            f"and shard it then, or use gradient_averaging=False where FSDP2 or DDP averages"
+        )
 
 
 class Places:

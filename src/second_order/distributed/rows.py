@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import World
@@ -64,7 +65,8 @@ def rows_of(tensor: Tensor, world: World) -> Rows:
     Raises:
         TypeError: If the DTensor has other rows than that on this rank.
     """
-    total, width = tensor.shape[0], tensor.shape[1:].numel()
+    shape = tensor.shape or torch.Size([1])
+    total, width = shape[0], shape[1:].numel()
     if not is_dtensor(tensor):
         alone = tuple((rank,) for rank in range(world.size))
         return Rows(total, width, *_by_rank(alone, world.size))

@@ -74,7 +74,7 @@ class Accelerator:
         self._team, self._workers = subject.training.world, workers
         self._loss_fn: Closures | None = None
         self._orders = self._calls = 0
-        self._over = False
+        self._over = self._in_parts = False
         self.answered = 0
         self.lost = ""
 
@@ -128,7 +128,7 @@ class Accelerator:
 
     def _lead(self, enough: Callable[[], bool]) -> Order | None:
         """The next order, from the workers' messages; sent to the other accelerators."""
-        mailbox, point = self._mailbox, f"point/{self.answered}"
+        mailbox, point, left = self._mailbox, f"point/{self.answered}", False
         judges = self._options.final_update == "guarded" and self._loss_fn is not None
         trial = f"try/{self.answered - 1}" if judges else ""
         for name in filter(None, (point, trial)):
@@ -137,17 +137,19 @@ class Accelerator:
         if message is not None:
             try:
                 message = self._completed(what, point, message)
+                left = message is None
             except MalformedError:
                 what, message = "skip", ([], {})
         elif (message := mailbox.arrived(trial)) is not None:
             what = "judge"
             try:
                 message = self._completed(what, trial, message)
+                left = message is None
             except MalformedError:
                 self._say_verdict([None, None])
                 return None
         if message is None:
-            if not (mailbox.closed_there or mailbox.lost):
+            if not (left or mailbox.closed_there or mailbox.lost):
                 return None
             what, self._over = "leave", True
             if not mailbox.closed_there:
@@ -167,9 +169,15 @@ class Accelerator:
             MalformedError: If one of them is no such order; it has been refused.
         """
         mailbox, parts = self._mailbox, {name: message}
-        self._require(name, partial(_require_order, what, message))
-        if any(message[1]["sharded"]):
-            others = [f"{name}/{worker}" for worker in range(1, self._workers)]
+        others = [f"{name}/{worker}" for worker in range(1, self._workers)]
+        try:
+            self._require(name, partial(_require_order, what, message))
+        except MalformedError:
+            for other in others if self._in_parts else ():
+                mailbox.decline(other)
+            raise
+        self._in_parts = any(message[1]["sharded"])
+        if self._in_parts:
             for other in others:
                 mailbox.expect(other)
             for other in others:
@@ -177,8 +185,8 @@ class Accelerator:
                 if part is None:
                     return None
                 parts[other] = part
-        for other, (tensors, _) in parts.items():
-            self._require(other, partial(_require_part, what, tensors, len(message[0])))
+        for other in others if self._in_parts else ():
+            self._require(other, partial(_require_part, what, parts[other][0], len(message[0])))
         return [t for tensors, _ in parts.values() for t in tensors], message[1]
 
     def _require(self, name: str, check: Callable[[], None]) -> None:
@@ -335,7 +343,12 @@ def _require_order(what: str, message: Message) -> None:
     """
     if what not in ORDERS:
         raise MalformedError(f"it asks for {what[:40]!r}")
-    require_form(message[1], **ORDERS[what][0])
+    note = message[1]
+    require_form(note, **ORDERS[what][0])
+    if len(note.get("train", ())) != len(note.get("sharded", ())):
+        raise MalformedError(
+            f"{len(note['train'])} tensors train or not, {len(note['sharded'])} are sharded or not"
+        )
     _require_part(what, message[0], len(message[0]))
 
 

@@ -151,6 +151,11 @@ class FOSICurvature(Curvature):
         groups = self.training.groups
         self.check_shards([others.get(p, p) for group in groups for p in group["params"]])
 
+    def replaced(self) -> None:
+        """Cut the vector anew, of shards."""
+        if self.vector.follow():
+            self.parameters_changed()
+
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training.groups)
@@ -411,9 +416,10 @@ class FOSICurvature(Curvature):
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
         options, training = self.options, self.training
         pairs = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
+        layout = "row" if self.vector.sharded else options.layout
         vectors = None if self.subspace is None else self.subspace.basis.vectors
         return Summary(
-            training.titled(pairs, f"layout {options.layout}"),
+            training.titled(pairs, f"layout {layout}"),
             parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
             notes=[
                 *filter(None, [self._settings]),

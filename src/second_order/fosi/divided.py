@@ -133,6 +133,11 @@ class Divided(FOSICurvature):
         Rows of a chosen layout are no matter: they are as FSDP2 leaves them.
         """
         check_shards(self.training.name, params)
+        if any(map(is_dtensor, params)) and not self.training.known:
+            raise TypeError(
+                f"{self.training.name}: the parameters are sharded, and FSDP2 shows whole ones "
+                f"after an evaluation until the model is resharded; give model="
+            )
         if self.multiplies:
             check_differences(self.training.name, params, self.options)
         places = {rank: i for i, rank in enumerate(self.training.world.global_ranks)}
@@ -222,10 +227,14 @@ class _Team(Divided):
         whole = not self.vector.spread
         kept = {name: vector for name, vector in here.items() if vector is not None and whole}
         if parts and len(kept) < len(here) and is_sharded_checkpoint():  # read in place
-            size, dtype = self.vector.layout.size, self.vector.dtype
-            kept = {name: torch.zeros(size, dtype=dtype) for name in here} | kept
+            kept = {name: self._room() for name in here} | kept
         vectors = vector_parts(kept, self.vector.params)
         return {p: {**part, **vectors[p]} for p, part in parts.items()}
+
+    def _room(self) -> Tensor:
+        """Zeros in the place of a vector, to be read into."""
+        vector = self.vector
+        return torch.zeros(vector.layout.size, dtype=vector.dtype, device=vector.device)
 
     @property
     def kept_elsewhere(self) -> str:
@@ -245,7 +254,7 @@ class _Team(Divided):
                 parts = gather_parts(self.training.world, part, layout.bounds, 0, ranks)
                 kept[name] = layout.in_order(parts) if len(parts) else parts
             elif len(ranks) == self.training.world.size:  # read in place
-                kept[name] = torch.zeros(layout.size, dtype=self.vector.dtype)
+                kept[name] = self._room()
         if self.training.world.rank in ranks:
             for p, entries in vector_parts(kept, layout.params).items():
                 found[p][CURVATURE] = {**found[p][CURVATURE], **entries}

@@ -151,7 +151,8 @@ class Found:
     Attributes:
         values: ``(r,)`` û, the largest first; float64 on the CPU.
         residuals: ``(r,)`` residuals, float64 on the CPU.
-        vectors: ``(r_p, n)`` this process's share of the eigenvectors, whole.
+        vectors: ``(r_p, n)`` this process's share of the eigenvectors, whole; or ``(r, rows)``, its
+            rows of all.
         loss: The loss of the batch that they were computed on, at the same point.
     """
 

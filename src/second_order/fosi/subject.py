@@ -90,7 +90,7 @@ class Subject:
         """Whether the workers have sharded a tensor, by its id here.
 
         Args:
-            sharded: What :attr:`forms` says there, of as many tensors as are followed.
+            sharded: What :attr:`forms` says there, of as many tensors as :meth:`follow` takes.
         """
         return {id(t): there for t, there in zip(self._whole_model(), sharded, strict=True)}
 

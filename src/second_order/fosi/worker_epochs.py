@@ -141,8 +141,9 @@ class Epochs:
         rank, subject = self._team.rank, self._subject
         if rank == 0:
             mailbox.post(name, [*vectors, *subject.rest()], **note, **subject.forms)
-        elif subject.in_parts:
-            mailbox.post(f"{name}/{rank}", [*vectors, *subject.rest()])
+        elif subject.in_parts:  # frozen parameters alone may be
+            mine = vectors if subject.vector.sharded else [vector[:0] for vector in vectors]
+            mailbox.post(f"{name}/{rank}", [*mine, *subject.rest()])
 
     def _expected(self) -> list[str]:
         helpers = range(self._options.accelerators)

@@ -32,7 +32,7 @@ from second_order.lanczos.closure import (
 from second_order.lanczos.differentiable import derivatives, explained
 from second_order.lanczos.linearised import Graph, Parts, linearised, outputs_curvature
 from second_order.lanczos.undisturbed import RandomState, undisturbed
-from second_order.sharded import local
+from second_order.sharded import dtypes_of_passes, local
 
 __all__ = ["Hessian", "LossFn", "ProductMode", "ShardedHessian", "check_closure"]
 
@@ -96,6 +96,7 @@ class Hessian:
         self.params = list(params)
         device = self.params[0].device.type if self.params else "cpu"
         self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self._dtypes = {p.dtype for p in self.params}  # of parameters and passes
         self._sizes = [p.numel() for p in self.params]
         self.size = sum(self._sizes)
         self.examples = 0.0
@@ -238,7 +239,7 @@ class Hessian:
         """ε for a direction and parameters of these lengths."""
         # Central differences: the cube root balances rounding and curvature's own change. An
         # element of the direction moves by its length over the root of n.
-        eps = max(torch.finfo(p.dtype).eps for p in self.params)
+        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes)
         step: float = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
         return step
 
@@ -296,6 +297,7 @@ class ShardedHessian(Hessian):
         model: nn.Module | None = None,
     ) -> None:
         super().__init__(loss_fns, params, mode="differences", model=model)
+        self._dtypes |= set() if model is None else dtypes_of_passes(model)
         self._world = world
         self._shards = [local(p).detach() for p in self.params]
         self._sizes = [shard.numel() for shard in self._shards]

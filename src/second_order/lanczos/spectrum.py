@@ -350,11 +350,15 @@ class Measured:
                 self._hessian.__exit__()
             raise
         self._plain.__enter__()
+        self._entered = space
         return space
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._plain.__exit__(None, None, None)
         self._hessian.__exit__()
+        failed = self._entered.error
+        if error is not None and failed is not None and error is not failed:
+            raise failed from error  # what has failed here is why others do not answer
 
 
 class MeasuredShards(Measured):

@@ -274,10 +274,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_shards()
         # Such a step must move no counter and start no collective: one rank alone may take it.
         fresh = not self.state and training.steps == 0 and curvature.nothing_captured()
-        if fresh and initialises_state(self.param_groups):
+        empty = fresh and initialises_state(self.param_groups)
+        if self._take_shards() and empty:  # torch has set the gradients of those before
+            for p in members_of(self.param_groups):
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        if empty:
             self._share_state()
             self._base_step()
             return loss
@@ -305,11 +308,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training.meter.lap()
         return loss
 
-    def _take_shards(self) -> None:
+    def _take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
         others = self._places.replaced() if "_places" in self.__dict__ else {}
         if not others:
-            return
+            return False
         model, world = self._training.model, self._training.world
         check_sharding(model)
         check_mesh(dict(model.named_parameters()), world)
@@ -318,6 +321,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         moved_state(self.state, others)
         self._training.trained = {others.get(p, p) for p in self._training.trained}
         self._places = Places(model, members_of(self.param_groups))
+        self._curvature.replaced()
+        return True
 
     def _base_step(self) -> None:
         unhooked_step(self._base)
