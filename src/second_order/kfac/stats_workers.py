@@ -77,6 +77,13 @@ def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[Store | N
     return roles, stores
 
 
+def _check_processes(training: Training, count: int) -> None:
+    assign_roles(training.world.size, count, "stats", training.under_ddp)
+    sharded = any(map(is_dtensor, training.model.parameters()))
+    if any(training.world.all_gather_object(sharded)):  # all raise, whoever has shards
+        raise ValueError(no_copies(training))
+
+
 def _rejoin(training: Training, count: int) -> None:
     """Find the processes of this role again, in an unpickled copy."""
     if training.world.size > 1 and training.world.whole is None:
@@ -138,8 +145,8 @@ class StatsWorkers:
         self.known: set[str] = set()
 
     def check_processes(self, training: Training) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(training.world.size, self.count, "stats", training.under_ddp)
+        """Raise ValueError if no process would be left to train, or the model is in shards."""
+        _check_processes(training, self.count)
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
@@ -367,8 +374,8 @@ class StatsWorker(Curvature):
         return self._workers
 
     def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
+        """Raise ValueError if no process would be left to train, or the model is in shards."""
+        _check_processes(self.training, self._count)
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""

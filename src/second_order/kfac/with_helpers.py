@@ -13,9 +13,8 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import dims_of, distkfac_plan
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
-from second_order.kfac.system import System, described, no_copies
+from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
-from second_order.sharded import is_dtensor
 
 __all__ = ["with_stats_workers"]
 
@@ -34,10 +33,6 @@ def with_stats_workers(
     """
     if system.background is not None and system.background.device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
-    if count:
-        sharded = any(map(is_dtensor, training.model.parameters()))
-        if any(training.world.all_gather_object(sharded)):  # all raise, whoever has shards
-            raise ValueError(no_copies(training))
     if count and training.world.size == 1:
         training.warn(
             f"{training.name}(stats_workers={count}) with one process: nobody computes "

@@ -61,6 +61,7 @@ from second_order.contract.outline import Comparison, Outline, described, outlin
 from second_order.contract.recipe import recipe_of
 from second_order.contract.sharding import (
     Places,
+    agree_on_shards,
     check_mesh,
     check_sharding,
     moved_state,
@@ -118,7 +119,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             one base.
         rest_layers: Patterns of modules that ``rest`` trains besides.
         rest_kwargs: Keyword arguments of ``rest`` where they differ from those of the base.
-        team: Gives the ranks that do what this one does, as torch numbers them; None for all.
+        team: Gives the ranks that do what this one does, as torch numbers them; None for all. Where
+            they are not, shards are checked on all ranks together.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
@@ -155,9 +157,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         comparison = Comparison(debug)
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
-        check_mesh(dict(given.model.named_parameters()), world, team and team(world))
+        mates = world.global_ranks if team is None else team(world)
+        apart, trouble = len(mates) < world.size, ""
+        try:
+            check_mesh(dict(given.model.named_parameters()), world, mates)
+        except ValueError as error:
+            if not apart:
+                raise
+            trouble = str(error)  # of one kind of ranks, perhaps: all hear of it together
         wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
-        if given.params and all(map(is_dtensor, given.params)):
+        if not apart and given.params and all(map(is_dtensor, given.params)):
             wanted = False  # FSDP2 averages
         self._training = training = Training(
             name,
@@ -204,16 +213,25 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
-        self._start_together()
+        self._start_together(apart=apart, trouble=trouble)
 
-    def _start_together(self) -> None:
-        """Agree with the other processes, and start from the same parameters."""
+    def _start_together(self, *, apart: bool, trouble: str) -> None:
+        """Agree with the other processes, and start from the same parameters.
+
+        Args:
+            apart: Whether some of the processes help the others.
+            trouble: What is wrong with the mesh that this process has sharded its model over.
+        """
         training, world = self._training, self._training.world
         lines = [*described(training), *self._curvature.description()]
         lines.append(f"debug: every {self._comparison.every} steps")
         if self._division is not None:
             lines += self._division.description([d for _, d in kinds_of(self._base)])
         require_equal(world, lines, "models or options")
+        if apart:
+            sharded = any(map(is_dtensor, members_of(self.param_groups)))
+            agree_on_shards(world, trouble, sharded, training.averages)
+            training.averages = training.averages and not sharded
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
             tensors = [*training.model.parameters(), *training.model.buffers()]
