@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,8 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, deran
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=5, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+COUNTED_BY_COVERAGE = 2  # of a test's sets of parameters
 
 
 class _TorchRandom:
@@ -45,6 +48,20 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # What the zoo's asymmetric padding is for.
     config.addinivalue_line("filterwarnings", "ignore:Using padding='same' with even:UserWarning")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Coverage counts with the first values of a test's parameters only.
+
+    They reach nearly all that the others reach, and counting slows all code down by a half.
+    """
+    if config.pluginmanager.hasplugin("_cov"):
+        seen: Counter[str] = Counter()
+        for item in items:
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > COUNTED_BY_COVERAGE:
+                item.add_marker("no_cover")
 
 
 @pytest.fixture(autouse=True)
