@@ -55,13 +55,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     They reach nearly all that the others reach, and counting slows all code down by a half.
     """
-    if config.pluginmanager.hasplugin("_cov"):
-        seen: Counter[str] = Counter()
-        for item in items:
-            name = item.nodeid.partition("[")[0]
-            seen[name] += 1
-            if seen[name] > COUNTED_BY_COVERAGE:
-                item.add_marker("no_cover")
+    plugin = config.pluginmanager.getplugin("_cov")
+    if plugin is None or plugin.cov_controller is None:
+        return
+    # As coverage does in its own processes: what is imported already has been counted from there.
+    # It would look at all modules whenever it goes on, and stumbles over those of torch.
+    plugin.cov_controller.cov._warn_preimported_source = False
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if seen[name] > COUNTED_BY_COVERAGE:
+            item.add_marker("no_cover")
 
 
 @pytest.fixture(autouse=True)
