@@ -24,7 +24,10 @@ hypothesis.settings.register_profile("quick", deadline=None, max_examples=5, der
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-COUNTED_BY_COVERAGE = 2  # of a test's sets of parameters
+# Coverage counts with so many sets of a test's parameters, in one process and on the pool's ranks.
+COUNTED, COUNTED_ON_RANKS = 25, 4
+# What these tests reach has been reached before.
+NOT_COUNTED = ("benchmarks", "examples", "faults", "frameworks", "fuzz")
 
 
 class _TorchRandom:
@@ -51,10 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Coverage counts with the first values of a test's parameters only.
-
-    They reach nearly all that the others reach, and counting slows all code down by a half.
-    """
+    """Coverage counts where it finds something: it slows all code down by a half, torch's too."""
     plugin = config.pluginmanager.getplugin("_cov")
     if plugin is None or plugin.cov_controller is None:
         return
@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         name = item.nodeid.partition("[")[0]
         seen[name] += 1
-        if seen[name] > COUNTED_BY_COVERAGE:
+        enough = COUNTED_ON_RANKS if "world" in getattr(item, "fixturenames", ()) else COUNTED
+        if seen[name] > enough or item.path.parent.name in NOT_COUNTED:
             item.add_marker("no_cover")
 
 

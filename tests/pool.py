@@ -338,7 +338,7 @@ class World:
         deadline = time.monotonic() + timeout
         ranks = range(world_size)
         for rank in ranks:
-            # What the ranks in between do, the first and the last do; the last may be a helper.
+            # The last two may be helpers; what ranks in between do, the first does.
             task = _Task(
                 path=sys.path,
                 job=job,
@@ -347,7 +347,7 @@ class World:
                 world_size=world_size,
                 port=self._store.port,
                 timeout=timeout,
-                counted=_coverage() is not None and rank in (0, world_size - 1),
+                counted=_coverage() is not None and rank in (0, world_size - 2, world_size - 1),
             )
             self._ranks[rank].connection.send(task)
         self._runs += 1
