@@ -233,7 +233,7 @@ def train_widths(
 
 
 @each_placement
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data(), world_size=st.integers(1, 4), per_rank=st.integers(1, 3))
 def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
     world: World, placement: Placement, data: st.DataObject, world_size: int, per_rank: int
@@ -449,7 +449,8 @@ def test_copies_of_model_and_optimizer_go_on(
     world: World, world_size: int, placement: Placement, how: str
 ) -> None:
     """Whether inverses are due at the next step or not."""
-    choices = [{"momentum": 0.9, "inv_update_steps": interval} for interval in (1, 2, 3)]
+    intervals = (1, 3) if how == "deepcopy" else (2, 3)
+    choices = [{"momentum": 0.9, "inv_update_steps": interval} for interval in intervals]
     results = world.run(train_copies, world_size, placement, how, choices)
     for options, ranks in zip(choices, zip(*results, strict=True), strict=True):
         expected = train(0, 1, MLP, SHORT, options)[2:]
