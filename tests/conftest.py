@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,11 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, deran
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=5, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Coverage counts with so many sets of a test's parameters, in one process and on the pool's ranks.
+COUNTED, COUNTED_ON_RANKS = 25, 4
+# What these tests reach has been reached before.
+NOT_COUNTED = ("benchmarks", "examples", "faults", "frameworks", "fuzz")
 
 
 class _TorchRandom:
@@ -45,6 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # What the zoo's asymmetric padding is for.
     config.addinivalue_line("filterwarnings", "ignore:Using padding='same' with even:UserWarning")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Coverage counts where it finds something: it slows all code down by a half, torch's too."""
+    plugin = config.pluginmanager.getplugin("_cov")
+    if plugin is None or plugin.cov_controller is None:
+        return
+    # As coverage does in its own processes: what is imported already has been counted from there.
+    # It would look at all modules whenever it goes on, and stumbles over those of torch.
+    plugin.cov_controller.cov._warn_preimported_source = False
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        enough = COUNTED_ON_RANKS if "world" in getattr(item, "fixturenames", ()) else COUNTED
+        if seen[name] > enough or item.path.parent.name in NOT_COUNTED:
+            item.add_marker("no_cover")
 
 
 @pytest.fixture(autouse=True)

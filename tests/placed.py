@@ -286,20 +286,6 @@ def resumed(
     return trajectory, told(messages)
 
 
-def resumed_each(
-    rank: int,
-    world_size: int,
-    placements: Sequence[Placement],
-    data: bytes,
-    options: dict[str, Any],
-) -> list[tuple[list[Tensor], list[str]]]:
-    """`resumed` with each of several placements, each on as few ranks as it can be."""
-    return [
-        resumed(rank, world_size, each, data, {**options, **each.fewest(world_size)})
-        for each in placements
-    ]
-
-
 def sharded(
     model: nn.Module, optimizer: torch.optim.Optimizer, how: StateDictOptions
 ) -> dict[str, Any]:

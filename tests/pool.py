@@ -84,6 +84,7 @@ class _Task:
     world_size: int
     port: int
     timeout: float
+    counted: bool  # by coverage, as the test is: it slows all code down by a half
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,12 @@ def _client(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
+def _coverage() -> Any:
+    """What counts the lines that run in this process, or None."""
+    module = sys.modules.get("coverage")
+    return None if module is None else module.Coverage.current()
+
+
 def _run_job(task: _Task) -> bytes:
     """The reply; the process group is still up unless the job failed."""
     _reset_process()
@@ -183,6 +190,7 @@ def _run_job(task: _Task) -> bytes:
 def _worker(connection: Connection, stacks: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    coverage = _coverage()
     with stacks.open("w") as stack_file, contextlib.suppress(EOFError, BrokenPipeError):
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
@@ -191,6 +199,8 @@ def _worker(connection: Connection, stacks: Path) -> None:
             task = connection.recv()
             if task is None:
                 break
+            if coverage is not None and task.counted != (_coverage() is not None):
+                (coverage.start if task.counted else coverage.stop)()
             connection.send_bytes(_run_job(task))
             # A rank that is done keeps its sockets open until all are: the others may be reading.
             connection.recv()
@@ -328,8 +338,17 @@ class World:
         deadline = time.monotonic() + timeout
         ranks = range(world_size)
         for rank in ranks:
-            port = self._store.port
-            task = _Task(sys.path, job, self._runs, rank, world_size, port, timeout)
+            # The last two may be helpers; what ranks in between do, the first does.
+            task = _Task(
+                path=sys.path,
+                job=job,
+                run=self._runs,
+                rank=rank,
+                world_size=world_size,
+                port=self._store.port,
+                timeout=timeout,
+                counted=_coverage() is not None and rank in (0, world_size - 2, world_size - 1),
+            )
             self._ranks[rank].connection.send(task)
         self._runs += 1
         replies = self._replies(ranks, deadline, f"finish within {timeout:g} s")

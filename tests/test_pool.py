@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
@@ -84,6 +85,12 @@ def hash_of_a_name(rank: int, world_size: int) -> int:
     return hash("layer")
 
 
+def is_counted(rank: int, world_size: int) -> bool:
+    """By coverage."""
+    module = sys.modules.get("coverage")
+    return module is not None and module.Coverage.current() is not None
+
+
 def leaves_a_mess(rank: int, world_size: int) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(rank + 1)
@@ -121,6 +128,14 @@ def test_processes_persist(world: World) -> None:
 def test_sets_of_names_are_in_an_order_of_their_own_on_some_rank(world: World) -> None:
     """As under torchrun: what depends on the order must not pass."""
     assert len(set(world.run(hash_of_a_name, 2))) == 2
+
+
+def test_coverage_counts_on_the_first_and_the_last_two_ranks_if_in_the_test(world: World) -> None:
+    """And again on a rank that it has passed over."""
+    here = is_counted(0, 1)
+    for _ in range(2):
+        assert world.run(is_counted, 2) == [here, here]
+        assert world.run(is_counted, 4) == [here, False, here, here]
 
 
 def test_tensors_travel_by_value_and_keep_their_aliases(world: World) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +19,7 @@ from contract import (
 from models import ZOO
 from tampered import alike, containers, plain, snapshot, train, trained
 from torch import Tensor, nn
+from woven import THOROUGH
 
 from second_order import DHO2, KAISA, MRDHO2, SecondOrderWarning, export_base_state
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 Path = tuple[Any, ...]
 
 

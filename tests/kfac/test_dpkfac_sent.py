@@ -219,7 +219,7 @@ def test_a_handful_of_collectives_however_many_layers(
     options = {"gradient_exchange": exchange}
     for dtype, more in ((torch.float32, 0), (torch.bfloat16, 2)):
         few = world.run(collectives_of_steps, world_size, DPKFAC_OWNER, 3, dtype, options)
-        many = world.run(collectives_of_steps, world_size, DPKFAC_OWNER, 12, dtype, options)
+        many = world.run(collectives_of_steps, world_size, DPKFAC_OWNER, 8, dtype, options)
         assert few == many == [[4 + more, 3 + more, 3 + more]] * world_size
         assert max(few[0]) <= 6
 

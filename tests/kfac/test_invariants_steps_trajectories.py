@@ -65,7 +65,7 @@ def test_trajectories_are_those_of_the_reference(
 ) -> None:
     """With a clip that is active and without; the two differ."""
     case, ends = FACTORED[name], []
-    batches = case.batches(5, n=6)
+    batches = case.batches(4, n=6)
     intervals = {"factor_update_steps": factor_steps, "inv_update_steps": inv_steps}
     for kl_clip in (None, 1e-3):
         options: dict[str, Any] = {**SGD, **intervals, "solver": solver, "kl_clip": kl_clip}
@@ -93,7 +93,7 @@ def test_trajectories_of_models_with_more_than_factored_layers(name: str, solver
 
 def test_trajectories_see_the_intervals() -> None:
     """The control of the above: each pair of intervals is a trajectory of its own."""
-    batches = MLP.batches(5, n=6)
+    batches = MLP.batches(4, n=6)
     ends = [
         run(MLP, batches, factor_update_steps=f, inv_update_steps=i)[-1]
         for f, i in itertools.product((1, 2), (1, 3))

@@ -23,12 +23,12 @@ from placed import (
     follow_placed,
     load_each_dcp,
     resumed,
-    resumed_each,
     save_dcp,
     saved,
     train_placed,
 )
 from ranks import agreed, assert_same_trajectory, counted, train
+from woven import woven
 
 from second_order import SecondOrderError
 
@@ -56,7 +56,8 @@ def whose(placement: Placement) -> int:
     return 0 if placement.spread else -1
 
 
-Checkpoints = list[tuple[bytes, dict[str, Any]]]  # each with the options to go on with
+# Who reads, the checkpoint, and the options to go on with.
+Resumption = tuple[Placement, bytes, dict[str, Any]]
 
 
 def save_all(
@@ -68,30 +69,27 @@ def save_all(
 
 
 def resume_all(
-    rank: int, world_size: int, placements: Sequence[Placement], checkpoints: Checkpoints
-) -> list[list[tuple[list[Tensor], list[str]]]]:
-    """`resumed_each` from each of several checkpoints."""
-    return [resumed_each(rank, world_size, placements, *each) for each in checkpoints]
+    rank: int, world_size: int, resumptions: Sequence[Resumption]
+) -> list[tuple[list[Tensor], list[str]]]:
+    """`resumed`, each on as few ranks as it can be."""
+    return [
+        resumed(rank, world_size, reader, data, {**options, **reader.fewest(world_size)})
+        for reader, data, options in resumptions
+    ]
 
 
 def warnings_as_all_go_on(
-    world: World,
-    sizes: Sequence[int],
-    placements: Sequence[Placement],
-    checkpoints: Checkpoints,
-    hint: object = "",
+    world: World, after: int, resumptions: Sequence[Resumption], hint: object = ""
 ) -> list[str]:
     """As one process that has not stopped; what they have warned of."""
     warned = []
-    for after in sizes:
-        results = world.run(resume_all, after, placements, checkpoints)
-        for (_, options), parts in zip(checkpoints, zip(*results, strict=True), strict=True):
-            expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
-            for other, ranks in zip(placements, zip(*parts, strict=True), strict=True):
-                found = agreed([trajectory for trajectory, _ in ranks])
-                where = f"on {after} with {other}, {options}, {hint}"
-                assert_same_trajectory(found, expected, hint=where)
-                warned += [message for _, messages in ranks for message in messages]
+    results = world.run(resume_all, after, resumptions)
+    for (reader, _, options), ranks in zip(resumptions, zip(*results, strict=True), strict=True):
+        expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
+        found = agreed([trajectory for trajectory, _ in ranks])
+        where = f"on {after} with {reader}, {options}, {hint}"
+        assert_same_trajectory(found, expected, hint=where)
+        warned += [message for _, messages in ranks for message in messages]
     return warned
 
 
@@ -100,11 +98,14 @@ def warnings_as_all_go_on(
 def test_a_checkpoint_continues_on_any_number_of_processes(
     world: World, before: int, placement: Placement
 ) -> None:
-    """Wherever the work is placed then, with each base."""
+    """Wherever the work is placed then; each base with every two of numbers and placements."""
     choices = [{**INTERVALS, **each} for each in BASES.values()]
     data = world.run(save_all, before, placement, choices)[whose(placement)]
     checkpoints = list(zip(data, choices, strict=True))
-    assert warnings_as_all_go_on(world, (1, 2, 3, 4), PLACEMENTS, checkpoints) == []
+    for after in (1, 2, 3, 4):
+        chosen = woven(PLACEMENTS, checkpoints, part=3, first=before + after)
+        resumptions = [(reader, *checkpoint) for reader, checkpoint in chosen]
+        assert warnings_as_all_go_on(world, after, resumptions) == []
 
 
 @each_placement
@@ -125,11 +126,15 @@ def test_triangles_and_squares_read_each_others_checkpoints(
     plain = [{**INTERVALS, "momentum": 0.9, "solver": each} for each in ("eigen", "inverse")]
     ours = [{**options, "symmetry_aware": triangular} for options in plain]
     others = [{**options, "symmetry_aware": not triangular} for options in plain]
+    readers = placement, KAISA_ALL_REDUCE
+    sizes = woven((2, 4), (1, 2, 3), part=2)
     for before in (2, 4):
         data = world.run(save_all, before, placement, ours)[whose(placement)]
-        checkpoints = list(zip([*data, *data], [*ours, *others], strict=True))
-        readers = placement, KAISA_ALL_REDUCE
-        warnings_as_all_go_on(world, (1, 2, 3), readers, checkpoints, hint=f"from {before}")
+        of_solvers = list(zip(data, zip(ours, others, strict=True), strict=True))
+        for after in [after for number, after in sizes if number == before]:
+            chosen = woven(readers, of_solvers, (0, 1), part=2, first=after)
+            resumptions = [(reader, data, ways[i]) for reader, (data, ways), i in chosen]
+            warnings_as_all_go_on(world, after, resumptions, hint=f"from {before}")
 
 
 @each_placement
@@ -161,7 +166,8 @@ def test_distributed_checkpoint_needs_no_consolidation(
     expected = train(0, 1, MLP, LONG, options)[BOUNDARY:]
     path = str(tmp_path)
     world.run(save_dcp, before, placement, path, flat, {**options, **placement.fewest(before)})
-    for after in (1, 2, 3, 4):
+    choice = (before // 2, ["SGD", "Adam"].index(base), int(flat))
+    for (after,) in woven((1, 2, 3, 4), part=2, first=sum(choice)):
         readers = PLACEMENTS if after == 2 else (placement,)
         results = world.run(load_each_dcp, after, readers, path, flat, options)
         for other, parallel in zip(readers, zip(*results, strict=True), strict=True):

@@ -18,6 +18,7 @@ from placed import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, told
 from ranks import agreed, assert_same_trajectory, go, shard, train, vector
 from reference import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from woven import woven
 
 from second_order import DPKFAC, KAISA
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-BATCHES = MLP.batches(7, n=12)
+BATCHES = MLP.batches(5, n=12)
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 
@@ -84,20 +85,26 @@ def train_wrapped(
 
 
 @each_placement
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("given", ["the model", "the parameters"])
+@pytest.mark.parametrize(
+    ("as_view", "given", "world_size"),
+    woven((True, False), ("the model", "the parameters"), (2, 3), part=2),
+)
 @pytest.mark.parametrize("averaging", ["auto", True, False])
 def test_ddp_is_looked_through_and_changes_nothing(
-    world: World, as_view: bool, given: str, averaging: Any, placement: Placement
+    world: World,
+    as_view: bool,
+    given: str,
+    world_size: int,
+    averaging: Any,
+    placement: Placement,
 ) -> None:
     """An average of equal gradients is that gradient, so that True does no harm."""
-    for world_size in (2, 3):
-        shares = placement.fewest(world_size)
-        expected = expected_of_shards(world, world_size, placement, {**MOMENTUM, **shares})
-        options = {**MOMENTUM, **shares, "gradient_averaging": averaging}
-        results = world.run(train_wrapped, world_size, placement, as_view, given, options)
-        assert all(named for _, named in results)
-        assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
+    shares = placement.fewest(world_size)
+    expected = expected_of_shards(world, world_size, placement, {**MOMENTUM, **shares})
+    options = {**MOMENTUM, **shares, "gradient_averaging": averaging}
+    results = world.run(train_wrapped, world_size, placement, as_view, given, options)
+    assert all(named for _, named in results)
+    assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
 
 
 @each_placement
