@@ -97,6 +97,56 @@ def train(
             print(f"  step {step:4}  loss {loss:.4f}")
 
 
+def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    learned = sources(held_out=False)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        intermediate_size=4 * args.width,
+        max_position_embeddings=args.length,
+        num_labels=len(KINDS),
+    )
+
+    def draw(generator: torch.Generator) -> Tensor:
+        return windows(learned, args.batch_size // world_size, args.length, generator)
+
+    def optimizer_of(groups: list[dict[str, object]], model: nn.Module) -> torch.optim.Optimizer:
+        if args.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=args.lr)
+        return KAISA(groups, model=model, lr=args.lr, base=torch.optim.AdamW)
+
+    if rank == 0:
+        print("pre-training: hidden bytes")
+    first = BertForMaskedLM(config)
+    model = spread(first, world_size)
+    groups = parameter_groups(first, weight_decay=0.1)
+    train(model, optimizer_of(groups, model), fill_in, draw, args.pretrain_steps, rank)
+
+    if rank == 0:
+        print(f"fine-tuning: {', '.join(KINDS)}")
+    net = BertForTokenClassification(config)
+    net.bert.load_state_dict(first.bert.state_dict())
+    model = spread(net, world_size)
+    groups = parameter_groups(
+        net, lr=args.lr, weight_decay=0.1, layer_decay=0.8, head={"lr": 2 * args.lr}
+    )
+    optimizer = optimizer_of(groups, model)
+    train(model, optimizer, tell_apart, draw, args.steps, rank)
+
+    if rank == 0:
+        net.eval()
+        rows = windows(sources(held_out=True), 256, args.length, torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            right = net(input_ids=rows[0]).logits.argmax(dim=-1) == rows[1]
+        shares = (
+            f"{kind} {right[rows[1] == k].float().mean():.0%}" for k, kind in enumerate(KINDS)
+        )
+        print(f"held-out bytes told apart: {right.float().mean():.1%} ({', '.join(shares)})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pre-train and fine-tune a small BERT.")
     parser.add_argument("--optimizer", choices=["kaisa", "adamw"], default="kaisa")
@@ -110,57 +160,7 @@ def main() -> None:
     args = parser.parse_args()
 
     with processes() as (rank, world_size):
-        torch.manual_seed(0)
-        learned = sources(held_out=False)
-        config = BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=args.width,
-            num_hidden_layers=args.layers,
-            num_attention_heads=4,
-            intermediate_size=4 * args.width,
-            max_position_embeddings=args.length,
-            num_labels=len(KINDS),
-        )
-
-        def draw(generator: torch.Generator) -> Tensor:
-            return windows(learned, args.batch_size // world_size, args.length, generator)
-
-        def optimizer_of(
-            groups: list[dict[str, object]], model: nn.Module
-        ) -> torch.optim.Optimizer:
-            if args.optimizer == "adamw":
-                return torch.optim.AdamW(groups, lr=args.lr)
-            return KAISA(groups, model=model, lr=args.lr, base=torch.optim.AdamW)
-
-        if rank == 0:
-            print("pre-training: hidden bytes")
-        first = BertForMaskedLM(config)
-        model = spread(first, world_size)
-        groups = parameter_groups(first, weight_decay=0.1)
-        train(model, optimizer_of(groups, model), fill_in, draw, args.pretrain_steps, rank)
-
-        if rank == 0:
-            print(f"fine-tuning: {', '.join(KINDS)}")
-        net = BertForTokenClassification(config)
-        net.bert.load_state_dict(first.bert.state_dict())
-        model = spread(net, world_size)
-        groups = parameter_groups(
-            net, lr=args.lr, weight_decay=0.1, layer_decay=0.8, head={"lr": 2 * args.lr}
-        )
-        optimizer = optimizer_of(groups, model)
-        train(model, optimizer, tell_apart, draw, args.steps, rank)
-
-        if rank == 0:
-            net.eval()
-            rows = windows(
-                sources(held_out=True), 256, args.length, torch.Generator().manual_seed(0)
-            )
-            with torch.no_grad():
-                right = net(input_ids=rows[0]).logits.argmax(dim=-1) == rows[1]
-            shares = (
-                f"{kind} {right[rows[1] == k].float().mean():.0%}" for k, kind in enumerate(KINDS)
-            )
-            print(f"held-out bytes told apart: {right.float().mean():.1%} ({', '.join(shares)})")
+        run(args, rank, world_size)
 
 
 if __name__ == "__main__":

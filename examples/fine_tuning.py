@@ -94,6 +94,46 @@ def judged(net: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float
     return float(cross_entropy(logits, labels)), float(right)
 
 
+def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
+    data = load_split()
+    images, labels = data.train_images, data.train_labels
+    torch.manual_seed(0)
+    net = fine_tuned(args.head, args.body_steps)
+    model = spread(net, world_size)
+    noise = torch.Generator().manual_seed(rank)
+
+    def loss_of(network: nn.Module, indices: Tensor) -> Tensor:
+        return cross_entropy(network(noisy(images[indices], noise)), labels[indices])
+
+    def parts(size: int, seed: int) -> Iterator[Tensor]:
+        return batches(len(images), size, seed=seed, rank=rank, world_size=world_size)
+
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "dho2":
+        # As the body is frozen, the settings are those of preset="fine-tuning".
+        optimizer = DHO2(model, lr=args.lr, base=torch.optim.Adam)
+        curved = parts(2 * args.batch_size, seed=1)
+        optimizer.curvature_closure = lambda: loss_of(net, next(curved))
+    else:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=args.lr)
+
+    seconds = 0.0
+    for step, indices in zip(range(1, args.steps + 1), parts(args.batch_size, 0), strict=False):
+        start = time.process_time()
+        optimizer.zero_grad()
+        loss_of(model, indices).backward()
+        optimizer.step()
+        seconds += time.process_time() - start
+        if rank == 0 and (step % 25 == 0 or step == args.steps):
+            loss, _ = judged(net, images, labels)
+            _, accuracy = judged(net, data.test_images, data.test_labels)
+            print(
+                f"step {step:4}  {seconds:5.2f} s  training loss {loss:.4f}  "
+                f"test accuracy {accuracy:.1%}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a new head on a frozen body.")
     parser.add_argument("--optimizer", choices=["dho2", "adam"], default="dho2")
@@ -103,45 +143,8 @@ def main() -> None:
     parser.add_argument("--body-steps", type=int, default=BODY_STEPS)
     parser.add_argument("--batch-size", type=int, default=256, help="of all processes together")
     args = parser.parse_args()
-    data = load_split()
-    images, labels = data.train_images, data.train_labels
-
     with processes() as (rank, world_size):
-        torch.manual_seed(0)
-        net = fine_tuned(args.head, args.body_steps)
-        model = spread(net, world_size)
-        noise = torch.Generator().manual_seed(rank)
-
-        def loss_of(network: nn.Module, indices: Tensor) -> Tensor:
-            return cross_entropy(network(noisy(images[indices], noise)), labels[indices])
-
-        def parts(size: int, seed: int) -> Iterator[Tensor]:
-            return batches(len(images), size, seed=seed, rank=rank, world_size=world_size)
-
-        optimizer: torch.optim.Optimizer
-        if args.optimizer == "dho2":
-            # As the body is frozen, the settings are those of preset="fine-tuning".
-            optimizer = DHO2(model, lr=args.lr, base=torch.optim.Adam)
-            curved = parts(2 * args.batch_size, seed=1)
-            optimizer.curvature_closure = lambda: loss_of(net, next(curved))
-        else:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            optimizer = torch.optim.Adam(trained, lr=args.lr)
-
-        seconds = 0.0
-        for step, indices in zip(range(1, args.steps + 1), parts(args.batch_size, 0), strict=False):
-            start = time.process_time()
-            optimizer.zero_grad()
-            loss_of(model, indices).backward()
-            optimizer.step()
-            seconds += time.process_time() - start
-            if rank == 0 and (step % 25 == 0 or step == args.steps):
-                loss, _ = judged(net, images, labels)
-                _, accuracy = judged(net, data.test_images, data.test_labels)
-                print(
-                    f"step {step:4}  {seconds:5.2f} s  training loss {loss:.4f}  "
-                    f"test accuracy {accuracy:.1%}"
-                )
+        train(args, rank, world_size)
 
 
 if __name__ == "__main__":

@@ -152,18 +152,8 @@ def next_loss(model: nn.Module, windows: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Train the small model by KAISA over AdamW, on one process or on those of torchrun."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--fsdp", action="store_true", help="shard the model by FSDP2")
-    parser.add_argument("--lr", type=float, default=0.005)
-    parser.add_argument("--steps", type=int, default=200)
-    args = parser.parse_args(arguments)
-    started = not dist.is_initialized() and "RANK" in os.environ  # by torchrun
-    if started:
-        dist.init_process_group("gloo")
-    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
+def train(args: argparse.Namespace, rank: int, processes: int) -> None:
+    """Train the small model by KAISA over AdamW, as one of some processes."""
     torch.manual_seed(0)
     size = SIZES["small"]
     model: nn.Module = Transformer(size)
@@ -188,6 +178,20 @@ def main(arguments: list[str] | None = None) -> None:
                 unseen = next_loss(model, judged)
             if rank == 0:
                 print(f"step {step + 1:3}  loss {loss:.3f}  held out {unseen:.3f}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train the small model by KAISA over AdamW, on one process or on those of torchrun."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--fsdp", action="store_true", help="shard the model by FSDP2")
+    parser.add_argument("--lr", type=float, default=0.005)
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args(arguments)
+    started = not dist.is_initialized() and "RANK" in os.environ  # by torchrun
+    if started:
+        dist.init_process_group("gloo")
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    train(args, rank, processes)  # a function: DistributedDataParallel must not outlive its group
     if started:
         dist.destroy_process_group()
 

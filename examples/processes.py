@@ -1,5 +1,6 @@
 """What the examples do to run on one process, or on those that torchrun has started."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ def processes() -> Iterator[tuple[int, int]]:
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:
+        # A DistributedDataParallel that outlives its group may hang when it goes at last: make it
+        # in a function, which ends before.
+        gc.collect()
         dist.destroy_process_group()
 
 

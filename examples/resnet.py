@@ -82,6 +82,32 @@ def accuracy(net: nn.Module, data: Cifar10 | Digits) -> float:
     return right / len(data)
 
 
+def train_on(args: argparse.Namespace, rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    train: Cifar10 | Digits = Cifar10(args.cifar, train=True) if args.cifar else Digits(train=True)
+    test: Cifar10 | Digits = Cifar10(args.cifar, train=False) if args.cifar else Digits(train=False)
+    net = resnet(train[0][0].shape[0], args.width, args.depth)
+    model = spread(net, world_size)
+    groups = parameter_groups(net, weight_decay=5e-4)
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "kaisa":
+        optimizer = KAISA(groups, model=model, lr=args.lr, momentum=0.9)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, max_lr=args.lr, total_steps=args.steps)
+
+    parts = batches(len(train), args.batch_size, seed=0, rank=rank, world_size=world_size)
+    for step, indices in zip(range(1, args.steps + 1), parts, strict=False):
+        images, labels = batch_of(train, indices.tolist())
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        if rank == 0 and (step % 50 == 0 or step == args.steps):
+            print(f"step {step:4}  loss {loss:.4f}  test accuracy {accuracy(net, test):.1%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small residual network.")
     parser.add_argument("--cifar", help="folder of CIFAR-10's binary version; else the digits")
@@ -94,33 +120,7 @@ def main() -> None:
     args = parser.parse_args()
 
     with processes() as (rank, world_size):
-        torch.manual_seed(0)
-        train: Cifar10 | Digits = (
-            Cifar10(args.cifar, train=True) if args.cifar else Digits(train=True)
-        )
-        test: Cifar10 | Digits = (
-            Cifar10(args.cifar, train=False) if args.cifar else Digits(train=False)
-        )
-        net = resnet(train[0][0].shape[0], args.width, args.depth)
-        model = spread(net, world_size)
-        groups = parameter_groups(net, weight_decay=5e-4)
-        optimizer: torch.optim.Optimizer
-        if args.optimizer == "kaisa":
-            optimizer = KAISA(groups, model=model, lr=args.lr, momentum=0.9)
-        else:
-            optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9)
-        scheduler = OneCycleLR(optimizer, max_lr=args.lr, total_steps=args.steps)
-
-        parts = batches(len(train), args.batch_size, seed=0, rank=rank, world_size=world_size)
-        for step, indices in zip(range(1, args.steps + 1), parts, strict=False):
-            images, labels = batch_of(train, indices.tolist())
-            optimizer.zero_grad()
-            loss = cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            if rank == 0 and (step % 50 == 0 or step == args.steps):
-                print(f"step {step:4}  loss {loss:.4f}  test accuracy {accuracy(net, test):.1%}")
+        train_on(args, rank, world_size)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,35 @@ def decibels(images: Tensor, clean: Tensor) -> float:
     return -10 * math.log10(float(mse_loss(images, clean)))
 
 
+def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    net = UNet(args.width)
+    model = spread(net, world_size)
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "kaisa":
+        optimizer = KAISA(model, lr=args.lr, base=torch.optim.Adam)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+
+    seen, unseen = photograph("china.jpg"), photograph("flower.jpg")
+    judge = torch.Generator().manual_seed(1)
+    clean = crops(unseen, 16, 64, judge)
+    spoiled = noisy(clean, judge)
+    generator = torch.Generator().manual_seed(2 + rank)
+    if rank == 0:
+        print(f"noisy images: {decibels(spoiled, clean):.2f} dB")
+    for step in range(1, args.steps + 1):
+        images = crops(seen, args.batch_size // world_size, args.size, generator)
+        optimizer.zero_grad()
+        loss = mse_loss(model(noisy(images, generator)), images)
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and (step % 50 == 0 or step == args.steps):
+            with torch.no_grad():
+                reached = decibels(net(spoiled), clean)
+            print(f"step {step:4}  loss {loss:.5f}  unseen images {reached:.2f} dB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small U-Net to take noise away.")
     parser.add_argument("--optimizer", choices=["kaisa", "adam"], default="kaisa")
@@ -91,32 +120,7 @@ def main() -> None:
     args = parser.parse_args()
 
     with processes() as (rank, world_size):
-        torch.manual_seed(0)
-        net = UNet(args.width)
-        model = spread(net, world_size)
-        optimizer: torch.optim.Optimizer
-        if args.optimizer == "kaisa":
-            optimizer = KAISA(model, lr=args.lr, base=torch.optim.Adam)
-        else:
-            optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-
-        seen, unseen = photograph("china.jpg"), photograph("flower.jpg")
-        judge = torch.Generator().manual_seed(1)
-        clean = crops(unseen, 16, 64, judge)
-        spoiled = noisy(clean, judge)
-        generator = torch.Generator().manual_seed(2 + rank)
-        if rank == 0:
-            print(f"noisy images: {decibels(spoiled, clean):.2f} dB")
-        for step in range(1, args.steps + 1):
-            images = crops(seen, args.batch_size // world_size, args.size, generator)
-            optimizer.zero_grad()
-            loss = mse_loss(model(noisy(images, generator)), images)
-            loss.backward()
-            optimizer.step()
-            if rank == 0 and (step % 50 == 0 or step == args.steps):
-                with torch.no_grad():
-                    reached = decibels(net(spoiled), clean)
-                print(f"step {step:4}  loss {loss:.5f}  unseen images {reached:.2f} dB")
+        train(args, rank, world_size)
 
 
 if __name__ == "__main__":

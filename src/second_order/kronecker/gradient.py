@@ -102,7 +102,8 @@ class GradientBlock(KroneckerBlock):
     def sums(self, examples: Tensor, scale: Tensor) -> StatisticsSums | None:
         """The statistics of the gradient that is here; None if there is none.
 
-        A gradient that is zero or not finite counts no example; the latter is counted as dropped.
+        A gradient that is zero, or so small that its squares lose their digits, counts no example,
+        nor does one that is not finite, which is counted as dropped.
 
         Args:
             examples: Number of examples that the step counts for in the averages; a scalar.
@@ -115,7 +116,8 @@ class GradientBlock(KroneckerBlock):
         size = found.square().sum()
         finite = torch.isfinite(size * scale)
         self.staged.dropped += ~finite
-        live = finite & (size > 0)
+        number = torch.finfo(size.dtype)
+        live = finite & (size > number.tiny / number.eps)
         found = torch.where(live, found, 0.0)
         size, examples = torch.where(live, size, 0.0), examples * live.to(size.dtype)
         shape, factors = self.shape, {}
