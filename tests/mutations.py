@@ -2357,13 +2357,6 @@ MUTANTS = [
         "compiled::passes_have_numbers_and_a_second_backward_is_known_as_one",
     ),
     _mutant(
-        "drawn labels' pass through a graph uses up what it has saved",
-        "kronecker/compiled.py",
-        "        config.donated_buffer = False",
-        "        config.donated_buffer = True",
-        "compiled_drawn::inductor_runs_the_backward_twice",
-    ),
-    _mutant(
         "gradients of drawn labels as the data's, in a graph",
         "kronecker/compiled.py",
         "        if Drawing.under_way:\n            return None, d, None\n",

@@ -184,7 +184,7 @@ def test_two_captures_get_their_own_gradients(kind: str) -> None:
     """One of drawn labels, one of the data's: neither sees what the other's pass brings."""
     model, twin = built(kind), built(kind)
     captures = [watched(each, how) for how in ("categorical", None) for each in (model, twin)]
-    for each in (whole(model), twin):
+    for each in (whole(model, "eager"), twin):
         cross_entropy(each(X), Y).backward()
     (_, drawn), (_, expected), (_, empirical), (_, its) = captures
     assert_same_pairs(drawn, model, expected, twin)
