@@ -2357,13 +2357,6 @@ MUTANTS = [
         "compiled::passes_have_numbers_and_a_second_backward_is_known_as_one",
     ),
     _mutant(
-        "gradients of drawn labels as the data's, in a graph",
-        "kronecker/compiled.py",
-        "        if Drawing.under_way:\n            return None, d, None\n",
-        "",
-        "compiled_drawn::two_captures_get_their_own_gradients",
-    ),
-    _mutant(
         "pairs of drawn labels count before the user's backward",
         "kronecker/drawn.py",
         "hand_over(x, d, call, gradients[0], anchor)",
