@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract import hook_count
 from models import ZOO
-from recorders import Recorder, backward, linears, summed
+from recorders import Recorder, backward, linears
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +35,9 @@ class Keeper(Recorder):
         self.again = [*getattr(self, "again", []), again]
 
 
-def watched(model: nn.Module, sampler: Any = None) -> tuple[Capture, Keeper]:
+def watched(model: nn.Module) -> tuple[Capture, Keeper]:
     recorder = Keeper()
-    capture = Capture(recorder, sampler)
+    capture = Capture(recorder)
     capture.attach(model, linears(model))
     return capture, recorder
 
@@ -225,16 +225,6 @@ def test_checkpoints_layers_used_twice_and_changes_in_place() -> None:
     backward(whole(model))
     backward(twin)
     assert_same_pairs(found, expected)
-
-
-def test_a_sampler_says_why_it_breaks_graphs() -> None:
-    model = MLP.model()
-    _capture, recorder = watched(model, summed)
-    with pytest.raises(Exception, match="fisher='sampled' draws labels"):
-        backward(whole(model))
-    torch._dynamo.reset()
-    backward(torch.compile(model, backend="eager"))
-    assert len(recorder.pairs) == 3
 
 
 def test_inductor_gives_the_same_pairs() -> None:

@@ -166,8 +166,9 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
+        how = {} if self._sampler is None else {"reads": self._sampler.reads}
         self.capture = Capture(
-            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
+            self.collector, self._sampler, self.collector.wants, self._timed, fsdp, **how
         )
 
     def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:

@@ -13,8 +13,9 @@ The input is kept the way autograd keeps its own inputs, through the saved-tenso
 activation checkpointing and offloading keep their memory savings.
 
 In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward hands the
-pairs over (:mod:`second_order.kronecker.compiled`). Only drawn labels need Python in mid-model, and
-so break graphs.
+pairs over (:mod:`second_order.kronecker.compiled`). For drawn labels the graphs' backward is run
+once more, before the user's; or a graph that has the whole model, its output too, takes their
+gradients itself (:mod:`second_order.kronecker.drawn`).
 
 Hooks find their :class:`Capture` through weak references, and copies of a hook are idle: a pickled
 or deep-copied model takes no optimizer along, and its copies capture nothing. A model that is
@@ -54,7 +55,12 @@ from second_order.kronecker.autograd import (
     repeating_checkpoints,
     save,
 )
-from second_order.kronecker.compiled import forget_graphs, frames_compiled
+from second_order.kronecker.compiled import (
+    forget_graphs,
+    frames_compiled,
+    keep_saved_tensors,
+)
+from second_order.kronecker.drawn import NOTHING_DRAWN, Draws
 from second_order.kronecker.hooks import (
     AttentionHook,
     Gate,
@@ -205,6 +211,10 @@ def _delivery_hook(
             alive._emit(module, x, d, pass_id, source, False)
 
 
+def _tensor_alone(output: Any) -> Tensor | None:
+    return output if isinstance(output, Tensor) else None
+
+
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
@@ -218,6 +228,8 @@ class Capture:
         wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
         timed: Makes a context manager around the work of a hook, to measure it.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
+        reads: Gives the tensor of the model's output that the sampler draws from, which does as
+            well in the output's place; None if that is not one tensor.
 
     Attributes:
         sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
@@ -237,6 +249,7 @@ class Capture:
         wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
+        reads: Callable[[Any], Tensor | None] = _tensor_alone,
     ) -> None:
         self._gate = Gate()
         self.timed = timed
@@ -246,10 +259,12 @@ class Capture:
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._consumer = consumer
         self._sampler = sampler
+        self._draws = None if sampler is None else _draws_of(weakref.ref(self), reads)
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._root: weakref.ref[nn.Module] | None = None
         self._inside_root = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
+        self._from_graphs: list[tuple[nn.Module, Tensor, int, Tensor]] | None = None
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
@@ -283,13 +298,15 @@ class Capture:
             self._root = weakref.ref(root)
             new += [self._watch(root, kind) for kind in (RootPreHook, RootHook)]
         release(before)
+        if self._sampler is not None and layers:
+            keep_saved_tensors()
         if any(new):
             forget_graphs()
 
     def _watch(self, module: nn.Module, kind: type[WatchHook]) -> bool:
         """Watch a module by its hook of a kind; returns whether the hook is new."""
         hook, new = hook_of(module, kind)
-        watch = Watch(self, module, self._gate, drawn=self._sampler is not None)
+        watch = Watch(self, module, self._gate, self._draws)
         hook.watches.append(watch)
         self._watches.append(watch)
         self._watched.add(module)
@@ -446,26 +463,30 @@ class Capture:
             return
         self._inside_root = False
         pending, self._pending = self._pending, []
-        if pending and self._sampler is not None:
+        in_graphs = self.enabled and frames_compiled() > 0
+        if self._sampler is not None and (pending or in_graphs):
             with self.timed():
-                self._draw(self._sampler, pending, output)
+                self._draw(self._sampler, module, pending, output)
 
     def _draw(
         self,
         sampler: Sampler,
+        root: nn.Module,
         pending: Sequence[tuple[_Call, GradientEdge]],
         output: Any,
     ) -> None:
         """Take the gradients of the loss on labels drawn from the root's output."""
-        weights = pending[0][0].module.parameters(recurse=False)
-        with torch.autocast(device_type(next(iter(weights))), enabled=False):
+        with torch.autocast(device_type(next(root.parameters())), enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
-        Capture.sampling = True
+        # The anchors are those of compiled layers, whose pairs come while this pass runs.
+        ends: list[Any] = [edge for *_, edge in pending]
+        ends += [watch.outlet.anchor for watch in self._watches]
+        Capture.sampling, self._from_graphs = True, []
         try:
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                loss, [edge for *_, edge in pending], retain_graph=True, allow_unused=True
+                loss, ends, retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
@@ -475,22 +496,41 @@ class Capture:
                 "checkpoint(..., use_reentrant=False), or fisher='empirical'"
             ) from error
         finally:
-            Capture.sampling = False
+            pairs, Capture.sampling, self._from_graphs = self._from_graphs, False, None
         found = [
             (call, call.pair(call.saved[0].saved_tensors[0].detach(), gradient))
-            for (call, _), gradient in zip(pending, gradients, strict=True)
+            for (call, _), gradient in zip(pending, gradients, strict=False)
             if gradient is not None
         ]
-        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
+        pairs += [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
+        if not pending and not pairs:
+            return
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in differentiable_tensors(output):
             tensor.register_hook(deliver)
         self.root_calls += 1
 
-    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+    def draw(self, output: Tensor) -> tuple[Tensor, int]:
+        """The gradient of the loss on labels drawn from a graph's output, detached, and its number.
+
+        The number of a loss without a gradient is one of nothing drawn.
+        """
+        assert self._sampler is not None
+        output = output.requires_grad_()
+        with self.timed(), torch.autocast(device_type(output), enabled=False):
+            loss = self._sampler(output, self.root_calls)
+            if not loss.requires_grad:
+                return torch.zeros_like(output), NOTHING_DRAWN
+            (gradient,) = torch.autograd.grad(loss, output)
+        self.root_calls += 1
+        return gradient, self.root_calls - 1
+
+    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor, drawn: int | None) -> None:
         """Take a pair that the backward of a compiled graph delivers."""
-        if Capture.sampling:
+        if self._from_graphs is not None:  # a graph uses the memory of a pair again
+            self._from_graphs.append((module, x.clone(), ALONE, gradient.clone()))
+        if Capture.sampling or (self._sampler is not None and drawn is None):
             return
         with self.timed():
             if not reaches_parameters(module, self.fsdp):
@@ -500,8 +540,11 @@ class Capture:
             # A backward that is compiled as a whole has no nodes, and runs once.
             pass_id = torch._C._current_graph_task_id()
             metadata = getattr(torch._C._current_autograd_node(), "metadata", {})
-            again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
-            self._emit(module, x, gradient, pass_id, ALONE, again)
+            if drawn is None:
+                again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+                self._emit(module, x, gradient, pass_id, ALONE, again)
+            elif metadata.setdefault((_FIRST_PASS, id(self), id(module)), pass_id) == pass_id:
+                self._emit(module, x, gradient, drawn, ALONE, False)  # they count once
 
     def _emit(
         self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
@@ -510,6 +553,16 @@ class Capture:
             return
         with torch.no_grad(), torch.autocast(device_type(d), enabled=False):
             self._consumer.consume(module, x, d.detach(), pass_id, source, again)
+
+
+def _draws_of(capture: weakref.ref[Capture], reads: Callable[[Any], Tensor | None]) -> Draws:
+    """What graphs know of a capture that draws labels, without keeping it."""
+
+    def draw(output: Tensor) -> tuple[Tensor, int]:
+        alive = capture()
+        return (torch.zeros_like(output), NOTHING_DRAWN) if alive is None else alive.draw(output)
+
+    return Draws(draw, reads)
 
 
 def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:

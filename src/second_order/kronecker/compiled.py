@@ -21,41 +21,74 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["Outlet", "forget_graphs", "frames_compiled", "watched"]
+__all__ = [
+    "Drawing",
+    "Outlet",
+    "forget_graphs",
+    "frames_compiled",
+    "keep_saved_tensors",
+    "numbered",
+    "outlet_of",
+    "watched",
+]
 
 _numbers = itertools.count()
 _outlets: weakref.WeakValueDictionary[int, Outlet] = weakref.WeakValueDictionary()
+
+
+class Drawing:
+    """A context in which gradients are those of drawn labels, and no outlet's."""
+
+    under_way: ClassVar[bool] = False
+    """Whether anybody is in such a context."""
+
+    def __enter__(self) -> None:
+        Drawing.under_way = True
+
+    def __exit__(self, *raised: object) -> None:
+        Drawing.under_way = False
+
+
+def numbered(number: int) -> Tensor:
+    """A scalar by which graphs know an object, and that asks for a gradient."""
+    with torch.inference_mode(False):
+        anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
+        return anchor.requires_grad_()
 
 
 class Outlet:
     """Where graphs hand over the pairs of one layer, as long as anybody has it.
 
     Args:
-        receive: Takes a pair, the layer's input and the gradient of its output. Neither may be kept
-            or changed: a graph uses their memory again.
+        receive: Takes a pair, the layer's input and the gradient of its output, and the number of
+            the draw where labels were drawn. No tensor may be kept or changed: a graph uses their
+            memory again.
 
     Attributes:
         anchor: The scalar that graphs know the outlet by.
     """
 
-    def __init__(self, receive: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, receive: Callable[[Tensor, Tensor, int | None], None]) -> None:
         self.receive = receive
         number = next(_numbers)
-        with torch.inference_mode(False):
-            self.anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
-            self.anchor.requires_grad_()
+        self.anchor = numbered(number)
         _outlets[number] = self
 
 
+def outlet_of(anchor: Tensor) -> Outlet | None:
+    """The outlet of an anchor, if anybody still has it."""
+    return _outlets.get(int(anchor))
+
+
 def _deliver(x: Tensor, d: Tensor, anchor: Tensor) -> Tensor:
-    outlet = _outlets.get(int(anchor))
+    outlet = outlet_of(anchor)
     if outlet is not None:
-        outlet.receive(x, d)
+        outlet.receive(x, d, None)
     return torch.zeros_like(anchor)
 
 
@@ -73,6 +106,8 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         x, anchor = ctx.saved_tensors
+        if Drawing.under_way:
+            return None, d, None
         return None, d, torch.ops.second_order.deliver(x, d, anchor)
 
 
@@ -116,3 +151,13 @@ def forget_graphs() -> None:
     """Let every compiled function be compiled anew: graphs do not look for hooks that are new."""
     if frames_compiled():
         torch.compiler.reset()
+
+
+def keep_saved_tensors() -> None:
+    """Let the backward of graphs yet to be compiled leave what it has saved, as an eager one does.
+
+    Else it may be run once only, and drawn labels need it before the user does.
+    """
+    config = sys.modules.get("torch._functorch.config")
+    if hasattr(config, "donated_buffer"):
+        config.donated_buffer = False  # type: ignore[union-attr]

@@ -49,7 +49,8 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(output: Any) -> Tensor | None:
+    """The tensor of an output that the named likelihoods read, None if there is none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
@@ -58,11 +59,7 @@ def _logits(output: Any) -> Tensor:
         return cast(Tensor, output.logits)
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0]
-    raise TypeError(
-        f"fisher='sampled' found no tensor of logits in the model's output of type "
-        f"{type(output).__name__}; pass likelihood= a callable that takes the output, draws labels "
-        f"from it and returns their summed negative log-likelihood"
-    )
+    return None
 
 
 def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
@@ -85,6 +82,12 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
     if callable(likelihood):
         return likelihood(output)
     tensor = _logits(output)
+    if tensor is None:
+        raise TypeError(
+            f"fisher='sampled' found no tensor of logits in the model's output of type "
+            f"{type(output).__name__}; pass likelihood= a callable that takes the output, draws "
+            f"labels from it and returns their summed negative log-likelihood"
+        )
     # Half precision logits make poor distributions, and float32 costs nothing here.
     tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     generator = torch.Generator(tensor.device).manual_seed(seed)
@@ -112,3 +115,9 @@ class LabelSampler:
             first_call = call
         seed = hash((self.step, call - first_call, self._rank)) % 2**63
         return sampled_loss(output, self._likelihood, seed)
+
+    def reads(self, output: Any) -> Tensor | None:
+        """The tensor that labels are drawn from; None if there is none, or a callable knows."""
+        if callable(self._likelihood):
+            return output if isinstance(output, Tensor) else None
+        return _logits(output)

@@ -2,7 +2,8 @@
 
 A hook holds weak references only, and its copies are idle, so that a pickled or deep-copied model
 takes no optimizer along. Hooks step aside while a model is exported, and inside a graph they become
-a part of it (:mod:`second_order.kronecker.compiled`); only drawn labels need Python in mid-model.
+a part of it (:mod:`second_order.kronecker.compiled`), those on the model itself too if it has
+them (:mod:`second_order.kronecker.drawn`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 
 from second_order.kronecker.autograd import as_used
 from second_order.kronecker.compiled import Outlet, watched
+from second_order.kronecker.drawn import Draws, begins, ends, is_inside, through
 
 __all__ = [
     "AttentionHook",
@@ -54,8 +57,11 @@ class Watcher(Protocol):
     def miss_attention(self, module: nn.Module) -> None:
         """Note a call of an attention inside a graph, where nobody sees its products."""
 
-    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        """Take a layer's input and the gradient of its output, from a graph's backward."""
+    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor, drawn: int | None) -> None:
+        """Take a layer's input and the gradient of its output, from a graph's backward.
+
+        Of drawn labels if that has the number of the draw.
+        """
 
     def enter_root(self, module: nn.Module) -> None:
         """See the beginning of the model's forward."""
@@ -78,16 +84,18 @@ class Watch:
         watcher: Who is told, as long as it is there.
         module: The module.
         gate: Open while the watcher wants calls.
-        drawn: Whether gradients are those of drawn labels.
+        draws: What draws labels, if gradients are those of drawn labels.
 
     Attributes:
         outlet: Where compiled graphs deliver the module's pairs.
         gone: Whether the interest is over.
     """
 
-    def __init__(self, watcher: Watcher, module: nn.Module, gate: Gate, drawn: bool) -> None:
+    def __init__(
+        self, watcher: Watcher, module: nn.Module, gate: Gate, draws: Draws | None
+    ) -> None:
         self._watcher, self._module = weakref.ref(watcher), weakref.ref(module)
-        self.gate, self.drawn, self.gone = gate, drawn, False
+        self.gate, self.draws, self.gone = gate, draws, False
         self.outlet = Outlet(partial(_receive, self._watcher, self._module))
 
     def watcher_of(self, module: nn.Module) -> Watcher | None:
@@ -96,11 +104,15 @@ class Watch:
 
 
 def _receive(
-    watcher: weakref.ref[Watcher], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
+    watcher: weakref.ref[Watcher],
+    module: weakref.ref[nn.Module],
+    x: Tensor,
+    gradient: Tensor,
+    drawn: int | None,
 ) -> None:
     alive, layer = watcher(), module()
     if alive is not None and layer is not None:
-        alive.receive(layer, x, gradient)
+        alive.receive(layer, x, gradient, drawn)
 
 
 class WatchHook:
@@ -189,18 +201,30 @@ class RootPreHook(WatchHook):
     before = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Tell of the beginning."""
-        if not _is_passed_by(self.watches):
+        """Tell of the beginning; a graph notes that it has it."""
+        if torch.compiler.is_exporting():
+            return
+        if torch.compiler.is_dynamo_compiling():
+            _begin_traced(self.watches, module)
+        else:
             _enter(self.watches, module)
 
 
 class RootHook(WatchHook):
     """The hook on the model's output, for drawn labels."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Tell of the output."""
-        if not _is_passed_by(self.watches):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Tell of the output; inside a graph, return it as a watched one."""
+        if not torch.compiler.is_exporting():
+            if torch.compiler.is_dynamo_compiling():
+                return _end_traced(self.watches, module, output)
             _leave(self.watches, module, output)
+        return None
+
+
+# Where the model's own hooks are not a part of its graph they are no graphs either.
+for _kind in (RootPreHook, RootHook):
+    skip_code(_kind.__call__.__code__)
 
 
 def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) -> Any:
@@ -208,10 +232,39 @@ def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) ->
     for watch in watches:
         if not watch.gate.open or not _is_watchable(module, x, output):
             continue
-        if watch.drawn:
-            _observe_between_graphs(watch, module, x, output)
+        x, anchor = as_used(x).detach(), watch.outlet.anchor
+        if watch.draws is not None and is_inside(watch.draws.name):
+            watch.draws.waiting.append((x, output, anchor))
+            output = output.clone()  # what waits is changed by nobody
         else:
-            output = watched(as_used(x).detach(), output, watch.outlet.anchor)
+            output = watched(x, output, anchor)
+    return output
+
+
+def _begin_traced(watches: Sequence[Watch], module: nn.Module) -> None:
+    """Note the model's beginning in the graph that is traced, or between graphs."""
+    for watch in watches:
+        if watch.gate.open and watch.draws is not None:
+            if begins(watch.draws.name):
+                watch.draws.waiting.clear()
+            else:
+                _enter((watch,), module)
+
+
+def _end_traced(watches: Sequence[Watch], module: nn.Module, output: Any) -> Any:
+    """The model's output, of which labels are drawn inside the graph, or between graphs."""
+    for watch in watches:
+        draws = watch.draws
+        if not watch.gate.open or draws is None:
+            continue
+        if not ends(draws.name):
+            _leave((watch,), module, output)
+        elif draws.waiting:
+            read = draws.reads(output)
+            if read is None:
+                _leave_by_a_callable((watch,), module, output)
+            elif read.requires_grad:
+                output = through(draws, read, output)
     return output
 
 
@@ -228,24 +281,26 @@ def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
 
 
 _F = TypeVar("_F", bound=Callable[..., None])
-_between_graphs = cast(
-    Callable[[_F], _F],
-    partial(
-        torch.compiler.disable,
-        reason="fisher='sampled' draws labels from the model's output in Python, between graphs: "
-        "leave fullgraph off, or use fisher='empirical'",
-    ),
+
+
+def _breaks(reason: str) -> Callable[[_F], _F]:
+    """Decorate what only Python can do: the graph ends there, and fullgraph gives the reason."""
+    return cast(Callable[[_F], _F], partial(torch.compiler.disable, reason=reason))
+
+
+DIVIDED = (
+    "fisher='sampled' draws labels inside of this graph, which has the model's output, and "
+    "DistributedDataParallel would divide it: compile the DistributedDataParallel module instead "
+    "of the one inside, or set torch._dynamo.config.optimize_ddp = False, or leave fullgraph off"
+)
+CALLABLE = (
+    "fisher='sampled' draws labels inside of this graph, which has the model's output, and finds "
+    "no one tensor to draw them from: a callable likelihood= needs Python where that is more than "
+    "a tensor; return the logits alone, or leave fullgraph off"
 )
 
 
-@_between_graphs
-def _observe_between_graphs(watch: Watch, module: nn.Module, x: Any, output: Any) -> None:
-    watcher = watch.watcher_of(module)
-    if watcher is not None:
-        watcher.observe(module, x, output)
-
-
-@_between_graphs
+@_breaks(DIVIDED)
 def _enter(watches: Sequence[Watch], module: nn.Module) -> None:
     for watch in tuple(watches):
         watcher = watch.watcher_of(module)
@@ -253,7 +308,7 @@ def _enter(watches: Sequence[Watch], module: nn.Module) -> None:
             watcher.enter_root(module)
 
 
-@_between_graphs
+@_breaks(DIVIDED)
 def _leave(watches: Sequence[Watch], module: nn.Module, output: Any) -> None:
     for watch in tuple(watches):
         watcher = watch.watcher_of(module)
@@ -261,26 +316,20 @@ def _leave(watches: Sequence[Watch], module: nn.Module, output: Any) -> None:
             watcher.leave_root(module, output)
 
 
-_unseen = partial(
-    torch.compiler.disable,
-    reason="the products of nn.MultiheadAttention cannot be watched in a graph: leave fullgraph "
-    "off, or name the attention in skip_layers",
+@_breaks(CALLABLE)
+def _leave_by_a_callable(watches: Sequence[Watch], module: nn.Module, output: Any) -> None:
+    _leave(watches, module, output)
+
+
+@_breaks(
+    "the products of nn.MultiheadAttention cannot be watched in a graph: leave fullgraph "
+    "off, or name the attention in skip_layers"
 )
-
-
-@cast(Callable[[_F], _F], _unseen)
 def _miss(watches: Sequence[Watch], module: nn.Module) -> None:
     for watch in tuple(watches):
         watcher = watch.watcher_of(module)
         if watcher is not None:
             watcher.miss_attention(module)
-
-
-def _is_passed_by(watches: Sequence[Watch]) -> bool:
-    """Whether a graph need not break for a root's watchers, or the model is being exported."""
-    if torch.compiler.is_exporting():
-        return True
-    return torch.compiler.is_dynamo_compiling() and not any(watch.gate.open for watch in watches)
 
 
 def _hooks(module: nn.Module) -> Iterable[tuple[dict[int, Any], int, WatchHook]]:
