@@ -1,10 +1,15 @@
 """The data, networks and batches that the demo, the training script and the benchmarks share."""
 
+from __future__ import annotations
+
 from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+import train_digits
 from digits import (
     autoencoder,
     autoencoder_images,
@@ -14,6 +19,9 @@ from digits import (
     load_split,
     mlp,
 )
+
+if TYPE_CHECKING:
+    from conftest import TorchRunner
 
 
 def test_images_are_standardised_by_the_training_images() -> None:
@@ -69,3 +77,10 @@ def test_batches_refuse_what_cannot_be_cut() -> None:
         next(batches(100, 16, seed=0, world_size=3))
     with pytest.raises(ValueError, match="do not fill one batch"):
         next(batches(10, 16, seed=0))
+
+
+def test_the_training_script_ends_under_torchrun(torchrun: TorchRunner) -> None:
+    """A model in DistributedDataParallel that outlived its group would hang one run of three."""
+    run = torchrun(Path(train_digits.__file__), 2, "--optimizer", "sgd", "--steps", 20)
+    assert run.wait(90) == 0, run.output
+    assert "test accuracy" in run.output
