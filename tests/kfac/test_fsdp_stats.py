@@ -92,7 +92,6 @@ def still(rank: int, world_size: int, sharded: bool, count: int) -> dict[str, An
     return {"own": flat[0], "found": flat[1], "warned": warned, "summary": summary}
 
 
-@pytest.mark.works("FSDP2", "DistKFAC", when="with stats workers")
 @pytest.mark.parametrize(("world_size", "count"), [(3, 1), (4, 2)])
 def test_statistics_of_helpers_precondition_shards(
     world: World, world_size: int, count: int
