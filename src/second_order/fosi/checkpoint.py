@@ -149,13 +149,14 @@ def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]
     if whole.carried is not None:
         for p, part in vector_parts({CARRIED: whole.carried}, params).items():
             parts[p] |= part
+    device = whole.vectors.device  # torch loads whole states whose tensors are on one device alone
     parts[params[0]] |= {
-        "eigenvalues": whole.values,
-        "residuals": whole.residuals,
+        "eigenvalues": whole.values.to(device),
+        "residuals": whole.residuals.to(device),
         "subspace_momentum": whole.momentum,
         "largest": whole.largest,
         "carried_decay": whole.decayed,
-        "trust_region": whole.trust,
+        "trust_region": None if whole.trust is None else whole.trust.to(device),
         "last_step": whole.last,
     }
     return parts
