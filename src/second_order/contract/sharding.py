@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.base_state import BASE
+from second_order.contract.groups import members_of
+from second_order.contract.training import Training
 from second_order.distributed.collectives import World
 from second_order.distributed.rows import rows_of
 from second_order.sharded import (
@@ -32,6 +34,7 @@ __all__ = [
     "check_sharding",
     "moved_state",
     "replaced_in",
+    "trouble_with_mesh",
 ]
 
 
@@ -113,15 +116,37 @@ def check_mesh(
             rows_of(p, world)
 
 
-def agree_on_shards(world: World, trouble: str, sharded: bool, averages: bool) -> None:
-    """Raise ValueError on every rank if what one has of shards cannot be. A collective.
+def trouble_with_mesh(model: nn.Module, world: World, team: Sequence[int] | None) -> str | None:
+    """What is wrong with the mesh of one kind of ranks, for all to hear of; "" for nothing.
+
+    None where all ranks do the same: they raise.
 
     Args:
-        world: The ranks, of which some help the others.
-        trouble: What is wrong with this rank's mesh; "" for nothing.
-        sharded: Whether this rank has shards.
-        averages: Whether the optimizer is to average gradients, the same on all ranks.
+        model: The model.
+        world: The ranks that the optimizer works with.
+        team: As for :func:`check_mesh`.
     """
+    apart = team is not None and len(team) < world.size
+    try:
+        check_mesh(dict(model.named_parameters()), world, team)
+    except ValueError as error:
+        if not apart:
+            raise
+        return str(error)
+    return "" if apart else None
+
+
+def agree_on_shards(training: Training, trouble: str) -> None:
+    """Raise ValueError on every rank if what one has of shards cannot be. A collective.
+
+    FSDP2 averages the gradients where it has sharded all, and the optimizer does not.
+
+    Args:
+        training: The training, some of whose ranks help the others.
+        trouble: What is wrong with this rank's mesh; "" for nothing.
+    """
+    world, averages = training.world, training.averages
+    sharded = any(map(is_dtensor, members_of(training.groups)))
     found = world.all_gather_object((trouble, sharded))
     troubles = [text for text, _ in found if text]
     if troubles:
@@ -134,6 +159,7 @@ def agree_on_shards(world: World, trouble: str, sharded: bool, averages: bool) -
             f"some would average gradients: make the optimizer of the plain model on every rank, "
             f"and shard it then, or use gradient_averaging=False where FSDP2 or DDP averages"
         )
+    training.averages = averages and not sharded
 
 
 class Places:

@@ -66,6 +66,7 @@ from second_order.contract.sharding import (
     check_sharding,
     moved_state,
     replaced_in,
+    trouble_with_mesh,
 )
 from second_order.contract.training import Training
 from second_order.contract.two_bases import (
@@ -157,16 +158,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         comparison = Comparison(debug)
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
-        mates = world.global_ranks if team is None else team(world)
-        apart, trouble = len(mates) < world.size, ""
-        try:
-            check_mesh(dict(given.model.named_parameters()), world, mates)
-        except ValueError as error:
-            if not apart:
-                raise
-            trouble = str(error)  # of one kind of ranks, perhaps: all hear of it together
+        trouble = trouble_with_mesh(given.model, world, team and team(world))
         wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
-        if not apart and given.params and all(map(is_dtensor, given.params)):
+        if trouble is None and given.params and all(map(is_dtensor, given.params)):
             wanted = False  # FSDP2 averages
         self._training = training = Training(
             name,
@@ -213,25 +207,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
-        self._start_together(apart=apart, trouble=trouble)
+        self._start_together(trouble)
 
-    def _start_together(self, *, apart: bool, trouble: str) -> None:
-        """Agree with the other processes, and start from the same parameters.
-
-        Args:
-            apart: Whether some of the processes help the others.
-            trouble: What is wrong with the mesh that this process has sharded its model over.
-        """
+    def _start_together(self, trouble: str | None) -> None:
+        """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
         lines = [*described(training), *self._curvature.description()]
         lines.append(f"debug: every {self._comparison.every} steps")
         if self._division is not None:
             lines += self._division.description([d for _, d in kinds_of(self._base)])
         require_equal(world, lines, "models or options")
-        if apart:
-            sharded = any(map(is_dtensor, members_of(self.param_groups)))
-            agree_on_shards(world, trouble, sharded, training.averages)
-            training.averages = training.averages and not sharded
+        if trouble is not None:
+            agree_on_shards(training, trouble)
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
             tensors = [*training.model.parameters(), *training.model.buffers()]
