@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import second_order
+from measure import of_all
 from second_order.planning.choices import Choice
 from second_order.planning.times import step_times
 from workloads import ResNet, Transformer
@@ -165,15 +166,6 @@ def measured(
     usual = {name: float(of(values)) for name, values in seconds.items()}
     usual["passes"] = usual.pop("elsewhere")
     return usual, sent, summary.factor_bytes + summary.inverse_bytes
-
-
-def of_all(value: Any) -> list[Any]:
-    """Every rank's value."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def compared(name: str, choice: Choice, how: How) -> dict[str, Any]:

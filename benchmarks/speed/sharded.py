@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instruments import store_rows
 from language_model import SIZES, Transformer, batches, next_loss
+from measure import of_all
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderOptimizer
 from second_order.distributed.mailbox import Mailbox
 from second_order.sharded import local
@@ -92,8 +93,7 @@ def averages(optimizer: torch.optim.Optimizer) -> int:
 
 def most(kept: dict[str, int]) -> dict[str, int]:
     """The largest of all processes' numbers, by name."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, kept)
+    everyone = of_all(kept)
     return {key: max(each[key] for each in everyone) for key in kept}
 
 

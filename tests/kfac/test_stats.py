@@ -65,6 +65,9 @@ class Post:
     def wait(self, name: str) -> Any:
         return self.came.pop(name, None)
 
+    def wait_all(self, names: list[str]) -> Any:
+        return [self.came.pop(name) for name in names]
+
     def refuse(self, name: str, why: MalformedError) -> None:
         self.refused += 1
         self.complaint = self.complaint or f"{name}: {why}"

@@ -227,6 +227,18 @@ class Mailbox:
         finally:
             self._shared.hurry(False)
 
+    def wait_all(self, names: Sequence[str]) -> list[Message] | None:
+        """Wait for messages, not expected before; None if the peer is lost before all are there."""
+        for name in names:
+            self.expect(name)
+        found = []
+        for name in names:
+            message = self.wait(name)
+            if message is None:
+                return None
+            found.append(message)
+        return found
+
     def _ended(self) -> bool:
         return self.lost or self.closed_there or not self._thread.is_alive()
 

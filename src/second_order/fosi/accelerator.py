@@ -178,13 +178,10 @@ class Accelerator:
             raise
         self._in_parts = any(message[1]["sharded"])
         if self._in_parts:
-            for other in others:
-                mailbox.expect(other)
-            for other in others:
-                part = mailbox.wait(other)
-                if part is None:
-                    return None
-                parts[other] = part
+            rest = mailbox.wait_all(others)
+            if rest is None:
+                return None
+            parts |= zip(others, rest, strict=True)
         for other in others if self._in_parts else ():
             self._require(other, partial(_require_part, what, parts[other][0], len(message[0])))
         return [t for tensors, _ in parts.values() for t in tensors], message[1]

@@ -95,6 +95,8 @@ def point_in(parts: Sequence[Message], into: Sequence[Tensor]) -> Message:
     Raises:
         MalformedError: If the messages are no point.
     """
+    for _, each in parts:
+        require_form(each)  # which could not be read, perhaps
     note, flats = parts[0][1], [tensors for tensors, _ in parts]
     kinds = [[(t.dtype, t.dim()) for t in tensors] for tensors in flats]
     if any(kind != kinds[0] for kind in kinds) or any(dim != 1 for _, dim in kinds[0]):

@@ -23,9 +23,7 @@ from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import (
     MalformedError,
-    Message,
     refused_line,
-    require_form,
 )
 from second_order.distributed.parcels import unpack_by_dtype
 from second_order.distributed.roles import Roles, assign_roles
@@ -498,7 +496,7 @@ class StatsWorker(Curvature):
                 break
             self._asked += 1
             try:
-                parts = self._others(mailbox, parts_of(message, name, self._workers))
+                parts = mailbox.wait_all(parts_of(message, name, self._workers))
                 message = None if parts is None else point_in([message, *parts], into)
                 break
             except MalformedError as why:
@@ -523,25 +521,6 @@ class StatsWorker(Curvature):
             self.optimized = note["optimized"]
             self.replan()
         return True
-
-    @staticmethod
-    def _others(mailbox: Mailbox, names: Sequence[str]) -> list[Message] | None:
-        """The other workers' parts of a point; None if the workers have left meanwhile.
-
-        Raises:
-            MalformedError: If one of them could not be read.
-        """
-        for name in names:
-            mailbox.expect(name)
-        parts: list[Message] = []
-        for name in names:
-            part = mailbox.wait(name)
-            if part is None:
-                return None
-            parts.append(part)
-        for _, note in parts:
-            require_form(note)
-        return parts
 
     def _deliver(self) -> None:
         """Send the statistics captured since the last message to the layers' owners."""
