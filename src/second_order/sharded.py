@@ -151,16 +151,16 @@ class FSDPParams:
         self._model = weakref.ref(model)
         self._of: dict[tuple[int, str], Any] = {}
 
-    def in_pass(self, module: nn.Module) -> list[Tensor]:
+    def in_pass(self, module: nn.Module) -> dict[str, Tensor]:
         """The parameters of a module that the graph of a pass ends in, those without any left out.
 
         A module that is a group of its own may have them back only after hooks of ours.
         """
-        params: list[Tensor | None] = []
+        params: dict[str, Tensor | None] = {}
         for name, p in module._parameters.items():
             record = self._record(module, name, True) if is_dtensor(p) else None
-            params.append(p if record is None else getattr(record, "_unsharded_param", None))
-        return [p for p in params if p is not None]
+            params[name] = p if record is None else getattr(record, "_unsharded_param", None)
+        return {name: p for name, p in params.items() if p is not None}
 
     def unreduced(self, module: nn.Module) -> bool:
         """Whether passes have left gradients that FSDP2 is to average after a later pass."""

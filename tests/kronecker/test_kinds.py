@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from contract import each_kronecker, factors, make, same, take
+from contract import each_kronecker, factors, make, take
 from models import CLASSES, ZOO, LoRALinear
 from reference import cross_entropy
 from torch import Tensor, nn
 
 import second_order
 from second_order import KAISA
+from second_order.kronecker.exact import is_normalisation
 from second_order.kronecker.kinds import found_kind
 from second_order.kronecker.layers import gradient_to_matrix
-from second_order.kronecker.probing import computes_like, has_gain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +44,8 @@ def close(actual: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
 
 class Conv1D(nn.Module):
     """A Linear with its weight transposed, as GPT-2 has it."""
+
+    __module__ = "transformers.pytorch_utils"
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ def test_a_fake_quantised_linear_has_a_linears_factors(System: Any) -> None:
         for net in (model, plain):
             net[0].weight.copy_((net[0].weight * 64).round() / 64)
     optimizer = make(System, model)
-    assert float(model[0].seen) == 0, "the layer itself has been probed"
+    assert float(model[0].seen) == 0, "the layer has been called"
     x, y = torch.randn(6, 5, dtype=F64), torch.randint(CLASSES, (6,))
     expected = ref.empirical_factors(plain, x, y, cross_entropy, "0")
     take(model, optimizer, (x, y))
@@ -146,31 +148,36 @@ def test_a_fake_quantised_linear_has_a_linears_factors(System: Any) -> None:
         close(one, other)
 
 
+class Own(nn.Module):
+    """With the weight as it is multiplied, and the sizes told."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = d_in, d_out
+        self.weight = nn.Parameter(torch.randn(d_in, d_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
         (Conv1D(5, 4), "transposed linear"),
         (Conv1D(4, 4), "transposed linear"),
+        (Own(5, 4), "transposed linear"),
+        (Own(4, 4), "linear"),
         (FakeQuantised(5, 4), "linear"),
-        (Conv1D(5, 4).bfloat16(), "transposed linear"),
-        (Conv1D(5, 4).requires_grad_(False), "transposed linear"),
-        (Noisy(5, 4), None),
-        (Clipped(5, 4), None),
+        (Noisy(5, 4), "linear"),
+        (Noisy(5, 4).eval(), "linear"),
         (nn.Bilinear(3, 3, 4), None),
         (nn.LSTMCell(3, 4), None),
         (nn.LayerNorm(4), None),
-        (Conv1D(5, 4).to("meta"), None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_what_computes_like_a_linear(module: nn.Module, expected: str | None) -> None:
-    state = torch.get_rng_state()
-    before = copy.deepcopy(module.state_dict())
-    assert computes_like(module) == expected
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in module.parameters())
-    if not any(p.is_meta for p in module.parameters()):
-        assert same(module.state_dict().values(), before.values())
+def test_what_is_supposed_to_be_a_linear(module: nn.Module, expected: str | None) -> None:
+    assert found_kind(module)[0] == expected
 
 
 def test_adapters_as_peft_builds_them() -> None:
@@ -207,6 +214,8 @@ def test_adapters_as_peft_builds_them() -> None:
 
 
 class LlamaNorm(nn.Module):
+    variance_epsilon = 1e-5
+
     def __init__(self, size: int, offset: float = 0.0) -> None:
         super().__init__()
         self.weight, self.offset = nn.Parameter(torch.rand(size) + 0.5), offset
@@ -222,7 +231,8 @@ class OwnLayerNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.rand(size)), nn.Parameter(torch.rand(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) * self.weight + self.bias
+        variance = x.var(-1, keepdim=True, unbiased=False) + 1e-6
+        return (x - x.mean(-1, keepdim=True)) / variance.sqrt() * self.weight + self.bias
 
 
 class LayerScale(nn.Module):
@@ -290,7 +300,6 @@ def test_norms_are_the_bases_unless_exact_blocks_are_asked_for() -> None:
     ("module", "expected"),
     [
         (LlamaNorm(4), True),
-        (LlamaNorm(4).bfloat16(), True),
         (OwnLayerNorm(4), True),
         (nn.PReLU(4), False),
         (nn.Linear(4, 4), False),
@@ -299,8 +308,8 @@ def test_norms_are_the_bases_unless_exact_blocks_are_asked_for() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_what_multiplies_by_a_gain(module: nn.Module, expected: bool) -> None:
-    assert has_gain(module) == expected
+def test_what_is_supposed_to_be_a_norm(module: nn.Module, expected: bool) -> None:
+    assert is_normalisation(module) == expected
 
 
 # Transposed convolutions.
@@ -413,8 +422,10 @@ def test_without_exact_blocks_its_bias_is_the_bases() -> None:
 class ScaledEmbedding(nn.Embedding):
     """As BART and Gemma have it."""
 
+    embed_scale = 3.0
+
     def forward(self, x: Tensor) -> Tensor:
-        return 3 * super().forward(x)
+        return self.embed_scale * super().forward(x)
 
 
 class Positions(nn.Embedding):

@@ -239,14 +239,15 @@ class KFACCurvature(Curvature):
         helpers, exchange = self.helpers, self._exchange
         assert exchange is not None
         taken = [block for block in self.plan if block.watched and self._takes(block)]
-        fed = [block for block in taken if not block.staged.empty]
         own = self._cadence.due("factor_update_steps")
         if helpers is not None:
             own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
         coming: Iterator[list[KroneckerBlock]] = iter(())
         if own:
+            self.layers.look(taken)
             for block in self.plan:
                 block.expect()
+        fed = [block for block in taken if not block.staged.empty]
         if self._pipeline is not None:
             if own:
                 self._pipeline.expect(self._wire)

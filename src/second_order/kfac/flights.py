@@ -33,7 +33,8 @@ class Verdict(IntEnum):
     SETTLED = 5  # nor to be watched from now on
     FAILED = 6
     LOST = 7  # a factor is missing where it should be kept
-    RAISED = 8  # an exception on a thread
+    UNEXPLAINED = 8  # its pairs do not explain its gradient
+    RAISED = 9  # an exception on a thread
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,6 +35,23 @@ __all__ = ["Layers", "gradient_blocks", "gradient_statistics"]
 UNREACHED = (
     "the forward does not call these modules, or their outputs do not reach the loss; see to it "
     "that they do"
+)
+
+
+UNEXPLAINED = tuple(
+    f"the inputs and output gradients of its calls do not make its weight's gradient, so that its "
+    f"factors would not be its curvature: {cause}; tell how its class computes by "
+    f"register_layer(), or name it in skip_layers"
+    for cause in (
+        "its forward scales or masks, its weight is used outside of its module too, or the loss "
+        "contains derivatives",
+        "its forward is replaced on the instance",
+    )
+)
+
+
+ELSEWHERE = (
+    "on another process the inputs and output gradients of its calls do not make its gradient"
 )
 
 
@@ -160,6 +178,7 @@ class Layers:
             conv_approximation=self._conv_approximation,
             warn=self._training.notices.keep,
             fsdp=fsdp,
+            sampled=sampled,
         )
         if self.heard is not None:
             self.collector.heard = self.heard
@@ -192,6 +211,20 @@ class Layers:
         for block in self.blocks:
             if not block.staged.empty:
                 block.staged.clear()
+
+    def look(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Judge whether the pairs of layers explain their gradients, where these were compared."""
+        found: dict[KroneckerBlock, Tensor] = {}
+        for block in blocks:
+            block.state.unlooked += 1
+            explanation = block.staged.explanation
+            residual = None if explanation is None else explanation.residual()
+            if residual is not None:
+                found[block] = residual.to(self._training.device)
+        values = torch.stack(list(found.values())).tolist() if found else []
+        for block, residual in zip(found, values, strict=True):
+            if math.isfinite(residual):
+                block.judge(residual)
 
     def sums(
         self, blocks: Sequence[KroneckerBlock], micro_batches: int | None = None
@@ -277,15 +310,22 @@ class Layers:
         for block in new:
             names.setdefault(self._why_silent(block) or UNREACHED, []).append(repr(block.name))
         for reason, absent in names.items():
+            said = "" if reason in UNEXPLAINED else "no statistics arrived for "
             self._training.warn(
-                f"no statistics arrived for {', '.join(absent)}: {reason}; the base optimizer "
-                f"trains them until then"
+                f"{said}{', '.join(absent)}: {reason}; the base optimizer trains them until then"
             )
 
     def _why_silent(self, block: KroneckerBlock) -> str:
-        """Why no pair of a layer has come, if that is known."""
+        """Why no pair of a layer has come, or is of any use, if that is known."""
+        if block.state.unexplained:
+            patched = any("forward" in vars(module) for module in block.modules)
+            return UNEXPLAINED[patched]
         reasons = (self.capture.missed.get(module, "") for module in block.modules)
         return next(filter(None, reasons), "")
+
+    def unexplained_elsewhere(self, block: KroneckerBlock) -> None:
+        """Note that another process, perhaps, has found a layer's gradient unexplained."""
+        self.capture.missed.update(dict.fromkeys(block.modules, ELSEWHERE))
 
     def _tell_that_none_came(self) -> None:
         training = self._training

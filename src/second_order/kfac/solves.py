@@ -419,6 +419,8 @@ class Solves:
 
     def _verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
         """This rank's verdict on a layer."""
+        if block.state.unexplained:
+            return Verdict.UNEXPLAINED
         ticket = flight.ticket
         if ticket is None and flight.verdict is Verdict.FLYING and self._waits(block):
             if self._training.world.backend == "fake":  # solvers' verdicts never come
@@ -525,8 +527,14 @@ class Solves:
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
         """Treat a layer that was not solved; returns its name if it has failed too often."""
         training = self._training
-        block.find_silent(verdict is Verdict.SILENT)
-        if verdict is Verdict.LOST:
+        block.find_silent(verdict in (Verdict.SILENT, Verdict.UNEXPLAINED))
+        if verdict is Verdict.UNEXPLAINED:
+            self._layers.unexplained_elsewhere(block)
+            had = block.solved
+            block.forget()
+            if had:
+                training.publish()  # without the factors
+        elif verdict is Verdict.LOST:
             training.warn(
                 f"a factor of layer {block.name!r} is lost: the process that should keep it has "
                 f"not got it, from a checkpoint written without consolidate(), perhaps; the base "

@@ -526,6 +526,7 @@ class StatsWorker(Curvature):
         """Send the statistics captured since the last message to the layers' owners."""
         self.layers.follow()
         active = self.layers.active
+        self.layers.look(active)
         sums = self.layers.sums([block for block in active if not block.staged.empty])
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         owners = self._owners(active, self._workers)

@@ -36,7 +36,7 @@ def layer_rows(
             kind=plain_type(block.modules[0]).__name__,
             parameters=block.size,
             status=_status(block),
-            detail=_silence(why_silent(block)) if block.state.silent else _factors(block.shape),
+            detail=_silence(block, why_silent) if block.state.silent else _factors(block.shape),
             computed_by=computed_by.get(block.name, ""),
             factor_bytes=block.factor_bytes,
             inverse_bytes=block.inverse_bytes,
@@ -58,7 +58,10 @@ def _factors(shape: FactorShape) -> str:
     return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
 
 
-def _silence(reason: str) -> str:
+def _silence(block: KroneckerBlock, why_silent: Callable[[KroneckerBlock], str]) -> str:
+    reason, unexplained = why_silent(block), block.state.unexplained
+    if unexplained:
+        return f"{unexplained:.0%} of its gradient unexplained: {reason}"
     return f"{NONE_CAME}{reason}" if reason else SILENT
 
 

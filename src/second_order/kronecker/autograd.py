@@ -20,6 +20,7 @@ __all__ = [
     "as_used",
     "device_type",
     "differentiable_tensors",
+    "is_reached",
     "params_in_pass",
     "reaches_parameters",
     "repeating_checkpoints",
@@ -73,16 +74,18 @@ def repeating_checkpoints() -> list[Any]:
 
 def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
     """Whether the backward pass that is running accumulates into a parameter of the module."""
-    return any(map(_is_reached, params_in_pass(module, fsdp)))
+    return any(map(is_reached, params_in_pass(module, fsdp).values()))
 
 
-def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> list[Tensor]:
+def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> dict[str, Tensor]:
     """A module's own parameters that the graph of a pass ends in; with FSDP2 the whole ones."""
-    params = module._parameters.values() if fsdp is None else fsdp.in_pass(module)
-    return [p for p in params if p is not None]
+    if fsdp is not None:
+        return fsdp.in_pass(module)
+    return {name: p for name, p in module._parameters.items() if p is not None}
 
 
-def _is_reached(p: Tensor) -> bool:
+def is_reached(p: Tensor) -> bool:
+    """Whether the backward pass that is running accumulates into a leaf."""
     if not p.requires_grad:
         return False
     try:

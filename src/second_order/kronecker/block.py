@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderWarning
+from second_order.kronecker.autograd import params_in_pass
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -23,6 +25,7 @@ from second_order.kronecker.layers import (
     Approximation,
     FactorShape,
     Key,
+    LayerKind,
     PairStatistics,
     factor_shape,
     gradient_from_matrix,
@@ -44,6 +47,10 @@ __all__ = [
 ]
 
 
+LOOK_EVERY = 100
+"""Steps with statistics between two looks at whether a layer's pairs explain its gradient."""
+
+
 @dataclass
 class LayerState:
     """The history of a layer's statistics and refreshes; only its block writes it.
@@ -55,6 +62,9 @@ class LayerState:
         heard: Whether a pair has ever been captured, be it one without an example.
         failures: Number of refreshes in a row that gave no sound decomposition.
         complaint: Why the last refresh gave none, where an error tells; "" otherwise.
+        unexplained: The share of the gradient that the pairs leave unexplained, where that is too
+            much, so that they are not used; 0.0 otherwise.
+        unlooked: Number of steps with statistics since the two were compared, that one included.
     """
 
     solved: bool = False
@@ -63,6 +73,8 @@ class LayerState:
     heard: bool = False
     failures: int = 0
     complaint: str = ""
+    unexplained: float = 0.0
+    unlooked: int = LOOK_EVERY
 
 
 class KroneckerBlock:
@@ -248,6 +260,53 @@ class KroneckerBlock:
             known=known,
             key=self.keys[self.modules.index(module)],
         )
+
+    # ------------------------------------------------------------ do the pairs explain the gradient
+
+    @property
+    def looks(self) -> bool:
+        """Whether the pairs of these passes are compared with the gradient."""
+        return self.state.unlooked >= LOOK_EVERY
+
+    def looked_at(self, module: nn.Module) -> str:
+        """The name, in a module, of the parameter whose gradient is compared."""
+        return self._kind_of(module).weight
+
+    def _kind_of(self, module: nn.Module) -> LayerKind:
+        key = self.keys[self.modules.index(module)]
+        assert key is not None
+        return KINDS[key]
+
+    def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
+        wide = torch.promote_types(d.dtype, torch.float32)
+        x = x.to(wide) if x.is_floating_point() else x
+        return self._kind_of(module).gradient(module, x, d.to(wide))
+
+    def look(self, module: nn.Module, x: Tensor, d: Tensor, fsdp: FSDPParams | None) -> None:
+        """Compare a pair with the gradient that is about to arrive."""
+        weight = params_in_pass(module, fsdp).get(self.looked_at(module))
+        if weight is not None:
+            if self.staged.explanation is None:
+                self.staged.explanation = Explanation()
+            self.staged.explanation.add(self.product(module, x, d), x, d, weight)
+
+    def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+        """Whether a pair's sizes can be those of the layer, if it is only supposed to be one."""
+        key, shape = self.keys[self.modules.index(module)], self.shape
+        own_in = shape.in_dim - int(self.trains_bias)
+        return key != "linear" or (x.shape[-1:], d.shape[-1:]) == ((own_in,), (shape.out_dim,))
+
+    def judge(self, residual: float) -> None:
+        """Note how much of the gradient the step's pairs leave unexplained, if they were compared.
+
+        Pairs that leave too much are dropped, and so are those to come, until they explain it.
+        """
+        state, self.state.unlooked = self.state, 1
+        state.unexplained = residual if residual > TOLERANCE else 0.0
+        if state.unexplained:
+            self.staged.clear()
+            state.heard = False
 
     def ensure_factors(self) -> KroneckerFactors:
         """The running averages, made on first use."""
@@ -471,6 +530,7 @@ class StatisticsCollector:
         blocks: The blocks of each module.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
         heard: Hears of each block whose staged statistics have grown.
+        sampled: Whether the pairs are of drawn labels, and say nothing of the gradient.
     """
 
     approximation: Approximation
@@ -484,6 +544,7 @@ class StatisticsCollector:
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
     fsdp: FSDPParams | None = None
     heard: Callable[[KroneckerBlock], None] = lambda block: None
+    sampled: bool = False
     _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
@@ -508,6 +569,18 @@ class StatisticsCollector:
                 self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")
             block.staged.dropped += 1
 
+    def looks(self, module: nn.Module) -> bool:
+        """Whether the pairs of a module are compared with its gradient now."""
+        return any(block.trainable and block.looks for block in self.blocks.get(module, ()))
+
+    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
+        """Compare a pair of the user's own loss with the gradient, if that is due."""
+        for block in self.blocks.get(module, ()):
+            if block.trainable and block.looks and block.fits_pair(module, x, d):
+                block.follow_requires_grad()
+                with span("capture"), ieee_matmul(d.device):
+                    block.look(module, x, d, self.fsdp)
+
     def consume(
         self,
         module: nn.Module,
@@ -518,8 +591,12 @@ class StatisticsCollector:
         again: bool = False,
     ) -> None:
         """Add one pair to the staged statistics of its blocks."""
+        if not self.sampled:
+            self.look(module, x, d)
         for block in self.blocks.get(module, ()):
-            if block.trainable:
+            if block.trainable and not block.fits_pair(module, x, d):
+                block.judge(1.0)
+            elif block.trainable and not block.state.unexplained:
                 block.follow_requires_grad()
                 staged = block.staged
                 if not staged.knows(pass_id):

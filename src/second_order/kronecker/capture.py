@@ -1,9 +1,10 @@
 """Pairs of (layer input, gradient of the layer's output), caught as they come into being.
 
-The gradient is taken by a hook on the output *tensor*. A hook on the module's backward would wrap
-the output in a view and break in-place activations; the tensor hook sees the gradient with respect
-to the value the layer produced, whatever happens to that tensor afterwards, and it fires once
-however often a checkpointed forward is repeated. A pair exists only when its gradient arrives, in
+The gradient is taken by a hook on the *node* that makes the output. A hook on the module's backward
+would wrap the output in a view and break in-place activations; the node's hook sees the gradient
+with respect to the value the layer produced, whatever happens to that tensor afterwards, and it
+fires once however often a checkpointed forward is repeated. A pair exists only when its gradient
+arrives, in
 a backward pass that goes on to accumulate into the ``.grad`` of the layer's own parameters: a
 forward that never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing,
 and neither does ``torch.autograd.grad`` (gradient penalties, derivatives in a loss, attacks on
@@ -89,6 +90,7 @@ NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
     "nothing, and backward() sends none through their outputs"
 )
+NOT_TENSORS = "it is not called with one tensor, or does not return one"
 UNSEEN = (
     "autograd's record of an attention's call shows no product with its weight, as inside of a "
     "graph that torch.compile has made; leave the attention out of it"
@@ -124,6 +126,15 @@ class PairConsumer(Protocol):
     def lose(self, module: nn.Module, reason: str) -> None:
         """Note that a pair of a module cannot be had, for a reason."""
 
+    def looks(self, module: nn.Module) -> bool:
+        """Whether pairs of a module are wanted that have the gradients of the user's own loss."""
+
+    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
+        """Take a pair that has the gradient of the user's own loss, beside those of drawn labels.
+
+        The gradient of the module's weight is about to arrive.
+        """
+
 
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
@@ -139,8 +150,10 @@ class _Call:
         source: A number of the input, as for :meth:`PairConsumer.consume`.
         outer: The id of the backward pass in which the layer was called, if any.
         used: Whether a backward pass has come through this call.
+        shape: The output's shape, which a gradient of the node that makes it need not have.
         thirds: Of an attention, the product whose output's gradient is awaited.
         assembly: Puts an attention's pair together from those of its products.
+        looks: Whether the pair is one beside those of drawn labels.
     """
 
     module: nn.Module
@@ -148,25 +161,40 @@ class _Call:
     source: int
     outer: int
     used: bool = False
+    shape: torch.Size | None = None
     thirds: tuple[int, ...] = ()
     assembly: Assembly | None = None
+    looks: bool = False
 
     def pair(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
-        return (x, d) if self.assembly is None else self.assembly.add(self.thirds, x, d)
+        if self.assembly is not None:
+            return self.assembly.add(self.thirds, x, d)
+        return x, d if self.shape is None else d.reshape(self.shape)
 
 
-def _gradient_hook(capture: weakref.ref[Capture], call: _Call, gradient: Tensor) -> None:
-    alive = capture()
-    if alive is None or Capture.sampling or not call.saved:
+def _node_hook(
+    capture: weakref.ref[Capture], call: _Call, output: int, gradients: tuple[Any, ...]
+) -> None:
+    alive, gradient = capture(), gradients[output]
+    if alive is None or Capture.sampling or not call.saved or gradient is None:
         return
     with alive.timed():
         _take_gradient(alive, call, gradient)
 
 
-def _node_hook(capture: weakref.ref[Capture], call: _Call, gradients: tuple[Any, ...]) -> None:
-    if gradients[0] is not None:
-        _gradient_hook(capture, call, gradients[0])
+def _node_of(output: Tensor) -> GradientEdge:
+    """The node that makes an output's values, which operations in place leave in the graph.
+
+    A biased Linear's output on three or more dimensions is a view of a product. An operation in
+    place changes the product's history and gives the view another node.
+    """
+    edge = get_gradient_edge(output)
+    base = output._base
+    if base is None or edge.node.name() != "ViewBackward0" or base.numel() != output.numel():
+        return edge
+    node, number = edge.node.next_functions[0]
+    return edge if node is None else GradientEdge(node, number)
 
 
 def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
@@ -186,7 +214,10 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
             return
         again, call.used = call.used, True
         pair = call.pair(x.detach(), gradient.detach())
-        if pair is not None:
+        if pair is not None and call.looks:
+            with torch.no_grad(), torch.autocast(device_type(gradient), enabled=False):
+                alive._consumer.look(call.module, *pair)
+        elif pair is not None:
             alive._emit(call.module, *pair, pass_id, call.source, again)
     else:
         alive.missed[call.module] = NOT_ACCUMULATED
@@ -351,25 +382,34 @@ class Capture:
             self.enabled
             and module in self._observed
             and torch.is_grad_enabled()
-            and isinstance(x, Tensor)
-            and isinstance(output, Tensor)
-            and output.requires_grad
             and self._wanted(module)
         ):
+            return
+        if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+            self.missed[module] = NOT_TENSORS
+            return
+        if not output.requires_grad:
             return
         with self.timed():
             self._remember(module, x, output)
 
     def _remember(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        source, x = self._source_of(x), as_used(x)
+        source, x, shape = self._source_of(x), as_used(x), output.shape
         if self._sampler is None:
             outer, again = self._repeated_in()
-            call = _Call(module, [save(x)], source, outer, again)
-            output.register_hook(partial(_gradient_hook, weakref.ref(self), call))
+            self._hook(_node_of(output), _Call(module, [save(x)], source, outer, again, shape))
         elif self._inside_root:
-            call = _Call(module, [Kept(x.detach())], source, NO_BACKWARD)
-            # The edge, not the tensor: an in-place activation moves the tensor to a later node.
-            self._pending.append((call, get_gradient_edge(output)))
+            call = _Call(module, [Kept(x.detach())], source, NO_BACKWARD, False, shape)
+            self._pending.append((call, _node_of(output)))
+            if self._consumer.looks(module):
+                outer, again = self._repeated_in()
+                call = _Call(module, [save(x)], source, outer, again, shape, looks=True)
+                self._hook(_node_of(output), call)
+
+    def _hook(self, edge: GradientEdge, call: _Call) -> None:
+        """Wait for the gradient that comes to a node."""
+        hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
+        cast(Any, edge.node).register_prehook(hook)
 
     def miss_attention(self, module: nn.Module) -> None:
         """Note a call of an attention inside a graph, where nobody sees its products."""
@@ -391,7 +431,7 @@ class Capture:
         with self.timed():
             inputs = inputs_of(module, args, kwargs)
             whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-            owners = {p: owner for owner in both for p in params_in_pass(owner, self.fsdp)}
+            owners = {p: owner for owner in both for p in params_in_pass(owner, self.fsdp).values()}
             products = projections(module, output, (*args, *kwargs.values()), owners)
             unseen = set(wanted).difference(product.owner for product in products)
             self.missed.update(dict.fromkeys(unseen, UNSEEN))
@@ -419,11 +459,11 @@ class Capture:
             # A hook of a node must not hold it.
             saved: Any = Place() if x is None else save(as_used(x))
             outer, again = self._repeated_in()
-            call = _Call(layer, [saved], self._sources, outer, again, *parts)
-            product.node.register_prehook(partial(_node_hook, weakref.ref(self), call))
+            call = _Call(layer, [saved], self._sources, outer, again, None, *parts)
+            self._hook(GradientEdge(product.node, 0), call)
         elif self._inside_root:
             kept: Any = Place(product.node) if x is None else Kept(as_used(x).detach())
-            call = _Call(layer, [kept], self._sources, NO_BACKWARD, False, *parts)
+            call = _Call(layer, [kept], self._sources, NO_BACKWARD, False, None, *parts)
             self._pending.append((call, GradientEdge(product.node, 0)))
 
     def _repeated_in(self) -> tuple[int, bool]:

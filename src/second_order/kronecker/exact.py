@@ -25,7 +25,6 @@ from second_order.kronecker.layers import (
     gram,
     is_convolution,
 )
-from second_order.kronecker.probing import gain_factor, has_gain
 
 __all__ = ["GAINS", "ExactBlock", "Gain", "is_normalisation", "names_of_gain"]
 
@@ -71,10 +70,26 @@ def names_of_gain(module: nn.Module) -> list[str]:
 def is_normalisation(module: nn.Module) -> bool:
     """Whether the gain and the bias of a module can have an exact block.
 
-    Of a class that is not known, or overrides the known one's forward, it is found out by calling
-    it with random numbers.
+    A class that is not known is taken for a norm if it is called one, until its first statistics,
+    which show whether it is: see :mod:`second_order.kronecker.explained`.
     """
-    return _gain_of(module) is not None or _is_known(module) or has_gain(module)
+    return _gain_of(module) is not None or _is_known(module) or _is_supposed(module)
+
+
+def _is_supposed(module: nn.Module) -> bool:
+    """Whether a module of an unknown class may be a norm over the last dimension."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    return (
+        "norm" in type(module).__name__.lower()
+        and not isinstance(module, (*NORMALISATIONS, nn.modules.batchnorm._NormBase))
+        and isinstance(weight, nn.Parameter)
+        and not isinstance(weight, nn.parameter.UninitializedParameter)
+        and weight.dim() == 1
+        and len(weight) > 1
+        and (bias is None or bias.shape == weight.shape)
+    )
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -94,8 +109,11 @@ def normalised(module: nn.Module, x: Tensor) -> Tensor:
     gain = _gain_of(module)
     if gain is not None:
         return gain.factor(module, x)
-    if not _is_known(module):
-        return gain_factor(module, x)
+    if not _is_known(module):  # with a bias it is a LayerNorm, without one an RMSNorm
+        found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+        eps = next((value for value in found if isinstance(value, float)), 1e-6)
+        plain = module._parameters.get("bias") is None
+        return (nn.functional.rms_norm if plain else layer_norm)(x, x.shape[-1:], eps=eps)
     if isinstance(module, nn.LayerNorm):
         return layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.RMSNorm):
@@ -162,6 +180,8 @@ class ExactBlock(KroneckerBlock):
         self.owned = list(owned)
         gain = module._parameters.get(names_of_gain(module)[0])
         self._gains = [p is gain for p in owned]  # during a pass FSDP2 puts others in their place
+        own = module._parameters.items()
+        self._names = [next(name for name, other in own if other is p) for p in owned]
         self.most = most
         super().__init__([name], [module], None, factor_dtype, triangular)
 
@@ -208,6 +228,22 @@ class ExactBlock(KroneckerBlock):
     def size(self) -> int:
         """Number of scalar parameters in the block."""
         return sum(p.numel() for p in self.owned)
+
+    def looked_at(self, module: nn.Module) -> str:
+        """The name, in a module, of the parameter whose gradient is compared."""
+        first = next(i for i, p in enumerate(self.owned) if p.requires_grad)
+        return self._names[first]
+
+    def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
+        wide = torch.promote_types(d.dtype, torch.float32)
+        rows = self._example_gradients(module, x.to(wide), d.to(wide), "expand")
+        p = self.params[0]
+        return rows[:, : p.numel()].sum(0).view(p.shape)
+
+    def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+        """Whether a pair's sizes can be those of the layer, if it is only supposed to be one."""
+        return not _is_supposed(module) or x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.owned)

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from second_order.kronecker.explained import Explanation
 from second_order.kronecker.layers import FactorShape, PairStatistics
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
@@ -57,7 +58,10 @@ class StagedStatistics:
     Attributes:
         pairs: Number of pairs since the last :meth:`clear`.
         revision: A number that changes whenever the sums may have.
+        explanation: The gradient in these passes beside the pairs, where they are compared.
     """
+
+    explanation: Explanation | None = None
 
     def __init__(
         self, shape: FactorShape, device: torch.device, dtype: torch.dtype, triangular: bool
@@ -72,6 +76,9 @@ class StagedStatistics:
 
     def clear(self) -> None:
         """Drop every pair since the last step."""
+        if self.explanation is not None:
+            self.explanation.close()
+            self.explanation = None
         self.pairs = 0
         self.revision += 1
         self._sums: dict[str, Tensor] = {}

@@ -164,7 +164,7 @@ class LayerHook(WatchHook):
         """Tell of a call; inside a graph, return the output as a watched one."""
         if torch.compiler.is_exporting():
             return None
-        x = args[0] if args else kwargs["input"]
+        x = args[0] if args else next(iter(kwargs.values()), None)  # whatever its name is
         if torch.compiler.is_dynamo_compiling():
             return _traced(self.watches, module, x, output)
         for watch in tuple(self.watches):

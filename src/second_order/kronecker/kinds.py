@@ -35,9 +35,12 @@ from second_order.kronecker.layers import (
     LayerKind,
     PairStatistics,
     at_least_one,
+    conv_gradient,
+    embedding_gradient,
     embedding_statistics,
     gram,
     key_of,
+    linear_gradient,
     linear_statistics,
     live_images,
     reduced,
@@ -45,12 +48,19 @@ from second_order.kronecker.layers import (
     unsupported_reason,
 )
 from second_order.kronecker.patches import extract_patches
-from second_order.kronecker.probing import computes_like, scale_of_lookup
 
 __all__ = ["found_kind", "ties_of"]
 
 TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
 TRANSPOSED, SCALED = "transposed linear", "scaled embedding"
+
+
+TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
+"""Classes of Linears whose weight is (in, out), by their full names."""
+
+
+def _transposed_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    return linear_gradient(module, d, x)
 
 
 def _columns_of_weight(module: nn.Module, bias: bool) -> FactorShape:
@@ -116,13 +126,28 @@ def _attention_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -
     return PairStatistics({"A": a, "G": g}, each[0].examples, each[0].rows)
 
 
+def _attention_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    if d.shape[-1] > x.shape[-1]:
+        return linear_gradient(module, x, d)
+    return torch.cat([linear_gradient(module, part, of) for part, of in zip(x, d, strict=True)])
+
+
 # -------------------------------------------------------------------------------------- embeddings
+
+
+def _scale_of(module: nn.Module) -> Tensor | float:
+    """The number that an embedding's subclass multiplies entries by, 1 for an embedding itself."""
+    return cast("Tensor | float", getattr(module, "embed_scale", 1.0))
+
+
+def _scaled_embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    return embedding_gradient(module, x, d * _scale_of(module))
 
 
 def _scaled_embedding_statistics(
     module: nn.Module, x: Tensor, d: Tensor, form: Form
 ) -> PairStatistics:
-    d = d * scale_of_lookup(module)
+    d = d * _scale_of(module)
     return embedding_statistics(module, x, d, form)
 
 
@@ -134,7 +159,7 @@ def _entries_by_width(module: nn.Module, bias: bool) -> FactorShape:
 def _tied_embedding_statistics(
     module: nn.Module, x: Tensor, d: Tensor, form: Form
 ) -> PairStatistics:
-    embedding, d = cast(nn.Embedding, module), d * scale_of_lookup(module)
+    embedding, d = cast(nn.Embedding, module), d * _scale_of(module)
     tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
     live = live_rows(rows)
     if embedding.padding_idx is not None:
@@ -183,22 +208,35 @@ def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
 # --------------------------------------------------------------------------------- what is what
 
 
-KINDS[TRANSPOSED] = LayerKind(linear_statistics, _columns_of_weight)
+KINDS[TRANSPOSED] = LayerKind(linear_statistics, _columns_of_weight, gradient=_transposed_gradient)
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    KINDS[_transposed] = LayerKind(_transposed_conv_statistics, _patches_of_output, with_bias=False)
+    KINDS[_transposed] = LayerKind(
+        _transposed_conv_statistics, _patches_of_output, with_bias=False, gradient=conv_gradient
+    )
 KINDS[nn.MultiheadAttention] = LayerKind(
-    _attention_statistics, _thirds_of_weight, "in_proj_weight", "in_proj_bias"
+    _attention_statistics,
+    _thirds_of_weight,
+    "in_proj_weight",
+    "in_proj_bias",
+    gradient=_attention_gradient,
 )
-KINDS[SCALED] = LayerKind(_scaled_embedding_statistics, rows_of_embedding)
-KINDS[TIED_EMBEDDING] = LayerKind(_tied_embedding_statistics, _entries_by_width, with_bias=False)
+KINDS[SCALED] = LayerKind(
+    _scaled_embedding_statistics, rows_of_embedding, gradient=_scaled_embedding_gradient
+)
+KINDS[TIED_EMBEDDING] = LayerKind(
+    _tied_embedding_statistics,
+    _entries_by_width,
+    with_bias=False,
+    gradient=_scaled_embedding_gradient,
+)
 KINDS[TIED_OUTPUT] = LayerKind(_tied_output_statistics, _entries_by_width, with_bias=False)
 
 
 def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
     """The key of a module's kind, or why it has none.
 
-    A module of a class that is not known, or that overrides the known one's forward, is called
-    once with random numbers: if its weight's gradient is that of a Linear, it is one.
+    A module with a matrix for a weight, of a class that is not known, is taken for a Linear until
+    its first statistics, which show whether it is one: see :mod:`second_order.kronecker.explained`.
     """
     reason = unsupported_reason(module)
     if reason is None:
@@ -208,4 +246,30 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
         and module._parameters.get("in_proj_weight") is None
     ):
         return None, "its queries, keys and values have weights of their own"
-    return (key, None) if (key := computes_like(module)) else (None, reason)
+    return (key, None) if (key := _supposed_kind(module)) else (None, reason)
+
+
+def _supposed_kind(module: nn.Module) -> Key | None:
+    """The kind that a module of an unknown class, or with a forward of its own, may be of."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if (
+        not isinstance(weight, nn.Parameter)
+        or isinstance(weight, nn.parameter.UninitializedParameter)
+        or weight.dim() != 2
+        or min(weight.shape) < 2
+        or not weight.is_floating_point()
+        or (bias is not None and bias.dim() != 1)
+        or getattr(module, "sparse", False)
+        or any(True for child in module.children() for _ in child.parameters())
+    ):
+        return None
+    if isinstance(module, nn.Embedding):
+        return SCALED if hasattr(module, "embed_scale") else None
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    if any(name in TRANSPOSED_CLASSES for name in names):
+        return TRANSPOSED
+    sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
+    told = None not in sizes and tuple(weight.shape) != sizes
+    return "linear" if not told else TRANSPOSED if tuple(weight.shape) == sizes[::-1] else None

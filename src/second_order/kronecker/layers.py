@@ -51,6 +51,8 @@ __all__ = [
     "PairStatistics",
     "Statistics",
     "at_least_one",
+    "conv_gradient",
+    "embedding_gradient",
     "embedding_statistics",
     "factor_shape",
     "gradient_from_matrix",
@@ -58,6 +60,7 @@ __all__ = [
     "gram",
     "is_convolution",
     "key_of",
+    "linear_gradient",
     "linear_statistics",
     "live_images",
     "pair_statistics",
@@ -381,7 +384,46 @@ def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> Pai
     return PairStatistics({"A": a, "G": g}, examples, rows)
 
 
+# ----------------------------------------------------------- a pair's part of the weight's gradient
+
+
+def linear_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    """The sum of d xᵀ over all rows of a pair, ``(out, in)``."""
+    return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+
+
+def conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    """The gradient of the weight of a convolution, transposed or not, of its shape."""
+    conv = cast(Convolution, module)
+    dims, transposed = len(conv.kernel_size), conv.transposed
+    if x.dim() == dims + 1:
+        x, d = x.unsqueeze(0), d.unsqueeze(0)
+    _, gradient, _ = torch.ops.aten.convolution_backward(
+        d,
+        x if transposed else pad_input(x, conv),
+        x.new_empty(conv.weight.shape),  # its values do not matter
+        None,
+        conv.stride,
+        conv.padding if transposed else [0] * dims,
+        conv.dilation,
+        transposed,
+        conv.output_padding,
+        conv.groups,
+        (False, True, False),
+    )
+    return cast(Tensor, gradient)
+
+
+def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    """The sum of d at the entries looked up, ``(entries, width)``."""
+    embedding, tokens, rows = cast(nn.Embedding, module), x.reshape(-1), d.flatten(0, -2)
+    if embedding.padding_idx is not None:
+        rows = rows * (tokens != embedding.padding_idx).unsqueeze(1)
+    return rows.new_zeros(embedding.weight.shape).index_add_(0, tokens, rows)
+
+
 Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
+Gradient: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Key: TypeAlias = type[nn.Module] | str
 """The name of a kind of layer: a class, or a word for what is known by what it computes."""
 
@@ -408,6 +450,7 @@ class LayerKind:
         weight: Name of the weight.
         bias: Name of the bias.
         with_bias: Whether the bias is the homogeneous coordinate of A.
+        gradient: Gives a pair's part of the weight's gradient, of the weight's shape.
     """
 
     statistics: Statistics
@@ -415,14 +458,15 @@ class LayerKind:
     weight: str = "weight"
     bias: str = "bias"
     with_bias: bool = True
+    gradient: Gradient = linear_gradient
 
 
 KINDS: dict[Key, LayerKind] = {
     nn.Linear: LayerKind(linear_statistics),
-    nn.Conv1d: LayerKind(_conv_statistics),
-    nn.Conv2d: LayerKind(_conv_statistics),
-    nn.Conv3d: LayerKind(_conv_statistics),
-    nn.Embedding: LayerKind(embedding_statistics, rows_of_embedding),
+    nn.Conv1d: LayerKind(_conv_statistics, gradient=conv_gradient),
+    nn.Conv2d: LayerKind(_conv_statistics, gradient=conv_gradient),
+    nn.Conv3d: LayerKind(_conv_statistics, gradient=conv_gradient),
+    nn.Embedding: LayerKind(embedding_statistics, rows_of_embedding, gradient=embedding_gradient),
     "linear": LayerKind(linear_statistics),
 }
 """All kinds of layers, those of users among them."""

@@ -16,6 +16,7 @@ from second_order.kronecker.layers import (
     Form,
     LayerKind,
     PairStatistics,
+    linear_gradient,
     linear_statistics,
 )
 
@@ -86,6 +87,7 @@ def register_layer(
         partial(_shape, weight, transposed),
         weight,
         "" if bias is None else bias,
+        gradient=partial(_gradient, rows, transposed),
     )
 
 
@@ -101,3 +103,11 @@ def _statistics(
     if rows is not None:
         x, d = rows(module, x, d)
     return linear_statistics(module, x, d, replace(form, known=None))
+
+
+def _gradient(
+    rows: Rows | None, transposed: bool, module: nn.Module, x: Tensor, d: Tensor
+) -> Tensor:
+    if rows is not None:
+        x, d = rows(module, x, d)
+    return linear_gradient(module, d, x) if transposed else linear_gradient(module, x, d)

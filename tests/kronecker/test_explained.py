@@ -1,0 +1,517 @@
+"""What hooks see explains the gradient, or the layer is the base's; operations in place.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from contract import KRONECKER, each_kronecker, factors, make, take
+from models import CLASSES, ZOO
+from ranks import agreed, shard, vector
+from reference import cross_entropy
+from shards import batches, fsdp, narrow
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
+from second_order.kronecker.block import LOOK_EVERY, KroneckerBlock
+from second_order.kronecker.explained import TOLERANCE, Explanation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pool import World
+
+F64 = torch.float64
+quiet = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+@contextmanager
+def judged() -> Iterator[dict[str, float]]:
+    """The shares of gradients that pairs have left unexplained, by layer, the largest of each."""
+    found: dict[str, float] = {}
+    inner = KroneckerBlock.judge
+
+    def judge(block: KroneckerBlock, residual: float) -> None:
+        found[block.name] = max(residual, found.get(block.name, 0.0))
+        inner(block, residual)
+
+    with patch.object(KroneckerBlock, "judge", judge):
+        yield found
+
+
+def sequence(n: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, 5, dtype=F64, generator=generator)
+    return x, torch.randint(CLASSES, (n, 4), generator=generator)
+
+
+# What explains its gradient.
+
+
+@quiet
+@pytest.mark.parametrize("exact_blocks", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_every_layer_of_the_zoo_explains_its_gradient(name: str, exact_blocks: bool) -> None:
+    case = ZOO[name]
+    model = case.model()
+    with judged() as found:
+        optimizer = make(KAISA, model, exact_blocks=exact_blocks)
+        for batch in (case.batch(8), case.batch(5, seed=1)):  # micro-batches
+            case.loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+    expected = {b.name for b in optimizer._curvature.layers.active if not b.without_gradient}
+    expected -= {b.name for b in optimizer._curvature.layers.active if not b.state.heard}
+    assert found.keys() == expected
+    assert max(found.values()) < 1e-9
+
+
+@quiet
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_and_a_loss_that_is_scaled_explain_it(dtype: Any, fisher: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, CLASSES))
+    x, y = torch.randn(2000, 20) + 1.0, torch.randint(CLASSES, (2000,))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with judged() as found:
+        optimizer = KAISA(model, lr=0.1, grad_scaler=scaler, fisher=fisher)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+    assert found.keys() == {"0", "2"}
+    assert max(found.values()) < TOLERANCE / 2
+
+
+@quiet
+def test_sums_that_cancel_count_for_rounding() -> None:
+    """A batch norm takes away what is common to all rows: the gradient is a small difference."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 6)
+    model = nn.Sequential(layer, nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    x = torch.ones(512, 4) + 1e-6 * torch.randn(512, 4)
+    with judged() as found:
+        optimizer = KAISA(model, lr=0.1)
+        take(model, optimizer, (x, torch.randint(CLASSES, (512,))))
+    assert found["0"] < TOLERANCE
+
+
+@quiet
+def test_a_penalty_on_the_weights_length_hides_nothing() -> None:
+    case = ZOO["mlp"]
+    for clipped, penalty in ((True, 0.5), (False, 0.05)):
+        model = case.model()
+
+        def loss(outputs: Tensor, y: Tensor, model: Any = model, by: float = penalty) -> Tensor:
+            return cross_entropy(outputs, y) + by * sum(
+                p.square().sum() for p in model.parameters()
+            )
+
+        if clipped:
+            loss(model(case.batch()[0]), case.batch()[1]).backward()
+        with judged() as found:
+            take(model, make(KAISA, model), case.batch(), loss)
+        assert max(found.values()) < 1e-9
+
+
+@quiet
+def test_gradients_that_are_taken_beside_count_for_nothing() -> None:
+    case = ZOO["mlp"]
+    model, (x, y) = case.model(), case.batch()
+    with judged() as found:
+        optimizer = make(KAISA, model)
+        loss = cross_entropy(model(x), y)
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+        optimizer.step()
+    assert max(found.values()) < 1e-9
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_explain_it(backend: str) -> None:
+    case = ZOO["mlp"]
+    model = case.model()
+    with judged() as found:
+        optimizer = make(KAISA, model)
+        take(torch.compile(model, backend=backend), optimizer, case.batch())
+    assert found.keys() == {"0", "2", "4"}
+    assert max(found.values()) < 1e-9
+
+
+def spread(rank: int, world_size: int, how: str) -> dict[str, float]:
+    model: Any = fsdp(narrow(), "layers") if how == "FSDP2" else narrow()
+    wrapped = DistributedDataParallel(model) if how == "DDP" else model
+    with judged() as found:
+        optimizer = make(KAISA, model, exact_blocks=how == "DDP")
+        for batch in batches(2):
+            x, y = shard(batch, rank, world_size)
+            (wrapped(x) - y).square().mean().backward()
+        optimizer.step()
+    return found
+
+
+@quiet
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_each_rank_compares_its_own_gradients(world: World, how: str) -> None:
+    names = {"conv", "tokens", "middle.0", "middle.2", "head"} | (
+        {"norm"} if how == "DDP" else set()
+    )
+    for found in world.run(spread, 2, how):
+        assert found.keys() == names
+        assert max(found.values()) < 1e-9
+
+
+# What does not.
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(dropout(x, 0.5, self.training))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class Behind(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Square(nn.Module):
+    """x W with a square W, which is taken for a Linear's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Wide(Square):
+    """x W, as can be seen by its sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+
+class Norm(nn.Module):
+    """Called one, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(5) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * self.weight
+
+
+def patched() -> nn.Linear:
+    layer = nn.Linear(5, 4)
+    layer.forward = lambda x: 3 * linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+    return layer
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "patched": patched,
+    "masked": lambda: Masked(5, 4),
+    "scaled": lambda: Scaled(5, 4),
+    "activation": lambda: Behind(5, 4),
+    "square": Square,
+    "transposed": Wide,
+    "no norm": Norm,
+}
+
+
+def odd_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer = ODD[name]()
+    size = 5 if name in ("square", "no norm") else 4
+    return nn.Sequential(nn.Linear(5, 5), layer, nn.Tanh(), nn.Linear(size, CLASSES)).double()
+
+
+@pytest.mark.parametrize(
+    ("System", "fisher"),
+    [(KAISA, "empirical"), (KAISA, "sampled"), (DPKFAC, "empirical"), (DistKFAC, "empirical")],
+)
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_layer_of_its_kind_goes_to_the_base(System: Any, name: str, fisher: str) -> None:
+    model = odd_model(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = make(System, model, fisher=fisher, exact_blocks=True)
+        for _ in range(3):
+            torch.manual_seed(1)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(sequence()[0]), sequence()[1])
+            loss.backward()
+            before = [None if p.grad is None else p.grad.clone() for p in model[1].parameters()]
+            optimizer.step()
+            for p, gradient in zip(model[1].parameters(), before, strict=True):
+                assert p.grad is not None
+                assert gradient is not None
+                if name != "no norm" or p.dim() == 1:
+                    torch.testing.assert_close(p.grad, gradient)
+    said = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    said = [message for message in said if "output gradients of its calls" in message]
+    assert len(said) == 1
+    assert said[0].startswith("'1': the inputs and output gradients of its calls do not make")
+    assert ("its forward is replaced on the instance" in said[0]) == (name == "patched")
+    assert "register_layer()" in said[0]
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert rows["1"].status == "base"
+    assert "of its gradient unexplained" in rows["1"].detail
+    assert rows["0"].status == rows["3"].status == "preconditioned"
+
+
+class OutsideToo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden = nn.Embedding(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(torch.tanh(self.hidden(self.words(x))), self.words.weight)
+
+
+@each_kronecker
+@quiet
+def test_a_weight_that_is_used_outside_of_its_module_is_the_bases(System: Any) -> None:
+    torch.manual_seed(0)
+    model, tokens = OutsideToo().double(), torch.randint(6, (5, 3))
+    optimizer = make(System, model)
+    take(model, optimizer, (tokens, tokens.roll(1, 1)))
+    rows = {row.name: row.status for row in optimizer.summary().rows}
+    assert rows == {"words": "base", "hidden": "preconditioned"}
+
+
+@each_kronecker
+def test_derivatives_inside_the_loss_leave_the_base_alone(System: Any) -> None:
+    """Hooks see one part of the gradient of a double backward."""
+
+    def residual(model: nn.Module, t: Tensor) -> Tensor:
+        u = model(t)
+        (du,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+        return (du + u).square().mean()
+
+    models = []
+    for used in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
+        t = torch.linspace(0, 1, 20)[:, None].requires_grad_()
+        options = {"base": torch.optim.Adam, "lr": 0.01}
+        if used:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer: Any = make(System, model, **options)
+                for _ in range(5):
+                    optimizer.zero_grad()
+                    residual(model, t).backward()
+                    optimizer.step()
+            (message,) = {str(w.message) for w in caught}
+            assert "no layer gave statistics" in message
+            assert "the loss contains derivatives" in message
+        else:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for _ in range(5):
+                optimizer.zero_grad()
+                residual(model, t).backward()
+                optimizer.step()
+        models.append(vector(model))
+    assert torch.equal(*models)
+
+
+# In mid-run, and on one of the ranks alone.
+
+
+def interrupted(rank: int, world_size: int, system: int, who: list[int]) -> Any:
+    case = ZOO["mlp"]
+    model: Any = case.model()
+    plain = model[2].forward
+    optimizer = make(KRONECKER[system], model)
+    statuses, vectors = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3 * LOOK_EVERY):
+            if step == 10 and rank in who:
+                model[2].forward = lambda x: 3 * plain(x)
+            if step == LOOK_EVERY + 20 and rank in who:
+                del model[2].forward
+            take(model, optimizer, shard(case.batch(8, seed=step % 7), rank, world_size))
+            if step % LOOK_EVERY in (5, 15):
+                statuses.append([row.status for row in optimizer.summary().rows])
+                vectors.append(vector(model))
+    said = [str(w.message) for w in caught if "output gradients" in str(w.message)]
+    return vectors, statuses, said
+
+
+@pytest.mark.parametrize("system", range(len(KRONECKER)))
+@pytest.mark.parametrize("who", [[0], [0, 1]])
+def test_a_layer_that_is_patched_in_mid_run_is_left_and_comes_back(
+    world: World, system: int, who: list[int]
+) -> None:
+    found = world.run(interrupted, 2, system, who)
+    agreed([vectors for vectors, _, _ in found])
+    ours, left = ["preconditioned"] * 3, ["preconditioned", "base", "preconditioned"]
+    for _, statuses, said in found:
+        if system == 1 and who == [0] and not said:  # DPKFAC's owner was another rank
+            assert statuses == [ours] * 6
+        else:
+            assert statuses == [ours, ours, left, left, ours, ours]
+            assert len(said) == 1
+
+
+# What it costs the model.
+
+
+@quiet
+def test_nothing_is_left_on_the_weights() -> None:
+    case = ZOO["mlp"]
+    model: Any = case.model()
+    optimizer = make(KAISA, model)
+    for _ in range(2):
+        take(model, optimizer, case.batch())
+        assert not any(p._backward_hooks for p in model.parameters())
+    optimizer.close()
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) is Explanation]
+
+
+@quiet
+def test_it_is_looked_at_first_and_every_hundred_statistics() -> None:
+    case = ZOO["mlp"]
+    model: Any = case.model()
+    optimizer, looks = make(KAISA, model), []
+    for step in range(2 * LOOK_EVERY + 1):
+        with judged() as found:
+            take(model, optimizer, case.batch(4, seed=step % 5))
+        looks += [step] if found else []
+    assert looks == [0, LOOK_EVERY, 2 * LOOK_EVERY]
+
+
+# Kinds do not depend on a call.
+
+
+class Logging(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(1)
+        return super().forward(x)
+
+
+class ByKeyword(nn.Module):
+    """Whose input has a name of its own, and is given by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Named(5, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(rows=x)))
+
+
+class Named(nn.Linear):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows)
+
+
+@each_kronecker
+def test_no_module_is_called_when_the_optimizer_is_made(System: Any) -> None:
+    model = nn.Sequential(Logging(5, 4), nn.Linear(4, CLASSES)).double()
+    make(System, model)
+    assert model[0].log == []
+    for training in (True, False):
+        model = nn.Sequential(Masked(5, 4), nn.Linear(4, CLASSES)).double().train(training)
+        rows = {row.name: row.status for row in make(System, model).summary().rows}
+        assert rows == {"0": "preconditioned", "1": "preconditioned"}
+
+
+@each_kronecker
+def test_an_input_may_have_any_name(System: Any) -> None:
+    torch.manual_seed(0)
+    model = ByKeyword().double()
+    plain = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    plain[0].load_state_dict(model.first.state_dict())
+    plain[2].load_state_dict(model.last.state_dict())
+    found = []
+    for net in (model, plain):
+        optimizer = make(System, net)
+        take(net, optimizer, ZOO["mlp"].batch())
+        found.append([f for pair in factors(optimizer).values() for f in pair])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# Operations in place.
+
+
+class InPlace(nn.Module):
+    """What a layer gives is changed in place, or not."""
+
+    def __init__(self, how: str, leaves: bool, recomputes: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, CLASSES)
+        self.how, self.leaves, self.recomputes = how, leaves, recomputes
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = h.clone() if self.leaves else h
+        if self.how == "relu":
+            return nn.functional.relu(h, inplace=True)
+        if self.how == "add":
+            h += x[..., :4]
+            return torch.tanh(h)
+        if self.how == "scaled":
+            h *= 2.0
+            return torch.tanh(h)
+        return torch.tanh(h.masked_fill_(x[..., :4] > 0.3, 0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = partial(checkpoint, self._hidden, use_reentrant=False)
+        return self.last((hidden if self.recomputes else self._hidden)(x))
+
+
+@pytest.mark.parametrize("how", ["relu", "add", "scaled", "masked"])
+@pytest.mark.parametrize(
+    ("fisher", "recomputes"), [("empirical", False), ("empirical", True), ("sampled", False)]
+)
+@pytest.mark.parametrize("positions", [(4,), (2, 3)], ids=str)
+def test_operations_in_place_lose_nothing(
+    how: str, fisher: str, recomputes: bool, positions: tuple[int, ...]
+) -> None:
+    x = torch.randn(6, *positions, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
+    y = torch.randint(CLASSES, (6, *positions), generator=torch.Generator().manual_seed(2))
+    found = []
+    for leaves in (False, True):
+        torch.manual_seed(0)
+        model = InPlace(how, leaves, recomputes).double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SecondOrderWarning)
+            optimizer = make(KAISA, model, fisher=fisher)
+            for _ in range(2):
+                take(model, optimizer, (x, y))
+        assert factors(optimizer).keys() == {"first", "last"}
+        found.append([f for pair in factors(optimizer).values() for f in pair])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
