@@ -190,11 +190,12 @@ def _node_of(output: Tensor) -> GradientEdge:
     place changes the product's history and gives the view another node.
     """
     edge = get_gradient_edge(output)
-    base = output._base
-    if base is None or edge.node.name() != "ViewBackward0" or base.numel() != output.numel():
+    if edge.node.name() != "ViewBackward0":
         return edge
     node, number = edge.node.next_functions[0]
-    return edge if node is None else GradientEdge(node, number)
+    if node is None or hasattr(node, "variable"):  # a leaf's, which would keep the hook
+        return edge
+    return GradientEdge(node, number)
 
 
 def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:

@@ -417,9 +417,10 @@ def conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     """The sum of d at the entries looked up, ``(entries, width)``."""
     embedding, tokens, rows = cast(nn.Embedding, module), x.reshape(-1), d.flatten(0, -2)
-    if embedding.padding_idx is not None:
-        rows = rows * (tokens != embedding.padding_idx).unsqueeze(1)
-    return rows.new_zeros(embedding.weight.shape).index_add_(0, tokens, rows)
+    found = rows.new_zeros(embedding.weight.shape).index_add_(0, tokens, rows)
+    if (padding := embedding.padding_idx) is not None:
+        found[padding] = 0.0
+    return found
 
 
 Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]

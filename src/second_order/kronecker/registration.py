@@ -108,6 +108,5 @@ def _statistics(
 def _gradient(
     rows: Rows | None, transposed: bool, module: nn.Module, x: Tensor, d: Tensor
 ) -> Tensor:
-    if rows is not None:
-        x, d = rows(module, x, d)
+    x, d = (x, d) if rows is None else rows(module, x, d)
     return linear_gradient(module, d, x) if transposed else linear_gradient(module, x, d)
