@@ -52,13 +52,13 @@ def main() -> None:
             if index == args.steps:
                 break
             with accelerator.accumulate(model):
-                optimizer.zero_grad()
                 with accelerator.autocast():
                     loss = cross_entropy(model(images), labels)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 10.0)
                 optimizer.step()
+                optimizer.zero_grad()  # not at the top, where it would drop earlier micro-batches
         schedule.step()
         model.eval()
         with torch.no_grad():

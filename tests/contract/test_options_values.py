@@ -103,7 +103,11 @@ CHOICES: list[tuple[str, Any, str]] = [
         "refresh='traces' is not one of 'interval', 'trace'; did you mean 'trace'",
     ),
     ("eigen_refresh", "worm", "'full', 'warm'; did you mean 'warm'"),
-    ("loss_reduction", "none", "loss_reduction='none' is not one of 'mean', 'sum'"),
+    (
+        "loss_reduction",
+        "none",
+        "loss_reduction='none' is not one of 'auto', 'mean', 'sum', 'step_mean'",
+    ),
     ("gradient_averaging", "always", "gradient_averaging='always' is not one of 'auto', True"),
     ("factor_dtype", torch.float16, r"factor_dtype=torch\.float16 .*65504\); use torch\.float32"),
     ("inv_dtype", torch.int64, r"inv_dtype=torch\.int64 is not one of float32, float64"),

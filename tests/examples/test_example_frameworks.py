@@ -6,8 +6,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from ranks import script
 from stacks import launched
+
+from second_order import KAISA
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +66,28 @@ def test_accelerate_saves_and_resumes(tmp_path: Path) -> None:
     assert "epoch 1" not in told
     assert "epoch 2  test accuracy" in told
     assert "KAISA over SGD" in told
+
+
+def test_accelerate_steps_on_all_micro_batches(monkeypatch: Any) -> None:
+    """No gradient is thrown away between a backward pass and the step."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    calls = []
+
+    def note(of: type, name: str) -> None:
+        real = getattr(of, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(of, name, noted)
+
+    note(torch.Tensor, "backward")
+    note(KAISA, "step")
+    note(KAISA, "zero_grad")
+    fresh("accelerate_digits", "--steps", 4, "--epochs", 1, "--accumulate", 2)
+    assert calls == ["backward", "backward", "step", "zero_grad"] * 2
 
 
 def test_on_two_processes(world: World, tmp_path: Path) -> None:

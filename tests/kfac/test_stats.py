@@ -166,10 +166,27 @@ def test_micro_batches_of_a_stats_worker_are_counted() -> None:
         torch.testing.assert_close(other, sent[0])
 
 
+def test_a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step() -> None:
+    x, y = BATCHES[0]
+    sent = []
+    for reduction, sizes in (("mean", (12,)), ("step_mean", (2, 10)), ("step_mean", (12,))):
+        model = CASE.model()
+        optimizer = distkfac(model, loss_reduction=reduction)
+        post = helping(optimizer)
+        optimizer._curvature.layers.capture.enabled = True
+        for part in zip(x.split(sizes), y.split(sizes), strict=True):
+            (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
+        optimizer.step()
+        sent.append(post.sent[TO_WORKER.format(0)][0])
+    for other in sent[1:]:
+        torch.testing.assert_close(other, sent[0])
+
+
 def test_what_is_served_is_neither_scaled_nor_divided() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     sent = []
-    for options in ({}, {"accumulation_steps": 4}, {"grad_scaler": scaler}):
+    told = ({"accumulation_steps": 4}, {"loss_reduction": "step_mean"}, {"grad_scaler": scaler})
+    for options in ({}, *told):
         model = CASE.model()
         optimizer = distkfac(model, **options)
         sent.append(message(model, optimizer, lambda model=model: loss_on(model), "serve")[0])

@@ -256,9 +256,11 @@ class KFACCurvature(Curvature):
             else:
                 self._pipeline.drain()
         elif own:
+            more = self._more_terms()
             sums = self.layers.sums(taken)
             with self.training.meter.stage("exchange"):
                 exchange.statistics(sums, self._wire)
+            sums = self.layers.whole_steps(sums, self.training.world.size, more)
             self.layers.take_in(sums, self._cadence.decay())
             self._cadence.updated()
         if helpers is None:
@@ -272,6 +274,17 @@ class KFACCurvature(Curvature):
             self.layers.take_in(found, decay)
         helpers.tell(self.training)
         return coming
+
+    def _more_terms(self) -> Tensor | float:
+        """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's."""
+        block = self.layers.counting
+        if self._system.owners is None or block is None or self.layers.reduction != "step_mean":
+            return 1.0
+        here = block.staged.examples
+        everywhere = here.clone()
+        with self.training.meter.stage("exchange"):
+            self.training.world.all_reduce([everywhere]).wait()
+        return everywhere / here.clamp_min(1.0)
 
     @property
     def _wire(self) -> torch.dtype | None:
@@ -292,6 +305,7 @@ class KFACCurvature(Curvature):
                 if sums is None:
                     return
                 blocks = list(sums)
+                sums = self.layers.whole_steps(sums, self.training.world.size)
                 self.layers.take_in(sums, decay)
             yield blocks
 
@@ -309,7 +323,7 @@ class KFACCurvature(Curvature):
             counting,
             [block for block in blocks if self._takes(block)],
             counts_own=self._system.owners is not None,
-            mean_loss=self._options.loss_reduction == "mean",
+            mean_loss=self._options.loss_reduction != "sum",
         )
         for block in blocks:
             block.expect()
@@ -352,6 +366,10 @@ class KFACCurvature(Curvature):
         layer = self.known.get(block)
         return layer is None or layer.source in (None, self._rank)
 
+    def _watches(self, block: KroneckerBlock) -> bool:
+        """Whether this rank looks at a layer's passes: for its factors, or to count the terms."""
+        return self._takes(block) or block is self.layers.counting
+
     def _follow(self) -> None:
         """Plan anew if layers were frozen or unfrozen since the last step."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
@@ -375,7 +393,7 @@ class KFACCurvature(Curvature):
         move_factors(world, self.plan, before)
         known = before | self.plan
         self.known = {block: known[block] for block in layers.blocks if block in known}
-        layers.watch(self._takes)
+        layers.watch(self._watches)
         for block in layers.blocks:
             block.drop_inverse()
         self.solves.follow(self.plan)
@@ -410,6 +428,7 @@ class KFACCurvature(Curvature):
         return [
             *(("closed", self._closed), sharded, wanted, newcomers),
             *scheduled,
+            ("losses", self.layers.reduction),
             *([("gradient workers", self.workers)] if self.workers else []),
             *self.budget.facts(),
         ]
@@ -481,7 +500,7 @@ class KFACCurvature(Curvature):
         self._exchange = None
         self.budget.begin()
         self.layers.connect()
-        self.layers.watch(self._takes)
+        self.layers.watch(self._watches)
         self.watch()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -521,7 +540,7 @@ class KFACCurvature(Curvature):
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.capture.unhooked()
+        return self.layers.unwatched()
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters of layers that train, and of which statistics come."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from second_order.contract.groups import members_of
 from second_order.contract.training import Training
 from second_order.kfac.clip import USUAL_BATCH
 from second_order.kfac.options import KFACOptions
+from second_order.kfac.reduction import ItemsHook, may_be_step_mean, reduction_of, watch_items
 from second_order.kfac.summary import layer_rows
 from second_order.kronecker.block import GradientScale, KroneckerBlock, StatisticsCollector
 from second_order.kronecker.capture import Capture
-from second_order.kronecker.factors import StatisticsSums, drop_overflow
+from second_order.kronecker.factors import Reduction, StatisticsSums, drop_overflow
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import Approximation
@@ -53,6 +55,18 @@ UNEXPLAINED = tuple(
 ELSEWHERE = (
     "on another process the inputs and output gradients of its calls do not make its gradient"
 )
+SAID = {
+    "mean": (
+        "the loss of each is taken to have been divided by their number, as Lightning and "
+        "Accelerate do; where losses are added up as they are, write accumulation_steps=1; where "
+        "each is divided by the terms of all passes, loss_reduction='step_mean'"
+    ),
+    "step_mean": (
+        "the model was given num_items_in_batch, and the loss of each is taken to have been "
+        "divided by it; where a model only takes the mean over each pass, write "
+        "loss_reduction='mean' and accumulation_steps=1"
+    ),
+}
 
 
 class Layers:
@@ -91,6 +105,7 @@ class Layers:
         self._signature: tuple[Any, ...] | None = None
         self._overflown: dict[KroneckerBlock, Tensor] = {}
         self.heard: Callable[[KroneckerBlock], None] | None = None
+        self._items: ItemsHook | None = None
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the model that have blocks.
@@ -168,10 +183,12 @@ class Layers:
         sampled, divided_by = options.fisher == "sampled", options.accumulation_steps
         scaler = None if sampled else self._training.scaler
         fsdp = FSDPParams(self._training.model)
+        if self._items is None:
+            self._items = watch_items(self._training.model, options, self)
         self.collector = StatisticsCollector(
             options.kfac_approx,
             options.factor_dtype,
-            mean_reduction=not sampled and options.loss_reduction == "mean",
+            reduction=partial(reduction_of, options, self._items),
             gradient_scale=GradientScale(
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
@@ -200,6 +217,29 @@ class Layers:
         self.capture.enabled = due
         if self._sampler is not None:
             self._sampler.step = self._training.steps
+
+    @property
+    def reduction(self) -> Reduction:
+        """What the losses are taken to be whose gradients are captured."""
+        return reduction_of(self._options, self._items)
+
+    @property
+    def counting(self) -> KroneckerBlock | None:
+        """The layer by whose examples processes compare their shares of a step; None if never.
+
+        It is the last one, as a rule the one whose outputs have the loss's terms.
+        """
+        if not may_be_step_mean(self._options, self._items):
+            return None
+        return next((block for block in reversed(self.active) if block.watched), None)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Take all hooks off the model for a block, and put them back."""
+        items = self._items
+        aside = nullcontext() if items is None else items.aside(self._training.model)
+        with self.capture.unhooked(), aside:
+            yield
 
     @property
     def nothing_captured(self) -> bool:
@@ -242,6 +282,29 @@ class Layers:
             block.staged.clear()
         return sums
 
+    def whole_steps(
+        self,
+        sums: Mapping[KroneckerBlock, StatisticsSums],
+        processes: int,
+        more: Tensor | float = 1.0,
+    ) -> dict[KroneckerBlock, StatisticsSums]:
+        """The sums over all processes, with G that of examples whatever the losses' reduction.
+
+        Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
+        times the number of processes, over which the sums of gradients are averaged.
+
+        Args:
+            sums: Sums of some layers.
+            processes: Number of processes whose gradients are averaged.
+            more: The step's examples, relative to those in the sums.
+        """
+        if self.reduction != "step_mean":
+            return dict(sums)
+        return {
+            block: each.times((each.head[0] * more / processes) ** 2, block.shape.groups)
+            for block, each in sums.items()
+        }
+
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
         """Update the running averages by sums over all processes, weighted by their examples.
 
@@ -257,18 +320,14 @@ class Layers:
 
     def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """The number that each pass's loss was divided by: the passes with "auto", else 1."""
-        options, training = self._options, self._training
-        told = options.accumulation_steps != "auto" or options.loss_reduction == "sum"
-        if told or options.fisher == "sampled":
+        options, training, reduction = self._options, self._training, self.reduction
+        told = options.accumulation_steps != "auto" or options.loss_reduction == "step_mean"
+        if told or reduction == "sum":
             return 1
         found = max((block.staged.micro_batches for block in blocks), default=1)
         if found > 1 and training.first_time("micro-batches"):
-            training.warn(
-                f"{found} backward passes in a step: the loss of each is taken to have been "
-                f"divided by their number, as Trainer, Lightning and Accelerate do; where losses "
-                f"are added up as they are, write accumulation_steps=1"
-            )
-        return max(found, 1)
+            training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
+        return max(found, 1) if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong
 
@@ -365,13 +424,16 @@ class Layers:
     def close(self) -> None:
         """Remove every hook from the model, and forget its layers."""
         self.capture.detach()
+        if self._items is not None:
+            self._items.remove()
         self.collector.blocks.clear()
         self.blocks, self.active, self.left, self._signature = [], [], [], ()
         self._overflown = {}
 
     def __getstate__(self) -> dict[str, Any]:
         dropped = ("capture", "collector", "_sampler")
-        return {key: value for key, value in self.__dict__.items() if key not in dropped}
+        kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
+        return {**kept, "_items": None}
 
 
 def gradient_blocks(blocks: Iterable[KroneckerBlock]) -> list[GradientBlock]:
@@ -397,7 +459,7 @@ def gradient_statistics(
         blocks: The blocks whose counts are those of the training's batches.
         mine: The blocks to take statistics of.
         counts_own: Whether a rank's layers count its own examples alone, not those of all ranks.
-        mean_loss: Whether the loss is a mean over examples, not a sum.
+        mean_loss: Whether the gradient is a mean over the step's examples, not a sum.
     """
     size = training.world.size
     others = [b.factors for b in blocks if b.factors and not isinstance(b, GradientBlock)]

@@ -238,7 +238,11 @@ Micro-batches to a step, if the loss is divided by their number; 1 if the losses
 several passes are added up. "auto": the passes of each step are counted, and their
 losses taken to be divided by their number.""",
     "loss_reduction": """\
-"mean" if the loss is a mean over its terms, "sum" if it is a sum.""",
+What the loss of a backward pass is. "mean": over the terms of the pass, divided by the passes of a
+step as ``accumulation_steps`` says. "sum": over them. "step_mean": their sum divided by the number
+of terms in all passes of the step, on all processes, and times the number of processes, over which
+gradients are averaged. "auto": "step_mean" if the model's forward is given ``num_items_in_batch``,
+as by transformers' Trainer, and ``accumulation_steps`` is "auto"; "mean" otherwise.""",
     "grad_scaler": "The ``GradScaler`` that scales the loss, if there is one.",
     "factor_dtype": "Dtype in which factors are kept and sent: float32, float64 or bfloat16.",
     "inv_dtype": "Dtype in which inverses are kept, sent and applied; solves use float32 or more.",
@@ -284,7 +288,7 @@ class KFACOptions:
     symmetry_aware: bool = True
     skip_layers: tuple[str, ...] = ()
     accumulation_steps: int | Literal["auto"] = "auto"
-    loss_reduction: str = "mean"
+    loss_reduction: str = AUTO
     factor_dtype: torch.dtype = torch.float32
     inv_dtype: torch.dtype = torch.float32
     max_consecutive_failures: int = 3
@@ -407,7 +411,13 @@ class KFACOptions:
         if self.accumulation_steps != "auto":
             meaning = "micro-batches to a step, or 'auto'"
             check_count("accumulation_steps", self.accumulation_steps, meaning)
-        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        check_choice("loss_reduction", self.loss_reduction, (AUTO, "mean", "sum", "step_mean"))
+        if self.loss_reduction == "step_mean" and self.accumulation_steps != "auto":
+            raise ValueError(
+                f"accumulation_steps={self.accumulation_steps} with loss_reduction='step_mean' "
+                f"would do nothing: each loss is divided by the terms of all passes, however many; "
+                f"leave accumulation_steps out"
+            )
         for name in ("factor_dtype", "inv_dtype"):
             if getattr(self, name) not in FACTOR_DTYPES:
                 raise ValueError(

@@ -528,6 +528,7 @@ class StatsWorker(Curvature):
         active = self.layers.active
         self.layers.look(active)
         sums = self.layers.sums([block for block in active if not block.staged.empty])
+        sums = self.layers.whole_steps(sums, 1)
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         owners = self._owners(active, self._workers)
         for block, owner in zip(active, owners, strict=True):
@@ -565,7 +566,7 @@ class StatsWorker(Curvature):
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.capture.unhooked()
+        return self.layers.unwatched()
 
     def close(self) -> None:
         """Say goodbye to the workers, and release the model."""

@@ -17,6 +17,7 @@ from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
+    Reduction,
     StagedStatistics,
     mean_eigenvalue,
 )
@@ -523,7 +524,7 @@ class StatisticsCollector:
     Attributes:
         approximation: "expand" or "reduce".
         factor_dtype: Dtype in which statistics are formed, or float32 if that is wider.
-        mean_reduction: Whether the captured gradients are of a mean over the loss's terms.
+        reduction: Tells what the loss of a pass is, asked at every pair.
         gradient_scale: Gives a further factor of the captured gradients, called at every pair.
         conv_approximation: The approximation for convolutions; None for the same.
         warn: Issues a warning of statistics that cannot be had.
@@ -535,7 +536,7 @@ class StatisticsCollector:
 
     approximation: Approximation
     factor_dtype: torch.dtype
-    mean_reduction: bool
+    reduction: Callable[[], Reduction]
     gradient_scale: Callable[[Tensor], Tensor | float]
     conv_approximation: Approximation | None = None
     warn: Callable[[str], None] = lambda message: warnings.warn(
@@ -606,7 +607,11 @@ class StatisticsCollector:
                 with span("capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
                     staged.add(
-                        pair, self.gradient_scale(d), pass_id, again=again, mean=self.mean_reduction
+                        pair,
+                        self.gradient_scale(d),
+                        pass_id,
+                        again=again,
+                        reduction=self.reduction(),
                     )
                 block.hear()
                 self.heard(block)

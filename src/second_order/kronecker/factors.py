@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,11 +25,15 @@ from second_order.kronecker.triangles import (
 
 __all__ = [
     "KroneckerFactors",
+    "Reduction",
     "StagedStatistics",
     "StatisticsSums",
     "drop_overflow",
     "mean_eigenvalue",
 ]
+
+Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
+"""What a loss is: a mean over its pass's examples, a sum over them, or that over the step's."""
 
 
 @dataclass
@@ -47,6 +52,12 @@ class StatisticsSums:
     def to(self, dtype: torch.dtype) -> StatisticsSums:
         """The same sums, with those of the factors in a dtype."""
         return StatisticsSums({k: f.to(dtype) for k, f in self.factors.items()}, self.head)
+
+    def times(self, scale: float | Tensor, groups: int) -> StatisticsSums:
+        """The same sums, with those of a layer's G times a number."""
+        head = self.head.clone()
+        head[1 + groups : 1 + 2 * groups] *= scale
+        return StatisticsSums({**self.factors, "G": self.factors["G"] * scale}, head)
 
 
 class StagedStatistics:
@@ -86,7 +97,7 @@ class StagedStatistics:
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
         # By pass, each call's rows and examples.
         self._passes: dict[int, list[tuple[float | Tensor, Tensor]]] = {}
-        self._mean = False
+        self._reduction: Reduction = "sum"
         self._first_passes: set[int] = set()
 
     @property
@@ -103,6 +114,11 @@ class StagedStatistics:
         """True if no pair arrived since the last :meth:`clear`."""
         return not self._sums
 
+    @property
+    def examples(self) -> Tensor:
+        """Number of examples so far, over all uses and passes; a scalar."""
+        return self._head[0]
+
     def add(
         self,
         pair: PairStatistics,
@@ -110,7 +126,7 @@ class StagedStatistics:
         pass_id: int,
         *,
         again: bool = False,
-        mean: bool = False,
+        reduction: Reduction = "sum",
     ) -> None:
         """Add one pair.
 
@@ -120,11 +136,11 @@ class StagedStatistics:
                 loss; G takes its square.
             pass_id: The backward pass the pair came from.
             again: Whether an earlier pass has come through the same forward.
-            mean: Whether that loss is a mean over the examples.
+            reduction: What that loss is.
         """
         self.pairs += 1
         self.revision += 1
-        if mean:
+        if reduction == "mean":
             # Over the rows, at first: the whole step tells what share of them counts, so that
             # it does not matter how a batch was cut.
             gradient_scale = gradient_scale * pair.rows
@@ -147,7 +163,7 @@ class StagedStatistics:
             found = {k: factor.masked_fill(~finite, 0.0) for k, factor in found.items()}
             self.dropped += ~finite
         self._head += head.to(self.dtype)
-        self._mean = mean
+        self._reduction = reduction
         if self._sums:
             torch._foreach_add_(list(self._sums.values()), list(found.values()))
         else:
@@ -161,7 +177,8 @@ class StagedStatistics:
 
         A module used U times in a pass gives A averaged over its uses and G summed over them
         (the lumped statistics of Ba et al. 2017, appendix C). A use without an example is none,
-        unless the whole pass has none.
+        unless the whole pass has none. Of losses divided by the examples of the whole step nobody
+        knows the number here: G is to be multiplied by its square.
 
         Args:
             micro_batches: The number that each pass's loss was divided by.
@@ -172,13 +189,16 @@ class StagedStatistics:
         counted = [_uses_and_rows(calls) for calls in self._passes.values()]
         uses = sum(n for n, _ in counted) / len(counted)
         scale: float | Tensor = uses * micro_batches**2
-        if self._mean:
+        if self._reduction == "mean":
             scale = scale * self._share_of_examples(sum(rows for _, rows in counted)) ** 2
+        elif self._reduction == "step_mean":
+            # An example is counted at each use, and in each pass that comes through its forward.
+            counted_again = uses * len(self._passes) / max(self.micro_batches, 1)
+            scale = scale / counted_again**2
+        found = StatisticsSums(dict(self._sums), self._head)
         if isinstance(scale, float) and scale == 1.0:
-            return StatisticsSums(dict(self._sums), self._head)
-        head, groups = self._head.clone(), self.shape.groups
-        head[1 + groups : 1 + 2 * groups] *= scale
-        return StatisticsSums({**self._sums, "G": self._sums["G"] * scale}, head)
+            return found
+        return found.times(scale, self.shape.groups)
 
     def _share_of_examples(self, rows: float | Tensor) -> float | Tensor:
         """The share of the rows that are examples; a number where that costs no waiting."""

@@ -1,0 +1,399 @@
+"""What a step is does not depend on how its batch is cut, where each loss is divided by the step's
+terms: `loss_reduction="step_mean"`, told or found out.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import assert_same_factors, each_kronecker, factors, hook_count, make
+from models import ZOO
+from ranks import agreed, assert_same_trajectory, by_reference, kaisa, vector
+from reference import empirical_factors
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import DPKFAC, KAISA, DistKFAC, RankMismatchError, SecondOrderWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pool import World
+    from reference import Batch
+
+MLP = ZOO["mlp"]
+N, STEPS = 40, 4
+BATCHES = MLP.batches(STEPS, n=N)
+SIZES = (4, 36)
+SGD = {"kl_clip": 1e-3, "momentum": 0.9}  # a clip that binds
+ADAM = {"base": torch.optim.Adam, "lr": 0.01}
+CUTS = (((4, 2), (30, 4)), ((1, 9), (28, 2)))  # by step, of the two ranks: sizes of micro-batches
+
+
+def pieces(batch: Batch, sizes: Sequence[int]) -> Iterable[Batch]:
+    return zip(*(part.split(sizes) for part in batch), strict=True)
+
+
+def cut(model: nn.Module, batch: Batch, sizes: Sequence[int] = SIZES, case: Any = MLP) -> None:
+    """Backward passes of pieces of a batch, each loss divided by the terms of all."""
+    for x, y in pieces(batch, sizes):
+        (case.loss(model(x), y) * (len(x) / len(batch[0]))).backward()
+
+
+def trained(System: Any, sizes: Sequence[int] | None, case: Any = MLP, **options: Any) -> Any:
+    """The parameters after each step, and the optimizer; of whole batches without sizes."""
+    model = case.model()
+    optimizer = make(System, model, **options)
+    trajectory = []
+    for batch in BATCHES if case is MLP else case.batches(STEPS, n=6):
+        optimizer.zero_grad()
+        cut(model, batch, sizes or [len(batch[0])], case)
+        optimizer.step()
+        trajectory.append(vector(model))
+    return trajectory, optimizer
+
+
+def off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The distance of the ends, relative to the movement."""
+    start = vector(MLP.model())
+    return float((found[-1] - expected[-1]).norm() / (expected[-1] - start).norm())
+
+
+@each_kronecker
+@pytest.mark.parametrize("base", [SGD, ADAM], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("sizes", [SIZES, (1, 30, 9), (20, 20)])
+def test_any_cut_of_a_batch_trains_as_the_whole(System: Any, base: Any, sizes: Any) -> None:
+    whole, before = trained(System, None, loss_reduction="mean", **base)
+    found, optimizer = trained(System, sizes, loss_reduction="step_mean", **base)
+    assert off(found, whole) < 1e-10
+    assert_same_factors(factors(optimizer), factors(before))
+    if base is SGD:
+        clip = optimizer.statistics()["clip"]
+        assert clip < 1
+        assert clip == pytest.approx(before.statistics()["clip"])
+
+
+def test_the_whole_batch_trains_as_by_the_dense_reference() -> None:
+    model = MLP.model()
+    optimizer, trajectory = kaisa(model, loss_reduction="step_mean"), []
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        cut(model, batch)
+        optimizer.step()
+        trajectory.append(vector(model))
+    assert_same_trajectory(trajectory, by_reference(MLP, BATCHES, {}))
+
+
+def trace(matrices: Tensor) -> float:
+    return float(matrices.diagonal(dim1=-2, dim2=-1).sum())
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+def test_other_conventions_are_off_by_what_they_say() -> None:
+    """The control. Over 4 and 36 rows "mean" takes d for 2 n times too small, and not 40."""
+    x, y = BATCHES[0]
+    right = empirical_factors(MLP.model(), x, y, MLP.loss, "4")[1]
+    found = {}
+    for reduction in ("mean", "sum", "step_mean"):
+        model = MLP.model()
+        optimizer = make(KAISA, model, loss_reduction=reduction)
+        cut(model, BATCHES[0])
+        optimizer.step()
+        found[reduction] = trace(factors(optimizer)["4"][1]) / trace(right)
+    assert found["mean"] == pytest.approx(2.92, rel=0.1)
+    assert found["sum"] == pytest.approx(N**-2)
+    assert found["step_mean"] == pytest.approx(1.0)
+    whole, _ = trained(KAISA, None, **SGD)
+    assert off(trained(KAISA, SIZES, loss_reduction="mean", **SGD)[0], whole) > 0.1
+    assert off(trained(KAISA, SIZES, loss_reduction="sum", **SGD)[0], whole) > 0.1
+
+
+@each_kronecker
+@pytest.mark.parametrize(
+    "name",
+    ["conv_grouped", "shared_linear", "shared_conv", "attention", "tied", "language_model", "lora"],
+)
+def test_layers_of_every_kind(System: Any, name: str) -> None:
+    """Those used twice in a pass, too, and those whose factors are both of gradients."""
+    case = ZOO[name]
+    whole, before = trained(System, None, case, **ADAM)
+    found, optimizer = trained(System, (1, 5), case, loss_reduction="step_mean", **ADAM)
+    assert_same_factors(factors(optimizer), factors(before), rtol=1e-9)
+    assert_same_trajectory(found, whole)
+
+
+@each_kronecker
+def test_rows_without_a_term_count_for_nothing(System: Any) -> None:
+    """Padded to unequal lengths, with labels that the loss ignores."""
+    x, y = BATCHES[0]
+    ends = []
+    for sizes, more in (((N,), 0), (SIZES, 3), ((30, 10), 0)):
+        model = MLP.model()
+        optimizer = make(System, model, loss_reduction="step_mean")
+        for one, labels in pieces((x, y), sizes):
+            padded = functional.pad(one, (0, 0, 0, more))
+            ignored = functional.pad(labels, (0, more), value=-100)
+            (functional.cross_entropy(model(padded), ignored, reduction="sum") / N).backward()
+        optimizer.step()
+        ends.append(factors(optimizer))
+    assert_same_factors(ends[1], ends[0])
+    assert_same_factors(ends[2], ends[0])
+
+
+def test_two_losses_of_one_forward_have_the_terms_of_one() -> None:
+    model, twin = MLP.model(), MLP.model()
+    optimizer, plain = make(KAISA, model, loss_reduction="step_mean"), make(KAISA, twin)
+    x, y = BATCHES[0]
+    for loss in (MLP.loss(model(x), y), MLP.loss(twin(x), y)):
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+    optimizer.step()
+    plain.step()
+    assert_same_factors(factors(optimizer), factors(plain))
+
+
+def test_scaled_losses() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model, twin = MLP.model(), MLP.model()
+    optimizer = make(KAISA, model, loss_reduction="step_mean", grad_scaler=scaler)
+    plain = make(KAISA, twin, loss_reduction="step_mean")
+    for x, y in pieces(BATCHES[0], SIZES):
+        scaler.scale(MLP.loss(model(x), y) * (len(x) / N)).backward()
+    scaler.step(optimizer)
+    cut(twin, BATCHES[0])
+    plain.step()
+    assert_same_factors(factors(optimizer), factors(plain))
+
+
+def test_factors_of_gradients_take_the_gradient_for_a_mean() -> None:
+    found = []
+    for reduction, sizes in (("mean", (N,)), ("step_mean", SIZES)):
+        model = nn.Sequential(nn.Linear(5, 7), nn.RNNCell(7, 3)).double()
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view_as(p) / (i + 1))
+        optimizer = make(KAISA, model, loss_reduction=reduction, other_matrices="gradient")
+        cut(model, BATCHES[0], sizes)
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert len(found[0]) > 1
+    assert_same_factors(found[1], found[0])
+
+
+# On several processes, with unequal shares of the terms.
+
+
+def share_of(batch: Batch, step: int, rank: int, world_size: int) -> list[Batch]:
+    """A rank's micro-batches, of a step whose batch has 40 rows."""
+    sizes = CUTS[step % 2]
+    parts = list(pieces(batch, [n for each in sizes for n in each]))
+    return parts if world_size == 1 else parts[2 * rank : 2 * rank + 2]
+
+
+def divided(
+    rank: int, world_size: int, System: Any, options: dict[str, Any], wrapped: bool = False
+) -> list[Tensor]:
+    """The parameters after each step on this rank's micro-batches."""
+    model: nn.Module = MLP.model()
+    outer = DistributedDataParallel(model) if wrapped else model
+    optimizer = make(System, outer, loss_reduction="step_mean", **options)
+    trajectory = []
+    for step, batch in enumerate(BATCHES):
+        optimizer.zero_grad()
+        for x, y in share_of(batch, step, rank, world_size):
+            (world_size * MLP.loss(outer(x), y) * (len(x) / N)).backward()
+        optimizer.step()
+        trajectory.append(vector(model))
+    return trajectory
+
+
+@pytest.mark.parametrize("System", [KAISA, DistKFAC])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_unequal_shares_train_as_the_whole_batch(world: World, System: Any, wrapped: bool) -> None:
+    ranks = world.run(divided, 2, System, SGD, wrapped)
+    whole, _ = trained(System, None, **SGD)
+    assert_same_trajectory(agreed(ranks), whole)
+
+
+@pytest.mark.parametrize("exchange", ["reduce", "pipelined"])
+def test_unequal_shares_however_statistics_travel(world: World, exchange: str) -> None:
+    ranks = world.run(divided, 2, KAISA, {**SGD, "factor_exchange": exchange})
+    whole, _ = trained(KAISA, None, **SGD)
+    assert_same_trajectory(agreed(ranks), whole)
+
+
+def first_factors(rank: int, world_size: int) -> dict[str, Any]:
+    """Those of the layers that this rank owns, and what they are to be: of its own share."""
+    model = MLP.model()
+    optimizer = make(DPKFAC, model, loss_reduction="step_mean")
+    mine = share_of(BATCHES[0], 0, rank, world_size)
+    x, y = (torch.cat(parts) for parts in zip(*mine, strict=True))
+    expected = {n: empirical_factors(MLP.model(), x, y, MLP.loss, n) for n in ("0", "2", "4")}
+    for one, labels in mine:
+        (world_size * MLP.loss(model(one), labels) * (len(one) / N)).backward()
+    optimizer.step()
+    return {
+        block.name: (tuple(block.factors.matrices(torch.float64)), expected[block.name])
+        for block, layer in optimizer._curvature.plan.items()
+        if layer.source == rank
+    }
+
+
+def test_owners_factors_are_those_of_their_own_shares(world: World) -> None:
+    """The owner of some has 6 rows of 40, that of the others 34."""
+    ranks = world.run(first_factors, 2)
+    assert all(ranks)
+    for owned in ranks:
+        for found, expected in owned.values():
+            assert_same_factors({"": found}, {"": expected})
+
+
+def test_owners_agree_on_what_they_train(world: World) -> None:
+    agreed(world.run(divided, 2, DPKFAC, SGD))
+
+
+# Found out: a model that is given the number of all targets.
+
+
+class Told(nn.Module):
+    """Takes the number, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP.model()
+
+    def forward(self, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
+        number = kwargs.get("num_items_in_batch")
+        if number is None:
+            return functional.cross_entropy(self.inner(x), y)
+        return functional.cross_entropy(self.inner(x), y, reduction="sum") / number
+
+
+def told(
+    System: Any, sizes: Sequence[int], number: int | None = N, **options: Any
+) -> tuple[Any, list[str]]:
+    """The optimizer after some steps, and what it has warned of."""
+    model = Told()
+    optimizer = make(System, model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(*batch)
+            for x, y in pieces(batch, sizes):
+                more = {} if number is None else {"num_items_in_batch": torch.tensor(number)}
+                (model(x, y, **more) / (len(sizes) if number is None else 1)).backward()
+            optimizer.step()
+    return optimizer, [str(w.message) for w in caught if w.category is SecondOrderWarning]
+
+
+@each_kronecker
+def test_a_model_that_is_given_the_number_is_found_out(System: Any) -> None:
+    whole, _ = trained(System, None, **SGD)
+    optimizer, said = told(System, SIZES, **SGD)
+    found = vector(optimizer._training.model)
+    assert off([found], whole) < 1e-10
+    (line,) = said
+    assert "2 backward passes in a step: the model was given num_items_in_batch" in line
+    assert "loss_reduction='mean' and accumulation_steps=1" in line
+
+
+def test_a_model_that_is_not_given_it_has_means() -> None:
+    whole, _ = trained(KAISA, None, **SGD)
+    optimizer, (line,) = told(KAISA, (20, 20), None, **SGD)
+    assert off([vector(optimizer._training.model)], whole) < 1e-10
+    assert "loss_reduction='step_mean'" in line
+
+
+def test_drawn_labels_are_divided_by_nothing() -> None:
+    found = []
+    for options in ({}, {"loss_reduction": "step_mean"}):
+        model = MLP.model()
+        optimizer = make(KAISA, model, fisher="sampled", **options)
+        cut(model, BATCHES[0])
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
+
+
+@pytest.mark.parametrize("options", [{"loss_reduction": "mean"}, {"accumulation_steps": 2}])
+def test_what_is_told_by_an_option_stands(options: dict[str, Any]) -> None:
+    optimizer, _ = told(KAISA, (20, 20), **options)
+    assert optimizer._curvature.layers.reduction != "step_mean"
+
+
+def test_only_a_training_pass_tells() -> None:
+    model = Told()
+    optimizer = make(KAISA, model)
+    with torch.no_grad():
+        model(*BATCHES[0], num_items_in_batch=N)
+    assert optimizer._curvature.layers.reduction == "mean"
+    model(*BATCHES[0], num_items_in_batch=N)
+    assert optimizer._curvature.layers.reduction == "step_mean"
+
+
+def test_the_hook_goes_with_the_optimizer() -> None:
+    model = Told()
+    optimizer = make(KAISA, model)
+    hooked = hook_count(model)
+    with optimizer.hooks_removed():
+        assert hook_count(model) == 0
+    assert hook_count(model) == hooked == 4
+    twin = copy.deepcopy(optimizer)
+    model(*BATCHES[0], num_items_in_batch=N)
+    assert optimizer._curvature.layers.reduction == "step_mean"
+    assert twin._curvature.layers.reduction == "mean"
+    optimizer.close()
+    assert hook_count(model) == 0
+    optimizer = make(KAISA, model)
+    assert hook_count(model) == hooked
+    del optimizer
+    gc.collect()
+    assert hook_count(model) == 0
+    assert hook_count(MLP.model()) == 0
+    make(KAISA, plain := MLP.model())
+    assert not plain._forward_pre_hooks
+
+
+def test_a_compiled_model_is_found_out() -> None:
+    torch.compiler.reset()
+    model = Told()
+    optimizer = make(KAISA, model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for x, y in pieces(BATCHES[0], SIZES):
+        compiled(x, y, num_items_in_batch=torch.tensor(N)).backward()
+    optimizer.step()
+    twin = MLP.model()
+    plain = make(KAISA, twin)
+    cut(twin, BATCHES[0], (N,))
+    plain.step()
+    assert_same_trajectory([vector(model)], [vector(twin)])
+
+
+def differently(rank: int, world_size: int) -> str:
+    model = Told()
+    optimizer = make(KAISA, model)
+    more = {"num_items_in_batch": N} if rank == 0 else {}
+    model(*BATCHES[0], **more).backward()
+    with pytest.raises(RankMismatchError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_ranks_that_are_told_differently(world: World) -> None:
+    for said in world.run(differently, 2):
+        assert "step_mean" in said
+
+
+def test_a_number_of_passes_beside_it_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"accumulation_steps=2 with loss_reduction='step_mean'"):
+        make(KAISA, MLP.model(), loss_reduction="step_mean", accumulation_steps=2)
