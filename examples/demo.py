@@ -32,12 +32,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, AdamW, Muon, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import digits
 import language_model
+from muon import Muon
 from second_order import KAISA, SecondOrderWarning
 
 STEPS_BETWEEN_JUDGEMENTS = 25
