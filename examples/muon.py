@@ -42,4 +42,4 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, as torch's."""
         with patch.object(_muon, in_bfloat16.__name__, newton_schulz):
-            return super().step(closure)
+            return super().step(closure)  # type: ignore[no-untyped-call]

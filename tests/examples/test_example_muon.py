@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,16 @@ from torch.optim import _muon
 
 from muon import Muon
 
-OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 SHAPES = (16, 16), (48, 16), (16, 48)
 
 
-def stepped(kind: type[torch.optim.Optimizer], model: nn.ParameterList, steps: int) -> Tensor:
+def stepped(
+    kind: Callable[..., torch.optim.Optimizer], model: nn.ParameterList, steps: int
+) -> Tensor:
     """All that a copy of the model has moved by."""
     trained = deepcopy(model)
-    optimizer = kind(trained.parameters(), **OPTIONS)  # type: ignore[call-arg]
+    optimizer = kind(trained.parameters(), **OPTIONS)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for p in trained:
