@@ -1,4 +1,4 @@
-"""What curvature buys: KAISA beside Adam, AdamW and Muon, on two tasks, in some two minutes.
+"""What curvature buys: KAISA beside Adam, AdamW and Muon, on two tasks, in three minutes at most.
 
     torchrun --standalone --nproc-per-node=2 examples/demo.py
 
@@ -6,7 +6,8 @@ A small transformer learns the characters of the standard library's own source, 
 autoencoder the digits. The optimizers of a task start from the same weights and get the same
 batches, of which each process takes its part. KAISA is told what its base is told, at twice
 AdamW's learning rate or at Adam's own, and nothing else. Prints a table for each task, and draws
-the loss against steps and against seconds of training (what judging takes is not counted).
+the loss against steps and against seconds of training (what judging takes is not counted). Where
+500 steps of each would take too long, all optimizers get fewer, as many as each other.
 """
 
 import argparse
@@ -32,15 +33,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, AdamW, Muon, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import digits
 import language_model
+from muon import Muon
 from second_order import KAISA, SecondOrderWarning
 
+MOST_STEPS = 500
 STEPS_BETWEEN_JUDGEMENTS = 25
+TRIAL_STEPS = 10  # after a first block: KAISA refreshes at its first 20 steps, and at every tenth
 SIZE = language_model.SIZES["small"]
 DECAY: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
 
@@ -172,6 +176,31 @@ def train(task: Task, name: str, steps: int, silent: bool) -> Run:
     return run
 
 
+def cost_of(task: Task, name: str) -> tuple[float, float]:
+    """Seconds of a training's first block of steps, and of each step after it, by a short trial."""
+    start = time.perf_counter()
+    run = train(task, name, STEPS_BETWEEN_JUDGEMENTS + TRIAL_STEPS, silent=True)
+    *_, first, last = run.seconds
+    judging = (time.perf_counter() - start - last) / len(run.losses)
+    each_step = (last - first) / TRIAL_STEPS + judging / STEPS_BETWEEN_JUDGEMENTS
+    return first + 2 * judging, each_step
+
+
+def steps_within(seconds: float) -> int:
+    """How many steps of every training there is time for, after a trial of each.
+
+    Whole blocks, one at least; the same on all processes.
+    """
+    start = time.perf_counter()
+    costs = [cost_of(task, name) for task in TASKS for name in task.optimizers]
+    first, each_step = map(sum, zip(*costs, strict=True))
+    left = seconds - (time.perf_counter() - start)
+    blocks = 1 + max(0, int((left - first) / each_step) // STEPS_BETWEEN_JUDGEMENTS)
+    steps = torch.tensor(min(MOST_STEPS, blocks * STEPS_BETWEEN_JUDGEMENTS))
+    dist.broadcast(steps, 0)
+    return int(steps)
+
+
 def table(runs: list[Run]) -> Table:
     """A row for each optimizer of a task; how soon it is as good as the first is at its end."""
     first, goal = runs[0].optimizer, runs[0].losses[-1]
@@ -224,7 +253,10 @@ def draw(axes: Axes, runs: list[Run], unit: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, help=f"of each training; {MOST_STEPS} if time allows")
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="for all of them, without --steps"
+    )
     parser.add_argument("--figure", type=Path, default=Path("demo.png"))
     parser.add_argument("--json", type=Path, help="write the runs")
     args = parser.parse_args()
@@ -235,10 +267,16 @@ def main() -> None:
         dist.init_process_group("gloo", "tcp://localhost:0", rank=0, world_size=1)
     processes, silent = dist.get_world_size(), dist.get_rank() != 0
     console, results = Console(quiet=silent), []
+    steps = steps_within(args.seconds) if args.steps is None else args.steps
+    if args.steps is None and steps < MOST_STEPS:
+        console.print(
+            f"{steps} steps of every training: {MOST_STEPS} would take more than "
+            f"{args.seconds:g} s here, and --steps {MOST_STEPS} takes them."
+        )
     for task in TASKS:
         for name in task.optimizers:  # the first call of a kernel takes longer than the others
             train(task, name, 2, silent=True)
-        results.append([train(task, name, args.steps, silent) for name in task.optimizers])
+        results.append([train(task, name, steps, silent) for name in task.optimizers])
         console.print(table(results[-1]))
     dist.destroy_process_group()
     if silent:

@@ -157,19 +157,20 @@ def reference(
     curved: Sequence[Batch] = CURVED,
     with_update: Callable[[int], bool] = lambda epoch: True,
     fall: float = 0.5,
+    first: int = 0,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[tuple[float, float]]]:
     """Section 8 with dense Hessians: the trajectory, and each epoch's losses without and with.
 
     `decay` is what learning rates, and α with them, are multiplied by after each epoch; `fall` is
-    what "guarded" asks for.
+    what "guarded" asks for; `first` is where the first epoch begins, the base trains alone before.
     """
     model = CASE.model()
     optimizer = base(model.parameters(), **{"lr": 0.1, **kwargs})
     trajectory, losses, gradients = [], [], []
     for step, batch in enumerate(batches):
-        epoch, place = divmod(step, EPOCH)
-        if place == 0:
+        epoch, place = divmod(step - first, EPOCH)
+        if place == 0 and epoch >= 0:
             c, gradients = vector(model), []
             here = curved[epoch % len(curved)]
             H = torch.autograd.functional.hessian(lambda w, b=here: loss_at(w, b), c)
@@ -179,7 +180,7 @@ def reference(
         gradient(model, optimizer, batch)
         gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
         optimizer.step()
-        if place == EPOCH - 1:
+        if place == EPOCH - 1 and epoch >= 0:
             end, total = vector(model), torch.stack(gradients).sum(0)
             if kind == "additive":
                 mean = torch.stack(gradients[-added:]).mean(0)

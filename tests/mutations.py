@@ -3010,6 +3010,21 @@ MUTANTS = [
         "spoilt = None",
         "files::a_flipped_bit_of_a_number_is_refused",
     ),
+    # The papers' settings.
+    _mutant(
+        "a paper's bound that follows the learning rate",
+        "papers.py",
+        '"kl_clip": Constant(1e-3),',
+        '"kl_clip": 1e-3,',
+        "paper_settings::kaisa",
+    ),
+    _mutant(
+        "a paper's steps of the base that grow slowly",
+        "papers.py",
+        '"lr_scale_guard": False,',
+        '"lr_scale_guard": True,',
+        "paper_settings::dho2",
+    ),
     # What random trainings have found.
     _mutant(
         "a state that loses its curvature by close()",

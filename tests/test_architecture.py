@@ -1,5 +1,6 @@
 """The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
 
+    papers                                 what users make them with, to be as published
     optimizers                             what users make
     planning                               what it will cost, before it is made
     kfac        fosi                       two wings that know nothing of each other
@@ -58,9 +59,10 @@ BELOW: dict[str, set[str]] = {
         *("kfac", "fosi", "sharded", "planning"),
     },
     "recipes": {"errors", "options", "contract"},
+    "papers": {"kfac", "optimizers"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "recipes", "planning"),
+        *("files", "papers", "recipes", "planning"),
     },
     "profiling": {"files", "stages"},
     "__main__": {"profiling", "planning"},

@@ -22,12 +22,13 @@ import torch
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from tqdm import tqdm
 
 import digits
 import language_model
 import second_order
+from muon import Muon
 from second_order.kfac.options import PerStep
 from soap import SOAP
 
@@ -119,7 +120,7 @@ class Pair:
 
 
 def muon(model: nn.Module, lr: float, **options: Any) -> Pair:
-    """torch's Muon for the matrices of the blocks, AdamW for the rest."""
+    """Muon for the matrices of the blocks, AdamW for the rest."""
     hidden = {p for p in model.get_submodule("blocks").parameters() if p.dim() == 2}
     rest = [p for p in model.parameters() if p not in hidden]
     decay = options.pop("weight_decay")

@@ -22,6 +22,7 @@ from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.optimizers.mrdho2 import MRDHO2
+from second_order.papers import paper_settings
 from second_order.planning.calibration import calibrate
 from second_order.planning.choices import Plan
 from second_order.planning.interconnect import Interconnect
@@ -69,6 +70,7 @@ __all__ = [
     "export_base_state",
     "lanczos",
     "load_checkpoint",
+    "paper_settings",
     "parameter_groups",
     "plan",
     "register_layer",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ranks import script
+from ranks import replaced, script
 
 import demo
 from demo import Run, Task, rise_and_fall
@@ -62,7 +63,50 @@ def test_one_process_is_enough(world: World, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     (output,) = world.run(script, 1, "demo", "--steps", 1, "--figure", picture)
     assert all(name in output for _, name in COMPETITORS)
+    assert "steps of every training" not in output
     assert picture.exists()
+
+
+def shortened(rank: int, world_size: int, picture: Path) -> str:
+    """What the demo prints where a step of each training takes so long, as the first rank finds."""
+    cost = {"cost_of": lambda *_: (1.0, 50.0 if rank else 0.6)}
+    done = {
+        "train": lambda task, name, steps, silent: Run(task.name, name, [0, steps], [0, 1], [2, 1])
+    }
+    with replaced(demo, cost | done):
+        told: str = script(rank, world_size, "demo", "--figure", picture)
+    return told
+
+
+def test_a_slow_machine_takes_fewer_steps_all_alike(world: World, tmp_path: Path) -> None:
+    """150 s are 5 first blocks of a second, and 48 steps of 5 × 0.6 s."""
+    told, silent = world.run(shortened, 2, tmp_path / "demo.png")
+    assert "50 steps of every training: 500 would take more than 150 s" in told
+    assert told.count("50") >= len(COMPETITORS)
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(1e4, 500), (192.1, 500), (191.9, 475), (32.1, 100), (3, 25), (-5, 25)]
+)
+def test_as_many_steps_as_there_is_time_for(world: World, seconds: float, steps: int) -> None:
+    """One training begins with 2 s, and takes 0.4 s for each further step."""
+    assert world.run(steps_within, 1, seconds) == [steps]
+
+
+def steps_within(rank: int, world_size: int, seconds: float) -> int:
+    alone = {"TASKS": demo.TASKS[1:], "cost_of": lambda *_: (1.0, 0.2)}
+    with replaced(demo, alone):
+        return demo.steps_within(seconds)
+
+
+def test_the_trial_counts_the_first_steps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a judgement, of which there are three, to each block."""
+    run = Run("task", "KAISA", [0, 25, 35], [0.0, 5.0, 6.0], [3.0, 2.0, 1.0])
+    monkeypatch.setattr(demo, "train", lambda *args, **kwargs: run)
+    clock = iter([100.0, 100.0 + 6.0 + 3 * 0.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert demo.cost_of(demo.TASKS[0], "KAISA") == pytest.approx((5.0 + 2 * 0.5, 0.1 + 0.5 / 25))
 
 
 def test_the_rate_rises_in_a_tenth_of_the_steps_and_falls_to_a_twentieth() -> None:

@@ -1,0 +1,100 @@
+"""The scripts of docs/scripts.md run as they stand there, and train what the page says."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import replaced
+
+from muon import Muon
+
+if TYPE_CHECKING:
+    from pool import World
+
+PAGE = Path(__file__).parents[2] / "docs" / "scripts.md"
+LANGUAGE_MODEL, DDP, FSDP = re.findall(
+    r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
+]
+
+
+def told(text: str) -> float:
+    """A loss that the page promises."""
+    (loss,) = re.findall(text, PAGE.read_text("utf-8"))
+    return float(loss)
+
+
+def played(script: str, folder: Path, *arguments: object) -> tuple[list[float], dict[str, Any]]:
+    """The losses that a script prints, run in a folder, and the names it has in the end."""
+    here, names = Path.cwd(), {"__name__": "__main__"}
+    os.chdir(folder)
+    try:
+        argv = {"argv": ["train.py", *map(str, arguments)]}
+        with replaced(sys, argv), redirect_stdout(io.StringIO()) as output:
+            exec(compile(script, PAGE.name, "exec"), names)
+    finally:
+        os.chdir(here)
+    return [float(loss) for loss in re.findall(r"loss (\S+)", output.getvalue())], names
+
+
+def on_ranks(
+    rank: int, world_size: int, runs: list[tuple[str, Path, tuple[object, ...]]]
+) -> list[list[float]]:
+    """As above, one run after the other, in the process group that there is."""
+    groups = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
+    with replaced(dist, groups):
+        return [played(script, folder, *arguments)[0] for script, folder, arguments in runs]
+
+
+def test_the_language_model(tmp_path: Path) -> None:
+    """With Muon in float32, as a processor may emulate bfloat16."""
+    with replaced(torch.optim, {"Muon": Muon}):
+        losses, names = played(LANGUAGE_MODEL, tmp_path)
+    assert len(losses) == 4
+    assert losses[-1] < told(r"falls from 4\.9 to below (\S+) nats")
+    rows = {row.name: row for row in names["optimizer"].recipe().rows}
+    assert {name for name, row in rows.items() if row.base == "Muon"} == {
+        f"blocks.{i}.{layer}.weight" for i in (0, 1) for layer in ("qkv", "out", "up", "down")
+    }
+    for name, parameter in names["model"].named_parameters():
+        assert rows[name].weight_decay == (0.1 if parameter.ndim == 2 else 0.0)
+    assert rows["head.weight"].lr == pytest.approx(5e-4)  # the schedule has reached both bases
+    assert rows["blocks.0.up.weight"].lr == pytest.approx(5e-4)
+    saved = torch.load(tmp_path / "language_model.pt")
+    assert saved.keys() == {"model", "optimizer", "scheduler"}
+    names["optimizer"].load_state_dict(saved["optimizer"])
+
+
+def test_ddp_trains_as_one_process_does(world: World, tmp_path: Path) -> None:
+    (alone,), (shared,) = (world.run(on_ranks, count, [(DDP, tmp_path, ())])[0] for count in (1, 2))
+    assert len(alone) == 3
+    assert shared == pytest.approx(alone, rel=1e-3)
+    assert shared[-1] < told(r"loss is below (\S+) in the third epoch")
+    assert torch.load(tmp_path / "ddp.pt").keys() == {"model", "optimizer"}
+
+
+def test_fsdp_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:
+    """On as many processes, and on one."""
+    folders = [tmp_path / name for name in ("whole", "halves", "alone")]
+    for folder in folders:
+        folder.mkdir()
+    whole, halves, alone = folders
+    first = [(FSDP, halves, (40,)), (FSDP, alone, (40,))]
+    two = world.run(on_ranks, 2, [(FSDP, whole, (80,)), *first, (FSDP, halves, (80,))])[0]
+    (later,) = world.run(on_ranks, 1, [(FSDP, alone, (80,))])[0]
+    assert len(two[0]) == 4
+    assert two[1] + two[3] == pytest.approx(two[0], rel=1e-3)
+    assert two[2] + later == pytest.approx(two[0], rel=1e-3)
+    assert two[0][-1] < told(r"loss is below (\S+) after 80 steps")
