@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=Path("demo.png"))
     parser.add_argument("--json", type=Path, help="write the runs")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", "trained by AdamW alone", SecondOrderWarning)  # layer norms
+    warnings.filterwarnings("ignore", ".*trained by AdamW alone", SecondOrderWarning)  # layer norms
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
     else:

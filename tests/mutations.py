@@ -3054,4 +3054,26 @@ MUTANTS = [
         "if False:",
         "found::a_model_that_is_cast_goes_on_in_rows",
     ),
+    # What is said of the share that is preconditioned.
+    _mutant(
+        "frozen parameters in the share that is said",
+        "kfac/layers.py",
+        "share = _share(self.preconditioned(), training.training_params())",
+        "share = _share(self.preconditioned(), members_of(training.groups))",
+        "summary::only_what_trains_is_counted_and_named",
+    ),
+    _mutant(
+        "frozen parameters in the summary's share",
+        "report.py",
+        'sum(row.parameters for row in self.rows if row.status != "frozen")',
+        "sum(row.parameters for row in self.rows)",
+        "summary::only_what_trains_is_counted_and_named",
+    ),
+    _mutant(
+        "a remedy that does not help",
+        "kfac/layers.py",
+        "best = max(shares, key=lambda word: shares[word])",
+        "best = min(shares, key=lambda word: shares[word])",
+        "summary::where_less_than_half_is_covered_the_remedy_is_said_and_helps",
+    ),
 ]

@@ -20,6 +20,8 @@ import ast
 import functools
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -237,6 +239,40 @@ def test_a_system_loads_nothing_of_the_other_wing(system: str) -> None:
     loaded = reached(f"second_order.optimizers.{system}")
     strange = [name for name in loaded if part(name) in WINGS[SYSTEMS[system]]]
     assert not strange
+
+
+@pytest.mark.parametrize(
+    ("names", "strange"),
+    [
+        ("DHO2, MRDHO2", ("kfac", "kronecker", "planning")),
+        ("KAISA, DPKFAC, DistKFAC", ("fosi", "lanczos")),
+    ],
+)
+def test_the_package_itself_loads_what_is_asked_for(names: str, strange: tuple[str, ...]) -> None:
+    code = f"from second_order import {names}; import sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    ours = [name for name in loaded.stdout.split() if name.startswith("second_order.")]
+    assert len(ours) > 20
+    assert [name for name in ours if part(name) in strange] == []
+
+
+def test_what_is_loaded_when_asked_for_is_what_type_checkers_see() -> None:
+    (seen,) = (
+        node.body
+        for node in ast.parse((ROOT / "__init__.py").read_text("utf-8")).body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+    )
+    homes = {a.name: n.module for n in seen if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert sorted(homes) == sorted(second_order.__all__)
+    assert set(second_order.__all__) <= set(dir(second_order))
+    for name, home in homes.items():
+        assert home is not None
+        whole = importlib.import_module(f"{home}.{name}" if name == "lanczos" else home)
+        assert getattr(second_order, name) is (whole if name == "lanczos" else getattr(whole, name))
+    with pytest.raises(AttributeError, match="'second_order' has no attribute 'KAISER'"):
+        _ = second_order.KAISER
 
 
 def foreign(path: Path) -> list[str]:

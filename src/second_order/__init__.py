@@ -1,42 +1,49 @@
-"""Second-order optimizers that go where ``torch.optim`` optimizers go."""
+"""Second-order optimizers that go where ``torch.optim`` optimizers go.
 
-from second_order import lanczos
-from second_order.contract.checkpoint import export_base_state
-from second_order.errors import (
-    CheckpointError,
-    CurvatureError,
-    DecompositionError,
-    RankMismatchError,
-    SecondOrderError,
-    SecondOrderWarning,
-)
-from second_order.files import load_checkpoint, save_checkpoint
-from second_order.kfac.distkfac_options import DecayingClip
-from second_order.kfac.options import PerStep
-from second_order.kronecker.layer_curvature import LayerCurvature
-from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.kronecker.registration import register_layer
-from second_order.optimizers.base import SecondOrderOptimizer
-from second_order.optimizers.dho2 import DHO2
-from second_order.optimizers.distkfac import DistKFAC
-from second_order.optimizers.dpkfac import DPKFAC
-from second_order.optimizers.kaisa import KAISA
-from second_order.optimizers.mrdho2 import MRDHO2
-from second_order.papers import paper_settings
-from second_order.planning.calibration import calibrate
-from second_order.planning.choices import Plan
-from second_order.planning.interconnect import Interconnect
-from second_order.planning.machine import Machine
-from second_order.planning.plan import plan
-from second_order.recipes import parameter_groups
-from second_order.report import (
-    CurvatureReport,
-    EpochReport,
-    LayerRow,
-    Recipe,
-    RecipeRow,
-    Summary,
-)
+A name is loaded when it is asked for: DHO2 loads nothing of K-FAC, nor KAISA anything of Lanczos.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from second_order import lanczos
+    from second_order.contract.checkpoint import export_base_state
+    from second_order.errors import (
+        CheckpointError,
+        CurvatureError,
+        DecompositionError,
+        RankMismatchError,
+        SecondOrderError,
+        SecondOrderWarning,
+    )
+    from second_order.files import load_checkpoint, save_checkpoint
+    from second_order.kfac.distkfac_options import DecayingClip
+    from second_order.kfac.options import PerStep
+    from second_order.kronecker.layer_curvature import LayerCurvature
+    from second_order.kronecker.model_curvature import KroneckerCurvature
+    from second_order.kronecker.registration import register_layer
+    from second_order.optimizers.base import SecondOrderOptimizer
+    from second_order.optimizers.dho2 import DHO2
+    from second_order.optimizers.distkfac import DistKFAC
+    from second_order.optimizers.dpkfac import DPKFAC
+    from second_order.optimizers.kaisa import KAISA
+    from second_order.optimizers.mrdho2 import MRDHO2
+    from second_order.papers import paper_settings
+    from second_order.planning.calibration import calibrate
+    from second_order.planning.choices import Plan
+    from second_order.planning.interconnect import Interconnect
+    from second_order.planning.machine import Machine
+    from second_order.planning.plan import plan
+    from second_order.recipes import parameter_groups
+    from second_order.report import (
+        CurvatureReport,
+        EpochReport,
+        LayerRow,
+        Recipe,
+        RecipeRow,
+        Summary,
+    )
 
 __version__ = "0.1.0"
 
@@ -76,3 +83,48 @@ __all__ = [
     "register_layer",
     "save_checkpoint",
 ]
+
+_NAMES_IN = {
+    "contract.checkpoint": "export_base_state",
+    "errors": (
+        "CheckpointError CurvatureError DecompositionError RankMismatchError SecondOrderError "
+        "SecondOrderWarning"
+    ),
+    "files": "load_checkpoint save_checkpoint",
+    "kfac.distkfac_options": "DecayingClip",
+    "kfac.options": "PerStep",
+    "kronecker.layer_curvature": "LayerCurvature",
+    "kronecker.model_curvature": "KroneckerCurvature",
+    "kronecker.registration": "register_layer",
+    "optimizers.base": "SecondOrderOptimizer",
+    "optimizers.dho2": "DHO2",
+    "optimizers.distkfac": "DistKFAC",
+    "optimizers.dpkfac": "DPKFAC",
+    "optimizers.kaisa": "KAISA",
+    "optimizers.mrdho2": "MRDHO2",
+    "papers": "paper_settings",
+    "planning.calibration": "calibrate",
+    "planning.choices": "Plan",
+    "planning.interconnect": "Interconnect",
+    "planning.machine": "Machine",
+    "planning.plan": "plan",
+    "recipes": "parameter_groups",
+    "report": "CurvatureReport EpochReport LayerRow Recipe RecipeRow Summary",
+}
+_HOMES = {name: home for home, names in _NAMES_IN.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # who checks types is to hear of names that there are not
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            globals()[name] = found
+            return found
+        if name == "lanczos":
+            return importlib.import_module(f"{__name__}.lanczos")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

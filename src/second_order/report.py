@@ -80,8 +80,8 @@ class Summary:
 
     @property
     def preconditioned_share(self) -> float:
-        """Share of the optimizer's parameters that are preconditioned, 0 to 1."""
-        total = sum(row.parameters for row in self.rows)
+        """Share of the parameters that train that are preconditioned, 0 to 1."""
+        total = sum(row.parameters for row in self.rows if row.status != "frozen")
         ours = sum(row.parameters for row in self.rows if row.status == "preconditioned")
         return ours / total if total else 0.0
 
@@ -103,17 +103,23 @@ class Summary:
                     f"{size:,.1f}" if size else "",
                 )
             )
-        return "\n".join([self.title, *_aligned(table, {2, 6}), *self._closing()])
+        return "\n".join([self.title, self._share(), *_aligned(table, {2, 6}), *self._closing()])
+
+    def _share(self) -> str:
+        size = f"{self.total_bytes / 2**20:.2f} MiB"
+        if self.notes is None:
+            parts = {"factors": self.factor_bytes, "inverses": self.inverse_bytes}
+            size = ", ".join(f"{name} {nbytes / 2**20:.2f} MiB" for name, nbytes in parts.items())
+        return (
+            f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
+            f"of this process: {size}"
+        )
 
     def _closing(self) -> list[str]:
-        share = f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order"
         refused = [f"messages refused: {self.refused}"] if self.refused else []
         if self.notes is not None:
-            size = f"{self.total_bytes / 2**20:.2f} MiB"
-            return [f"{share} state of this process: {size}", *self.notes, *refused]
+            return [*self.notes, *refused]
         return [
-            f"{share} state of this process: factors {self.factor_bytes / 2**20:.2f} MiB, "
-            f"inverses {self.inverse_bytes / 2**20:.2f} MiB",
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
             *filter(None, [self.settings, self.intervals, self.age]),
             *refused,

@@ -212,6 +212,24 @@ def test_a_list_that_cannot_be_one_changes_nothing(
     train(model, optimizer)
 
 
+@each_of_five
+def test_an_optimizer_without_groups_has_a_summary(System: Any) -> None:
+    """As torch's own have none for a moment, while groups are put together anew."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    groups = optimizer.param_groups
+    optimizer.param_groups = []
+    title = str(optimizer.summary()).splitlines()[0]
+    assert title.startswith(f"{System.__name__} over SGD, no parameter groups, ")
+    assert optimizer.recipe().rows == []
+    optimizer.step()
+    optimizer.param_groups = groups
+    assert "lr 0.05" in str(optimizer.summary())
+    assert sum(row.parameters for row in optimizer.summary().rows) == sum(
+        p.numel() for p in model.parameters()
+    )
+
+
 def test_groups_that_maximize_and_minimize_leave_the_old_ones() -> None:
     model = MLP.model()
     optimizer = make(DHO2, model)

@@ -134,7 +134,7 @@ def test_what_is_not_reached_is_called_never(capsys: pytest.CaptureFixture[str])
     ]
 
 
-@pytest.mark.filterwarnings("ignore:trained by AdamW alone")
+@pytest.mark.filterwarnings("ignore:.*trained by AdamW alone")
 def test_every_competitor_gets_all_parameters() -> None:
     for task, name in COMPETITORS:
         found: Task = next(each for each in demo.TASKS if each.name == task)

@@ -175,11 +175,11 @@ def test_the_summary_names_each_matrix_and_what_is_left() -> None:
     assert {name: row.status for name, row in rows.items()} == {
         "matrix": "preconditioned",
         "stack": "preconditioned",
-        "(model)": "base",
+        "row": "base",
+        "vector": "base",
     }
     assert rows["matrix"].detail == "of gradients: A 4², G 5²"
     assert rows["stack"].detail == "of gradients: A 3², G 8²"
-    assert rows["(model)"].parameters == 7  # the row and the vector
     assert sum(row.parameters for row in rows.values()) == 20 + 24 + 7
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from contract import each_kronecker
 from torch import Tensor, nn
 
-from second_order import KAISA
+from second_order import KAISA, SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,6 +115,33 @@ def test_with_exact_blocks_all_are(name: str) -> None:
     tied = [row for row in rows.values() if " = " in row.name]
     assert len(tied) == (name != "Llama")
     assert all(row.detail == f"of gradients: A {WORDS}, G {WIDTH}²" for row in tied)
+
+
+def test_fused_experts_are_said_to_be_left_to_the_base() -> None:
+    """Most of a mixture is its experts, which are parameters of no layer."""
+    config = transformers.MixtralConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    left = sum(n for name, n in sizes.items() if "experts" in name or "gate." in name)
+    left += sum(n for name, n in sizes.items() if "norm" in name)
+    share = 1 - left / sum(sizes.values())
+    assert share < 0.2
+    with pytest.warns(SecondOrderWarning) as caught:
+        KAISA(model, lr=0.1)
+    (message,) = (str(each.message) for each in caught)
+    assert message.startswith(f"{share:.1%} of the parameters preconditioned; ")
+    assert "5 norm layers" in message
+    assert "model.layers.1.mlp.experts.gate_up_proj" in message
+    told = re.search(r'with other_matrices="gradient" (\d+\.\d)% of', message)
+    assert told
+    optimizer = KAISA(model, lr=0.1, other_matrices="gradient")
+    trained(model, optimizer, 1)
+    assert f"{optimizer.summary().preconditioned_share:.1%}" == f"{told[1]}%"
 
 
 def test_an_output_layer_over_many_words_has_the_factors_of_its_gradient() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -347,3 +349,70 @@ def test_a_first_step_with_lr_zero_keeps_the_ranks_together(
 ) -> None:
     first, second = world.run(warm_up_from_zero, 2, system, zeros, timeout=30)
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+# Python's own options.
+
+STRIPPED = """
+import torch
+from torch import nn
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, register_layer
+
+assert False  # -OO takes it away
+for System in (DHO2, DPKFAC, KAISA, DistKFAC):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    optimizer = System(model, lr=0.01)
+    x, y = torch.randn(8, 1, 4, 4), torch.arange(8) % 3
+    optimizer.curvature_closure = lambda: nn.functional.cross_entropy(model(x), y)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(System.__name__, losses[-1] < losses[0])
+    optimizer.close()
+"""
+
+
+def test_without_docstrings_and_assertions_it_trains() -> None:
+    """`python -OO`."""
+    found = subprocess.run(
+        [sys.executable, "-OO", "-W", "ignore", "-c", STRIPPED],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == [
+        "DHO2",
+        "True",
+        "DPKFAC",
+        "True",
+        "KAISA",
+        "True",
+        "DistKFAC",
+        "True",
+    ]
+
+
+OWN_RULE = """
+from torch import nn
+from second_order import register_layer
+
+register_layer(nn.ConvTranspose1d, rows=lambda module, x, d: (x, d))
+from second_order import KAISA
+from second_order.kronecker.layers import KINDS
+
+print(KINDS[nn.ConvTranspose1d].with_bias)
+"""
+
+
+def test_a_rule_registered_before_anything_else_is_loaded_stays() -> None:
+    """The package's own has the bias of a transposed convolution apart."""
+    found = subprocess.run(
+        [sys.executable, "-c", OWN_RULE], check=False, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == "True", found.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from contract import each_kronecker, each_system, eigenpairs_only, make, take
 from models import ZOO
 from reference import cross_entropy
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from second_order import DPKFAC, DistKFAC, LayerRow, Summary
+from second_order import DPKFAC, DistKFAC, LayerRow, SecondOrderWarning, Summary
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -95,7 +97,7 @@ def test_a_row_for_every_parameter_also_for_those_of_no_module(System: Any) -> N
     state = optimizer.state_dict()["state"].values()
     saved = [entry["curvature"].get("eigenvectors") for entry in state]
     assert summary.total_bytes == sum(v.nbytes for v in saved if v is not None)
-    assert summary.preconditioned_share == pytest.approx(1 - 6 / sum(r.parameters for r in rows))
+    assert summary.preconditioned_share == 1.0  # of those that train
     assert rows[loose].parameters == 5
 
 
@@ -294,3 +296,203 @@ def test_the_title_follows_the_schedule(System: Any) -> None:
     optimizer.param_groups[0]["lr"] = 0.25
     assert "lr 0.25" in optimizer.summary().title
     assert "step 2" in optimizer.summary().title
+
+
+# What is said at construction: the share first, and what would raise it.
+
+
+class StdConv2d(nn.Conv2d):
+    """A convolution by its standardised weight, as timm's BiT has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, (1, 2, 3), keepdim=True)
+        weight = (self.weight - mean) / (variance + 1e-6).sqrt()
+        return functional.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+class Experts(nn.Module):
+    """Experts in two parameters, as Mixtral's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 5, 16))
+        self.down = nn.Parameter(torch.randn(4, 16, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("nd,edh,eho->no", x, self.up, self.down)
+
+
+class ScaleNorm(nn.Module):
+    """A norm layer of a class and a parameter of the user's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(x, dim=-1) * self.scale
+
+
+class Vision(nn.Module):
+    """Positions and a token of the model itself, and norms in every block."""
+
+    def __init__(self, blocks: int = 12) -> None:
+        super().__init__()
+        self.pos_embedding = nn.Parameter(torch.zeros(3, 8))
+        self.token = nn.Parameter(torch.zeros(8))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), ScaleNorm(8)) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.pos_embedding + self.token
+        for block in self.blocks:
+            x = x + block(x)
+        return x.mean(1)
+
+
+class Dense(nn.Module):
+    """A product of which no rule is known: its weight is called otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.kernel)
+
+
+def said_of(System: Any, given: Any, /, **options: Any) -> tuple[str, Any]:
+    """The warning at construction, and the optimizer."""
+    with pytest.warns(SecondOrderWarning, match="without curvature") as caught:
+        optimizer = make(System, given, **options)
+    (message,) = (str(each.message) for each in caught if "without curv" in str(each.message))
+    return message, optimizer
+
+
+def share_said(message: str) -> float:
+    """The share that a warning begins with."""
+    found = re.match(r"(\d+\.\d)% of the parameters preconditioned; ", message)
+    assert found, message
+    return float(found[1]) / 100
+
+
+def share_of(model: nn.Module, *names: str) -> float:
+    """The share of the parameters whose names have one of these beginnings."""
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    return sum(n for name, n in sizes.items() if name.startswith(names)) / sum(sizes.values())
+
+
+@each_kronecker
+def test_the_share_comes_first_norms_are_one_and_lone_parameters_have_names(System: Any) -> None:
+    model = Vision().double()
+    message, optimizer = said_of(System, model)
+    ours = share_of(model, *(f"blocks.{i}.1" for i in range(12)))
+    assert 0.5 < ours == pytest.approx(share_said(message), abs=1e-3)
+    assert ": pos_embedding, token, 24 norm layers; summary() tells why" in message
+    assert "Vision" not in message
+    assert "\n" not in message
+    assert len(message) < 160
+    second = str(optimizer.summary()).splitlines()[1]
+    assert second.startswith(f"{ours:.1%} of the parameters preconditioned; ")
+    rows = by_name(optimizer)
+    assert rows["pos_embedding"].kind == rows["token"].kind == "Parameter"
+    assert rows["pos_embedding"].parameters == 24
+
+
+@each_kronecker
+def test_only_what_trains_is_counted_and_named(System: Any) -> None:
+    """The groups may have frozen parameters, too."""
+    model = Vision(2).double().requires_grad_(False)
+    model.blocks[1].requires_grad_(True)
+    model.token.requires_grad_(True)
+    message, optimizer = said_of(System, model.parameters(), model=model)
+    ours = share_of(model, "blocks.1.1")
+    assert share_said(message) == pytest.approx(ours, abs=1e-3)
+    assert ": token, 2 norm layers; " in message
+    assert optimizer.summary().preconditioned_share == pytest.approx(ours)
+    rows = by_name(optimizer)
+    assert {rows[name].status for name in ("pos_embedding", "blocks.0.0", "blocks.0.1")} == {
+        "frozen"
+    }
+
+
+def standardised() -> nn.Module:
+    return nn.Sequential(StdConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), StdConv2d(8, 8, 3))
+
+
+def mixture() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), Experts(), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+def norms_alone() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    model[0].requires_grad_(False), model[2].requires_grad_(False)
+    return model
+
+
+COVERED_BY: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
+    "standardised": (
+        standardised,
+        {},
+        'other_matrices="gradient"',
+        {"other_matrices": "gradient"},
+    ),
+    "experts": (mixture, {}, 'other_matrices="gradient"', {"other_matrices": "gradient"}),
+    "norms": (norms_alone, {}, "exact_blocks=True", {"exact_blocks": True}),
+    "skipped": (
+        mixture,
+        {"skip_layers": ["*"], "other_matrices": "gradient"},
+        "a shorter skip_layers",
+        {"skip_layers": []},
+    ),
+    "large": (
+        lambda: nn.Sequential(nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 2)),
+        {"max_factor_dim": 4, "other_matrices": "gradient"},
+        "a larger max_factor_dim",
+        {"max_factor_dim": 8},
+    ),
+}
+
+
+@each_kronecker
+@pytest.mark.parametrize("name", COVERED_BY)
+def test_where_less_than_half_is_covered_the_remedy_is_said_and_helps(
+    System: Any, name: str
+) -> None:
+    model, given, word, remedy = COVERED_BY[name]
+    message, optimizer = said_of(System, model().double(), **given)
+    said = share_said(message)
+    assert said < 0.5
+    assert optimizer.summary().preconditioned_share == pytest.approx(said, abs=1e-3)
+    _share, line = message.split("\n")
+    found = re.match(r"most is trained by SGD alone; with (.*) (\d+\.\d)% of the param", line)
+    assert found, line
+    assert found[1] == word
+    assert "register_layer" not in line
+    after = make(System, model().double(), **{**given, **remedy}).summary().preconditioned_share
+    assert after > 0.5
+    assert after == pytest.approx(float(found[2]) / 100, abs=1e-3)
+
+
+@each_kronecker
+def test_a_class_that_may_be_a_product_can_be_registered(System: Any) -> None:
+    message, _ = said_of(System, nn.Sequential(nn.Linear(16, 16), Dense(), Dense()).double())
+    assert "without curvature: 1.kernel, 2.kernel; " in message
+    assert message.endswith("where Dense computes W x + b, register_layer(Dense, ...) says so")
+
+
+@each_kronecker
+def test_that_nothing_helps_is_said(System: Any) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.PReLU(9)).double()
+    message, _ = said_of(System, model)
+    assert share_said(message) == 0.182
+    assert message.endswith("\nmost is trained by SGD alone; no option would change that")
+
+
+@each_kronecker
+def test_a_long_list_has_the_largest_first(System: Any) -> None:
+    model = nn.ModuleList([nn.PReLU(i) for i in range(1, 15)]).append(nn.Linear(30, 30)).double()
+    message, _ = said_of(System, model)
+    names = ", ".join(f"{i} (PReLU)" for i in range(13, 3, -1))
+    assert f"without curvature: {names}, 4 more; " in message

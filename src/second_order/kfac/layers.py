@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from second_order.contract.groups import members_of
 from second_order.contract.training import Training
@@ -22,7 +24,7 @@ from second_order.kronecker.capture import Capture
 from second_order.kronecker.factors import Reduction, StatisticsSums, drop_overflow
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock
-from second_order.kronecker.layers import Approximation
+from second_order.kronecker.layers import KINDS, Approximation
 from second_order.kronecker.model_blocks import (
     BlockRules,
     LeftToBase,
@@ -38,6 +40,8 @@ UNREACHED = (
     "the forward does not call these modules, or their outputs do not reach the loss; see to it "
     "that they do"
 )
+
+MOST_NAMES = 10  # in a warning
 
 
 UNEXPLAINED = tuple(
@@ -115,14 +119,26 @@ class Layers:
         """
         params = members_of(self._training.groups) if optimized is None else optimized
         reshard(self._training.model)
-        self.blocks, self.left = find_blocks(
+        known = {id(block.weight): block for block in self.blocks}
+        self.blocks, self.left = self._found(params, self._rules, self._options.skip_layers, known)
+
+    def _found(
+        self,
+        params: Iterable[Tensor],
+        rules: BlockRules,
+        skip: Sequence[str],
+        known: Mapping[int, KroneckerBlock],
+    ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
+        """What :func:`find_blocks` finds of some parameters."""
+        options, owned = self._options, {id(p): p.numel() for p in params}
+        return find_blocks(
             self._training.model,
-            {id(p): p.numel() for p in params},
-            self._options.skip_layers,
-            {id(block.weight): block for block in self.blocks},
-            self._options.factor_dtype,
-            self._options.symmetry_aware,
-            self._rules,
+            owned,
+            skip,
+            known,
+            options.factor_dtype,
+            options.symmetry_aware,
+            rules,
         )
 
     @property
@@ -151,14 +167,58 @@ class Layers:
                 training.warn(
                     f"skip_layers: the pattern {pattern!r} matches no module of the model"
                 )
-        new = [row for row in self.left if training.first_time(f"left:{row.name}")]
+        left = self._left_training()
+        new = [row for row in left if training.first_time(f"left:{row.name}")]
         if new:
-            names = ", ".join(map(str, new[:20]))
-            more = f" and {len(new) - 20} more" if len(new) > 20 else ""
+            share = _share(self.preconditioned(), training.training_params())
             training.warn(
-                f"trained by {training.base_name} alone, without curvature: {names}{more}; "
-                f"summary() tells why"
+                f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
+                f"alone, without curvature: {_listed({row: left[row] for row in new})}; summary() "
+                f"tells why" + ("" if share >= 0.5 else f"\n{self._remedy(left, share)}")
             )
+
+    def _left_training(self) -> dict[LeftToBase, list[Tensor]]:
+        """What is left to the base and trains now, and its parameters."""
+        ours = {id(p) for block in self.blocks for p in block.params}
+        wanted = {id(p): p for p in self._training.training_params() if id(p) not in ours}
+        reshard(self._training.model)
+        strays = wanted.copy()
+        by_name: dict[str, dict[int, Tensor]] = {}
+        for name, p in self._training.model.named_parameters(remove_duplicate=False):
+            if id(p) in wanted:
+                for each in (name, name.rpartition(".")[0] or "(model)"):
+                    by_name.setdefault(each, {})[id(p)] = p
+                strays.pop(id(p), None)
+        by_name["(no module)"] = strays
+        found = {row: list(by_name.get(row.name, {}).values()) for row in self.left}
+        return {row: params for row, params in found.items() if params}
+
+    def _remedy(self, left: Mapping[LeftToBase, Sequence[Tensor]], share: float) -> str:
+        """A line on which option would have most of the parameters preconditioned."""
+        options, rules, training = self._options, self._rules, self._training
+        skip = options.skip_layers
+        ways: dict[str, tuple[BlockRules, Sequence[str]]] = {
+            'other_matrices="gradient"': (replace(rules, other_matrices="gradient"), skip),
+            "exact_blocks=True": (replace(rules, max_exact_dim=options.max_exact_dim), skip),
+            "a shorter skip_layers": (rules, ()),
+            "a larger max_factor_dim": (replace(rules, max_factor_dim=None), skip),
+        }
+        if self.sharded:
+            del ways['other_matrices="gradient"']
+        params, shares = training.training_params(), {}
+        for word, way in ways.items():
+            blocks, _ = self._found(params, *way, {})
+            shares[word] = _share([p for b in blocks if b.trainable for p in b.params], params)
+        best = max(shares, key=lambda word: shares[word])
+        helps = [f"with {best} {shares[best]:.1%} of the parameters would be preconditioned"]
+        if shares[best] < share + 0.1:
+            helps = ["no option would change that"]
+        largest = max(itertools.chain(*left.values()), key=Tensor.numel)
+        owners = (m for m in training.model.modules() if id(largest) in map(id, _own(m)))
+        kind = next((plain_type(m).__name__ for m in owners if _may_be_registered(m)), None)
+        if kind and largest.dim() == 2:
+            helps.append(f"where {kind} computes W x + b, register_layer({kind}, ...) says so")
+        return f"most is trained by {training.base_name} alone; {'; '.join(helps)}"
 
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
@@ -414,9 +474,11 @@ class Layers:
         Args:
             said: The ranks that work on a layer, in words, by its name.
         """
+        trains = self._left_training()
+        left = {row: row in trains for row in self.left}
         return Summary(
             self._training.titled(self._options.solver),
-            layer_rows(self.blocks, self.left, said, self._why_silent),
+            layer_rows(self.blocks, left, said, self._why_silent),
             dropped=sum(int(block.staged.dropped) for block in self.blocks),
             failed=sum(block.state.failures > 0 for block in self.blocks),
         )
@@ -434,6 +496,33 @@ class Layers:
         dropped = ("capture", "collector", "_sampler")
         kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
         return {**kept, "_items": None}
+
+
+def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:
+    """The share of parameters that some of them are, 0 to 1."""
+    sizes = [sum(p.numel() for p in each) for each in (some, params)]
+    return sizes[0] / max(sizes[1], 1)
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return list(module.parameters(recurse=False))
+
+
+def _may_be_registered(module: nn.Module) -> bool:
+    """Whether a module may be a layer of a user's own class, of which nothing is known."""
+    alone = len(_own(module)) == len(list(module.parameters()))
+    return alone and not any(k in KINDS or issubclass(k, nn.RNNBase) for k in type(module).__mro__)
+
+
+def _listed(left: Mapping[LeftToBase, Sequence[Tensor]]) -> str:
+    """What is left to the base, the largest first, and norm layers as one."""
+    norms = sum(row.norm and not row.unexpected for row in left)
+    others = [row for row in left if not row.norm or row.unexpected]
+    others.sort(key=lambda row: -sum(p.numel() for p in left[row]))
+    names = list(map(str, others[:MOST_NAMES]))
+    names += [f"{len(others) - MOST_NAMES} more"] if len(others) > MOST_NAMES else []
+    names += [f"{norms} norm layer{'s' if norms > 1 else ''}"] if norms else []
+    return ", ".join(names)
 
 
 def gradient_blocks(blocks: Iterable[KroneckerBlock]) -> list[GradientBlock]:

@@ -435,7 +435,8 @@ class KFACOptions:
 
 def documented(optimizer: type[T]) -> type[T]:
     """Replace names of shared keywords in braces, in a class's docstring, by their meanings."""
-    assert optimizer.__doc__ is not None
+    if optimizer.__doc__ is None:  # python -OO
+        return optimizer
     lines = []
     for line in optimizer.__doc__.splitlines():
         name = line.strip().removeprefix("{").removesuffix("}")

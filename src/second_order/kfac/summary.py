@@ -18,7 +18,7 @@ SILENT = f"{NONE_CAME}its forward is not called, or does not reach the loss"
 
 def layer_rows(
     blocks: Iterable[KroneckerBlock],
-    left: Iterable[LeftToBase],
+    left: Mapping[LeftToBase, bool],
     computed_by: Mapping[str, str],
     why_silent: Callable[[KroneckerBlock], str],
 ) -> list[LayerRow]:
@@ -26,7 +26,7 @@ def layer_rows(
 
     Args:
         blocks: Preconditioned and frozen layers.
-        left: The parameters that the base trains alone.
+        left: The parameters that the base trains alone, and whether any of them trains now.
         computed_by: The ranks that work on a block, in words, by its name; not of frozen blocks.
         why_silent: Says why no statistics of a block have come, if that is known.
     """
@@ -43,7 +43,10 @@ def layer_rows(
         )
         for block in blocks
     ]
-    rows.extend(LayerRow(r.name, r.kind, r.parameters, "base", r.reason) for r in left)
+    rows.extend(
+        LayerRow(r.name, r.kind, r.parameters, "base" if trains else "frozen", r.reason)
+        for r, trains in left.items()
+    )
     return rows
 
 

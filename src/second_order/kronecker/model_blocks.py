@@ -28,17 +28,20 @@ from second_order.sharded import plain_type
 
 __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
+LONE = "Parameter"  # in the place of a class, of what no layer has
+
 
 @dataclass(frozen=True)
 class LeftToBase:
     """Parameters that the base optimizer trains alone, and why.
 
     Attributes:
-        name: Name of the parameters' module.
-        kind: Class of the module.
+        name: Name of the parameters' module; of a lone parameter its own.
+        kind: Class of the module; "Parameter" for a lone one.
         reason: Why the module has no block.
         parameters: Number of scalar parameters.
         unexpected: Whether the module would have a block, but for its size or its state.
+        norm: Whether the module is a norm layer.
     """
 
     name: str
@@ -46,8 +49,11 @@ class LeftToBase:
     reason: str
     parameters: int
     unexpected: bool = False
+    norm: bool = False
 
     def __str__(self) -> str:
+        if self.kind == LONE:
+            return self.name
         why = f": {self.reason}" if self.unexpected else ""
         return f"{self.name} ({self.kind}{why})"
 
@@ -155,7 +161,17 @@ def find_blocks(
         counted_in.update({key: len(left) for key in own if key not in counted})
         counted.update(own)
         kind, odd = plain_type(module).__name__, reason in unexpected
-        left.append(LeftToBase(name or "(model)", kind, reason, count, odd))
+        norm = _is_norm(module)
+        left.append(LeftToBase(name or "(model)", kind, reason, count, odd, norm))
+
+    def leave_alone(name: str, module: nn.Module, reason: str) -> None:
+        """Leave each parameter of a module to the base by its own name."""
+        for letter, p in module.named_parameters(recurse=False):
+            if id(p) in owned and id(p) not in counted:
+                counted_in[id(p)] = len(left)
+                counted.add(id(p))
+                full = f"{name}.{letter}".lstrip(".")
+                left.append(LeftToBase(full, LONE, reason, p.numel()))
 
     def add_exact(name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
         """Add an exact block of some of a module's parameters, if the rules ask for one."""
@@ -211,7 +227,8 @@ def find_blocks(
             reason = _too_large(shape, rules)
             unexpected |= {reason} if reason else set()
         if reason is not None:
-            leave(name, module, reason)
+            unknown = not barred and known_as is None
+            (leave_alone if unknown and _has_lone(module) else leave)(name, module, reason)
         # What a compiled module does with its parameters is not known.
         shared = own.values() if isinstance(module, torch.jit.ScriptModule) else [weight]
         for p in shared:
@@ -293,7 +310,7 @@ def find_blocks(
         left = [row for row in left if row.parameters]
     strays = sum(size for key, size in owned.items() if key not in counted | ours)
     if strays:
-        left.append(LeftToBase("(no module)", "Parameter", "not in a module of the model", strays))
+        left.append(LeftToBase("(no module)", LONE, "not in a module of the model", strays))
     return blocks, left
 
 
@@ -316,6 +333,20 @@ def _owned_by_layers(found: Mapping[nn.Module, tuple[Key | None, str | None]]) -
     named = [(m, KINDS[key]) for m, (key, _) in found.items() if key is not None]
     tensors = (m._parameters.get(name) for m, kind in named for name in (kind.weight, kind.bias))
     return {id(p) for p in tensors if p is not None}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm layer of any class, by its class's name and parameters."""
+    named = any("norm" in kind.__name__.lower() for kind in type(module).__mro__)
+    vectors = all(p.dim() < 2 for p in module.parameters(recurse=False))
+    return named and vectors and next(module.children(), None) is None
+
+
+def _has_lone(module: nn.Module) -> bool:
+    """Whether a module of unknown kind has parameters of its own beside layers, as GPT has."""
+    letters = [letter for letter, _ in module.named_parameters(recurse=False)]
+    like_layers = any(letter.startswith(("weight", "bias")) for letter in letters)
+    return not (like_layers or is_attention(module) or _is_norm(module))
 
 
 def _trains(module: nn.Module, kind: LayerKind) -> bool:

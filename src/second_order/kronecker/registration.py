@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
+import second_order.kronecker.kinds  # noqa: F401 - its rules come before a user's, not after
 from second_order.kronecker.exact import GAINS, Gain
 from second_order.kronecker.layers import (
     KINDS,
