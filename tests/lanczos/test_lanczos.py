@@ -220,6 +220,28 @@ def test_products_are_counted() -> None:
     assert eigenpairs(loss, params, largest=2).products == default_iterations(30, 2) == 8
 
 
+class Coarse(LocalSpace):
+    """A space whose first inner products with the basis are rounded, as those of long vectors."""
+
+    def apply(self, d: Tensor) -> Tensor:
+        self.fresh = True
+        return super().apply(d)
+
+    def total(self, x: Tensor) -> Tensor:
+        rounded, self.fresh = getattr(self, "fresh", False), False
+        return x.bfloat16().double() if rounded else x
+
+
+def test_a_second_pass_that_takes_most_leaves_unit_vectors() -> None:
+    """What is left is measured anew: a difference of squares has lost its digits."""
+    A = 1.2345 * torch.diag(torch.arange(1.0, 31.0))
+    start = torch.full((30,), 1e-7)
+    start[-2:] = 1.0
+    run = tridiagonalise(Coarse(lambda d: A @ d, 30), start, 4)
+    assert 1e-4 < run.off_diagonal[1] < 1e-3
+    torch.testing.assert_close(run.basis.norm(dim=1), torch.ones(4), rtol=0, atol=1e-5)
+
+
 def test_a_start_in_an_invariant_subspace_stays_in_it() -> None:
     """The sum of r exact eigenvectors ends after r products, of however small a share of one."""
     A = symmetric(range(1, 31))
