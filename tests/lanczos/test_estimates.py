@@ -102,6 +102,20 @@ def test_a_trace_is_within_its_error(curvature: Any) -> None:
         assert spread < 0.6 * math.sqrt(2 * float(off.square().sum()) / 18)
 
 
+def test_the_error_of_few_samples_is_not_far_too_small() -> None:
+    """On average; it is right in the mean square, of a few eigenvalues that stand out."""
+    eigenvalues = 3.0 ** -torch.arange(30).double()
+    generator = torch.Generator().manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(30, 30, generator=generator).double())[0]
+    A, w = Q @ torch.diag(eigenvalues) @ Q.T, nn.Parameter(torch.ones(30).double())
+    loss = lambda: 0.5 * w @ A @ w  # noqa: E731
+    found = [trace(loss, [w], products=6, seed=100 * i) for i in range(150)]
+    spread = torch.tensor([f.value - float(A.trace()) for f in found]).square().mean().sqrt()
+    stated = torch.tensor([f.standard_error for f in found])
+    assert 0.8 < float(spread / stated.mean()) < 1.5
+    assert 0.8 < float(spread / stated.square().mean().sqrt()) < 1.25
+
+
 def test_a_trace_of_few_unknowns_is_exact() -> None:
     """The sketch spans all of them."""
     A, loss, w = problem(3, 0, 3)
@@ -121,6 +135,18 @@ def test_a_diagonal_matrix_is_found_exactly(values: list[float], seed: int) -> N
     found = diagonal(loss, [w], products=2, directions=0, seed=seed)
     torch.testing.assert_close(found.values, d, rtol=0, atol=1e-12)
     assert float(found.standard_errors.max()) < 1e-12
+
+
+def test_the_error_of_a_diagonal_of_two_samples() -> None:
+    """They are 1 + b and 1 - b in one of two cases, of a deviation of b √2 and an error of b."""
+    w = nn.Parameter(torch.ones(2).double())
+    loss = lambda: 0.5 * w @ torch.tensor([[1.0, 0.3], [0.3, 1.0]], dtype=torch.float64) @ w  # noqa: E731
+    errors = [
+        diagonal(loss, [w], products=2, directions=0, seed=10 * i).standard_errors
+        for i in range(12)
+    ]
+    found = torch.cat(errors).unique()
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.3]).double(), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
@@ -298,6 +324,25 @@ def test_what_is_no_loader(batches: Any, criterion: Any, told: str) -> None:
 # Bad numbers.
 
 
+@pytest.mark.parametrize("estimate", [trace, diagonal])
+@pytest.mark.parametrize(
+    ("options", "kind", "told"),
+    [
+        ({"products": 4.5}, TypeError, "products=4.5 is not a whole number; use 48"),
+        ({"products": 0}, ValueError, "products=0 is below 1"),
+        ({"directions": 2.0}, TypeError, "directions=2.0 is not a whole number; use 0 for none"),
+        ({"seed": 1.5}, TypeError, "seed=1.5 is not a whole number; use 0"),
+        ({"seed": -1}, ValueError, "seed=-1 is below 0"),
+    ],
+)
+def test_numbers_that_estimates_do_not_take(
+    estimate: Any, options: dict[str, Any], kind: type[Exception], told: str
+) -> None:
+    _, loss, w = problem(3, 0)
+    with pytest.raises(kind, match=told):
+        estimate(loss, [w], **options)
+
+
 def test_too_few_products() -> None:
     _, loss, w = problem(3, 0)
     for estimate in (trace, diagonal):
@@ -331,8 +376,13 @@ def test_a_density_is_drawn() -> None:
     torch.testing.assert_close(torch.tensor(curve.get_ydata()), density.on(grid, 0.1))
     assert float(grid[0]) < float(density.nodes.min()) < float(density.nodes.max()) < grid[-1]
     assert one.get_ydata()[0] == pytest.approx(1 / (30 * 0.1 * math.sqrt(2 * math.pi)))
-    with pytest.raises(ValueError, match="width=0 is not above 0"):
-        density.plot(axes, width=0)
+    for width, told in ((0, r"width=0 is outside \(0, inf\)"), (-0.1, "-0.1"), (math.nan, "nan")):
+        with pytest.raises(ValueError, match=told):
+            density.plot(axes, width=width)
+        with pytest.raises(ValueError, match=told):
+            density.on(grid, width)
+    with pytest.raises(TypeError, match="width=None is not a number"):
+        density.on(grid, None)  # type: ignore[arg-type]
 
 
 def test_without_matplotlib_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

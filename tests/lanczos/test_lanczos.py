@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
-from second_order.lanczos import Eigenpairs, eigenpairs, spectral_density
+from second_order.lanczos import (
+    Eigenpairs,
+    Outputs,
+    diagonal,
+    eigenpairs,
+    spectral_density,
+    trace,
+)
 from second_order.lanczos.lanczos import LocalSpace, tridiagonalise
 from second_order.lanczos.spectrum import Measured, default_iterations, extreme_pairs
 
@@ -213,6 +220,28 @@ def test_products_are_counted() -> None:
     assert eigenpairs(loss, params, largest=2).products == default_iterations(30, 2) == 8
 
 
+class Coarse(LocalSpace):
+    """A space whose first inner products with the basis are rounded, as those of long vectors."""
+
+    def apply(self, d: Tensor) -> Tensor:
+        self.fresh = True
+        return super().apply(d)
+
+    def total(self, x: Tensor) -> Tensor:
+        rounded, self.fresh = getattr(self, "fresh", False), False
+        return x.bfloat16().double() if rounded else x
+
+
+def test_a_second_pass_that_takes_most_leaves_unit_vectors() -> None:
+    """What is left is measured anew: a difference of squares has lost its digits."""
+    A = 1.2345 * torch.diag(torch.arange(1.0, 31.0))
+    start = torch.full((30,), 1e-7)
+    start[-2:] = 1.0
+    run = tridiagonalise(Coarse(lambda d: A @ d, 30), start, 4)
+    assert 1e-4 < run.off_diagonal[1] < 1e-3
+    torch.testing.assert_close(run.basis.norm(dim=1), torch.ones(4), rtol=0, atol=1e-5)
+
+
 def test_a_start_in_an_invariant_subspace_stays_in_it() -> None:
     """The sum of r exact eigenvectors ends after r products, of however small a share of one."""
     A = symmetric(range(1, 31))
@@ -369,8 +398,12 @@ def test_a_product_that_fails_later_ends_the_run() -> None:
         ({"largest": 0}, "together between 1 and the number of unknowns, 5"),
         ({"largest": 6}, "together between 1"),
         ({"largest": 3, "smallest": 3}, "together between 1"),
-        ({"largest": -1, "smallest": 3}, "at least 0"),
+        ({"largest": -1, "smallest": 3}, "largest=-1 is below 0"),
         ({"largest": 2, "iterations": 1}, "below largest"),
+        ({"iterations": 0}, "iterations=0 is below 1"),
+        ({"tol": -1}, r"tol=-1 is outside \[0, inf\); 1e-3 is the default"),
+        ({"tol": math.nan}, "tol=nan is outside"),
+        ({"seed": -1}, "seed=-1 is below 0"),
         ({"start": torch.ones(4)}, r"start has shape .*n = 5"),
         ({"hvp": "dense"}, "not one of auto"),
     ],
@@ -380,10 +413,46 @@ def test_arguments_outside_their_bounds(options: dict[str, Any], message: str) -
         of_quadratic(symmetric(range(5)), **options)
 
 
+@pytest.mark.parametrize("name", ["largest", "smallest", "iterations", "seed"])
+@pytest.mark.parametrize("value", [2.0, 1.5, True, "2"])
+def test_numbers_that_are_not_whole(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name}={value!r} is not a whole number; use"):
+        of_quadratic(symmetric(range(5)), **{name: value})
+    if name in ("iterations", "seed"):
+        with pytest.raises(TypeError, match=f"{name}={value!r} is not a whole number; use"):
+            spectral_density(*quadratic(symmetric(range(5))), **{name: value})
+
+
+def test_a_tolerance_that_is_no_number() -> None:
+    with pytest.raises(TypeError, match="tol='small' is not a number"):
+        of_quadratic(symmetric(range(5)), tol="small")
+
+
+@pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
+def test_a_loss_that_does_not_depend_on_the_parameters(hvp: Any) -> None:
+    """Is an error, where a linear loss has no curvature; a micro-batch may do without them."""
+    (loss, params), other = quadratic(symmetric(range(5))), nn.Parameter(torch.ones(6).double())
+    for estimate in (eigenpairs, spectral_density, trace, diagonal):
+        with pytest.raises(CurvatureError, match="depends on none of the parameters given"):
+            estimate(loss, [other], hvp=hvp)
+    assert float(eigenpairs(other.sum, [other], largest=1, hvp=hvp).eigenvalues) == 0.0
+    both = [loss, lambda: other.square().sum()]
+    found = eigenpairs(both, [other], largest=1, hvp=hvp)
+    assert float(found.eigenvalues) == pytest.approx(1.0)
+
+
+def test_outputs_that_do_not_depend_on_the_parameters() -> None:
+    (loss, _), other = quadratic(symmetric(range(5))), nn.Parameter(torch.ones(6).double())
+    outputs = lambda: Outputs(loss(), torch.square)  # noqa: E731
+    for hvp in ("retained", "differences"):
+        with pytest.raises(CurvatureError, match="depends on none of the parameters given"):
+            eigenpairs(outputs, [other], curvature="gauss-newton", hvp=hvp)  # type: ignore[arg-type]
+
+
 def test_parameters_there_are_none() -> None:
     with pytest.raises(ValueError, match="no parameter that requires"):
         eigenpairs(lambda: torch.ones(()), nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="probes=0 is below 1"):
         spectral_density(*quadratic(symmetric(range(5))), probes=0)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.drawing import draw_density
+from second_order.lanczos.drawing import check_width, draw_density
 from second_order.lanczos.hvp import ProductMode
 from second_order.lanczos.lanczos import tridiagonalise
 from second_order.lanczos.spectrum import (
@@ -27,6 +27,7 @@ from second_order.lanczos.spectrum import (
     everybodys_ritz,
     measurement,
 )
+from second_order.options import check_seed, check_whole
 
 __all__ = ["SpectralDensity", "spectral_density"]
 
@@ -78,7 +79,12 @@ class SpectralDensity:
 
         Returns:
             The density, ``(g,)``, with an integral of 1.
+
+        Raises:
+            TypeError: If the width is no number.
+            ValueError: If it is not above 0.
         """
+        check_width(width)
         grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
         bumps = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
@@ -114,10 +120,12 @@ def spectral_density(
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
+        TypeError: If a count or a seed is no whole number.
         ValueError: For counts outside their bounds, or a pattern that matches no layer.
     """
-    if probes < 1 or iterations < 1:
-        raise ValueError(f"probes={probes}, iterations={iterations}: both are at least 1")
+    check_whole("probes", probes, 1, "4")
+    check_whole("iterations", iterations, 1, "64")
+    check_seed("seed", seed)
     nodes, weights, products = [], [], 0
     with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
         length = min(iterations, space.size)

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["draw_density"]
+from second_order.options import check_number
+
+__all__ = ["check_width", "draw_density"]
 
 WIDTH = 0.006
 """Width of a bump as a share of the spectrum's."""
@@ -39,8 +41,8 @@ class Density(Protocol):
 
 def draw_density(density: Density, axes: Any, width: float | None, points: int) -> Any:
     """Draw a density, and return the axes; see :meth:`SpectralDensity.plot`."""
-    if width is not None and not width > 0.0:
-        raise ValueError(f"width={width} is not above 0; None is 0.6 % of the spectrum's width")
+    if width is not None:
+        check_width(width)
     if points < 2:
         raise ValueError(f"points={points} is below 2; 1500 is the default")
     if axes is None:
@@ -61,6 +63,12 @@ def draw_density(density: Density, axes: Any, width: float | None, points: int) 
     axes.set_xlabel("eigenvalue")
     axes.set_ylabel("density of eigenvalues")
     return axes
+
+
+def check_width(width: Any) -> None:
+    """Raise unless ``width`` can be the standard deviation of a bump."""
+    remedy = "use a percent of the spectrum's width, perhaps"
+    check_number("width", width, low=0.0, open_low=True, open_high=True, remedy=remedy)
 
 
 def _pyplot() -> Any:

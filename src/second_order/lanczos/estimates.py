@@ -25,10 +25,12 @@ from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import ProductMode
 from second_order.lanczos.spectrum import ParamsOrModel, measurement
 from second_order.lanczos.vector_space import RowSpace
+from second_order.options import check_seed, check_whole
 
 __all__ = ["Diagonal", "Trace", "diagonal", "trace"]
 
 LEAST_SAMPLES = 2  # for a standard error
+FAIR_SAMPLES = 4  # of two, χ² distributed, it is 1.6 times too small on average, of four 1.3 times
 NOT_FINITE = (
     "a Hessian-vector product is not finite; look at the loss of the batch, or use a wider dtype"
 )
@@ -40,7 +42,8 @@ class Trace:
 
     Attributes:
         value: tr H, the sum of all eigenvalues.
-        standard_error: Standard error of ``value``; 0 where nothing was left to chance.
+        standard_error: Standard error of ``value``; 0 where nothing was left to chance. Its square
+            is right on average over seeds; of few samples it is too small more often than not.
         size: n, the number of eigenvalues; ``value / size`` is their mean.
         products: Number of Hessian-vector products taken.
     """
@@ -74,7 +77,8 @@ def trace(
         params: A module or its parameters, as for :func:`eigenpairs`.
         products: m, Hessian-vector products at most.
         directions: Steep directions to take out of chance's way, two products each; None for m / 3,
-            0 for none, which is better only where no eigenvalues stand out.
+            or fewer, so that four samples are left; 0 for none, which is better only where no
+            eigenvalues stand out.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
         dtype: Dtype of the vectors, as for :func:`eigenpairs`.
@@ -84,9 +88,10 @@ def trace(
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
+        TypeError: If a count or a seed is no whole number.
         ValueError: For too few products, or a pattern that matches no layer.
     """
-    directions = _checked(products, directions)
+    directions = _checked(products, directions, seed)
     with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
         steep = _steep(space, min(directions, space.size), seed)
         captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
@@ -156,9 +161,10 @@ def diagonal(
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
+        TypeError: If a count or a seed is no whole number.
         ValueError: For too few products, or a pattern that matches no layer.
     """
-    directions = _checked(products, directions)
+    directions = _checked(products, directions, seed)
     with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
         steep = _steep(space, min(directions, space.size), seed)
         known = steep.diagonal()
@@ -177,14 +183,18 @@ def diagonal(
     return Diagonal(values, errors, steep.products + count)
 
 
-def _checked(products: int, directions: int | None) -> int:
+def _checked(products: int, directions: int | None, seed: int) -> int:
     """The number of steep directions to look for."""
-    directions = products // 3 if directions is None else directions
+    check_whole("products", products, 1, "48")
+    check_seed("seed", seed)
+    if directions is None:
+        directions = max(min(products // 3, (products - FAIR_SAMPLES) // 2), 0)
+    check_whole("directions", directions, 0, "0 for none, or None")
     least = 2 * directions + LEAST_SAMPLES
-    if directions < 0 or products < least:
+    if products < least:
         raise ValueError(
-            f"products={products} with directions={directions}: directions are at least 0 and take "
-            f"two products each, and {LEAST_SAMPLES} samples more make a standard error; use "
+            f"products={products} with directions={directions}: directions take two products each, "
+            f"and {LEAST_SAMPLES} samples more make a standard error; use "
             f"products={max(least, 6)} or more"
         )
     return directions

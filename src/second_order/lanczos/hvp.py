@@ -67,6 +67,7 @@ class Hessian:
         examples: The weight of this process's batch, once it has been evaluated.
         loss: The loss of this process's batch times its weight.
         products: Number of products made so far.
+        constant: Whether no loss so far depends on the parameters; None before the first.
 
     Raises:
         CurvatureError: On entering or at a product, if the loss is no scalar, its graph is gone,
@@ -102,6 +103,7 @@ class Hessian:
         self.examples = 0.0
         self.loss: Tensor | float = 0.0
         self.products = 0
+        self.constant: bool | None = None
         self._graphs: list[tuple[float, Graph]] = []
 
     def __enter__(self) -> Hessian:
@@ -181,7 +183,7 @@ class Hessian:
                 for loss_fn in self._loss_fns:
                     self._rewind()
                     found = self._evaluate(loss_fn)
-                    gradients = derivatives([found.loss], self.params, twice=False)
+                    gradients = self._reached(derivatives([found.loss], self.params, twice=False))
                     factor = sign * found.examples / (2 * step)
                     total = self._add(total, gradients, factor, dtype)
         return total
@@ -208,7 +210,7 @@ class Hessian:
             self._rewind()
             found = self._evaluate(loss_fn)
             bent = outputs_curvature(found)(terms)
-            parts = derivatives(found.roots, self.params, bent, twice=False)
+            parts = self._reached(derivatives(found.roots, self.params, bent, twice=False))
             total = self._add(total, parts, found.examples, dtype)
         return total
 
@@ -273,7 +275,14 @@ class Hessian:
         """The number of examples of a batch, and what multiplies by its curvature."""
         found = self._evaluate(loss_fn)
         with self._outside_autocast():
-            return found.examples, linearised(found, self.params)
+            graph = linearised(found, self.params)
+        self._reached(graph.gradients)
+        return found.examples, graph
+
+    def _reached(self, gradients: Parts) -> Parts:
+        """First derivatives as they are, of which is noted whether there is any."""
+        self.constant = self.constant is not False and all(g is None for g in gradients)
+        return gradients
 
 
 class ShardedHessian(Hessian):
@@ -348,6 +357,7 @@ class ShardedHessian(Hessian):
                     (found.loss * found.examples).backward()
         everyone = torch.tensor(self.examples, dtype=torch.float64, device=self.params[0].device)
         self._world.all_reduce([everyone]).wait()
+        self._reached([p.grad for p in self.params])
         rows = [
             torch.zeros_like(shard) if p.grad is None else local(p.grad)
             for p, shard in zip(self.params, self._shards, strict=True)

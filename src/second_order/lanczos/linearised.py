@@ -27,7 +27,13 @@ Bend: TypeAlias = Callable[[Parts], list[Tensor]]
 
 
 class Graph(Protocol):
-    """A batch's curvature at parameters."""
+    """A batch's curvature at parameters.
+
+    Attributes:
+        gradients: The first derivatives, None for a parameter that the loss does not depend on.
+    """
+
+    gradients: Parts
 
     def product(self, directions: Sequence[Tensor], *, retain: bool) -> Parts:
         """Multiply by a vector.
@@ -57,11 +63,11 @@ class _GradientGraph:
     """The gradient with its graph; a gradient without one counts as constant."""
 
     def __init__(self, gradients: Parts, params: Sequence[Tensor]) -> None:
-        self._gradients, self._params = gradients, params
+        self.gradients, self._params = gradients, params
 
     def product(self, directions: Sequence[Tensor], *, retain: bool) -> Parts:
         """Compute ∇(gᵀv)."""
-        return _along(self._gradients, self._params, directions, retain=retain)
+        return _along(self.gradients, self._params, directions, retain=retain)
 
 
 class _OutputGraph:
@@ -71,11 +77,11 @@ class _OutputGraph:
         self._roots, self._params = evaluation.roots, params
         self._bend = outputs_curvature(evaluation)
         self._cotangents = [torch.zeros_like(z, requires_grad=True) for z in self._roots]
-        self._pulled = derivatives(self._roots, params, self._cotangents, twice=True)
+        self.gradients = derivatives(self._roots, params, self._cotangents, twice=True)
 
     def product(self, directions: Sequence[Tensor], *, retain: bool) -> Parts:
         """Compute J'HJ v."""
-        pushed = _along(self._pulled, self._cotangents, directions, retain=True)
+        pushed = _along(self.gradients, self._cotangents, directions, retain=True)
         return _along(self._roots, self._params, self._bend(pushed), retain=retain)
 
 

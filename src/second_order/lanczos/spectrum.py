@@ -21,6 +21,7 @@ from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace, ShardSpace
+from second_order.options import check_number, check_seed, check_whole
 from second_order.patterns import first_match
 
 __all__ = [
@@ -251,9 +252,12 @@ def eigenpairs(
 
     Raises:
         CurvatureError: If the loss is no scalar, cannot be differentiated twice, or gives numbers
-            that are not finite.
-        ValueError: For counts outside their bounds, or a pattern that matches no layer.
+            that are not finite, or if no loss depends on the parameters.
+        TypeError: If a count or a seed is no whole number, or ``tol`` is no number.
+        ValueError: For numbers outside their bounds, or a pattern that matches no layer.
     """
+    check_seed("seed", seed)
+    check_number("tol", tol, low=0.0, open_high=True, remedy="1e-3 is the default")
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
     size = measured.size
     _check_counts(largest, smallest, size, iterations)
@@ -461,12 +465,17 @@ def _parameters_of(model: nn.Module, patterns: list[str]) -> list[Tensor]:
 
 
 def _check_counts(largest: int, smallest: int, size: int, iterations: int | None) -> None:
-    if largest < 0 or smallest < 0 or not 1 <= largest + smallest <= size:
+    for name, count in (("largest", largest), ("smallest", smallest)):
+        check_whole(name, count, 0, "a number of pairs, or 0 for none")
+    if not 1 <= largest + smallest <= size:
         raise ValueError(
-            f"largest={largest}, smallest={smallest}: both are at least 0, and together between 1 "
-            f"and the number of unknowns, {size}"
+            f"largest={largest}, smallest={smallest}: they are together between 1 and the number "
+            f"of unknowns, {size}"
         )
-    if iterations is not None and iterations < largest + smallest:
+    if iterations is None:
+        return
+    check_whole("iterations", iterations, 1, "None for the default")
+    if iterations < largest + smallest:
         raise ValueError(
             f"iterations={iterations} is below largest + smallest = {largest + smallest}; use "
             f"about four times as many, or None"

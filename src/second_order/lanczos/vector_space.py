@@ -100,19 +100,27 @@ class RowSpace:
         return x
 
     def raise_together(self) -> None:
-        """Raise on every process if a product has failed on one.
+        """Raise on every process if a product has failed on one, or no loss has a gradient.
 
         Raises:
-            CurvatureError: The error of the product; elsewhere one that names the process.
+            CurvatureError: The error of the product; elsewhere one that names the process. Or that
+                no process's loss depends on the parameters.
         """
-        failed = torch.zeros(self._world.size, device=self._device)
-        failed[self._world.rank] = float(self.error is not None)
-        ranks = self.total(failed).nonzero().flatten().tolist()
+        said = torch.zeros(self._world.size + 1, device=self._device)
+        said[self._world.rank] = float(self.error is not None)
+        said[-1] = float(self._hessian.constant is not True)
+        *failed, dependent = self.total(said).tolist()
+        ranks = [rank for rank, flag in enumerate(failed) if flag]
         if self.error is not None:
             raise self.error
         if ranks:
             raise CurvatureError(
                 f"the curvature closure failed on rank {ranks[0]}, whose error says why"
+            )
+        if not dependent:
+            raise CurvatureError(
+                "the curvature closure's loss depends on none of the parameters given, so that "
+                "they have no curvature; evaluate the model that they are of"
             )
 
 
