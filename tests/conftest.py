@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import hypothesis
 import pytest
 import torch
-from pool import Launch, TorchRun, World
+from pool import Forks, Launch, TorchRun, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,15 +115,23 @@ def _path(script: str | Path, directory: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """What the processes of `launch` are forked from."""
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
 @pytest.fixture
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def launch(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """Separate processes, one a rank, that the test may kill; see `pool.Launch`."""
     started: list[Launch] = []
 
     def start(script: str | Path, nproc: int, *args: object, **options: Any) -> Launch:
         directory = tmp_path_factory.mktemp("launch")
         started.append(
-            Launch(_path(script, directory), nproc, *args, directory=directory, **options)
+            Launch(forks, _path(script, directory), nproc, *args, directory=directory, **options)
         )
         return started[-1]
 
