@@ -34,7 +34,7 @@ class _TorchRandom:
     """Lets hypothesis seed torch for each example, as it does `random` and numpy."""
 
     def seed(self, value: int) -> None:
-        torch.manual_seed(value)
+        torch.default_generator.manual_seed(value)
 
     def getstate(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -74,7 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def seed() -> None:
     """Every test starts from the same random state."""
     random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed() formats a stack for each kind of device that there might be.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(scope="module", autouse=True)

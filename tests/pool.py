@@ -141,7 +141,7 @@ def _reset_process() -> None:
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)  # imports 800 modules
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     random.seed(0)
 
 
