@@ -10,6 +10,8 @@ TEST_JOBS ?= 2
 # One thread a process: the processes share the cores, and threads on top of them only wait.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests are compiled once, and not by each of the processes that they start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help fuzz soak planned elastic-soak venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean

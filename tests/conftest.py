@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import hypothesis
 import pytest
 import torch
-from pool import Launch, TorchRun, World
+from pool import Forks, Launch, TorchRun, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ class _TorchRandom:
     """Lets hypothesis seed torch for each example, as it does `random` and numpy."""
 
     def seed(self, value: int) -> None:
-        torch.manual_seed(value)
+        torch.default_generator.manual_seed(value)
 
     def getstate(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -74,7 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def seed() -> None:
     """Every test starts from the same random state."""
     random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed() formats a stack for each kind of device that there might be.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,15 +118,23 @@ def _path(script: str | Path, directory: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """What the processes of `launch` are forked from."""
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
 @pytest.fixture
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def launch(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """Separate processes, one a rank, that the test may kill; see `pool.Launch`."""
     started: list[Launch] = []
 
     def start(script: str | Path, nproc: int, *args: object, **options: Any) -> Launch:
         directory = tmp_path_factory.mktemp("launch")
         started.append(
-            Launch(_path(script, directory), nproc, *args, directory=directory, **options)
+            Launch(forks, _path(script, directory), nproc, *args, directory=directory, **options)
         )
         return started[-1]
 

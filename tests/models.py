@@ -59,7 +59,7 @@ class Case:
 
     def model(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             return self.build().to(dtype)
 
     def batch(

@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import gc
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -140,7 +141,7 @@ def _reset_process() -> None:
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)  # imports 800 modules
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     random.seed(0)
 
 
@@ -405,6 +406,59 @@ class World:
 # Processes of their own.
 
 
+class Fork:
+    """A process of `Forks`, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, forks: Forks, told: dict[str, Any]) -> None:
+        self._forks = forks
+        self.pid: int = forks.ask(told)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forks.ask(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, which: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, which)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forks:
+    """A process that has imported torch, for all processes of `Launch`; see `forks.py`."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", str(Path(__file__).with_name("forks.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": path},
+        )
+
+    def ask(self, what: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
 class Launch:
     """`nproc` separate Python processes running one script, each killable.
 
@@ -415,6 +469,7 @@ class Launch:
 
     def __init__(
         self,
+        forks: Forks,
         script: Path,
         nproc: int,
         *args: object,
@@ -429,14 +484,24 @@ class Launch:
             "WORLD_SIZE": str(nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
         }
-        self.processes: list[subprocess.Popen[bytes]] = []
         self._outputs = [directory / f"{script.stem}.{rank}.out" for rank in range(nproc)]
-        command = [sys.executable, "-u", str(script), *map(str, args)]
+        self.processes = []
         for rank, output in enumerate(self._outputs):
+            output.touch()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            variables = {**shared, **own, **(environment or {})}
-            with output.open("wb") as file:
-                self.processes.append(_popen(command, file, variables))
+            told = {
+                "script": str(script),
+                "arguments": [str(arg) for arg in args],
+                "environment": {
+                    **os.environ,
+                    **RANK_ENVIRONMENT,
+                    **shared,
+                    **own,
+                    **(environment or {}),
+                },
+                "output": str(output),
+            }
+            self.processes.append(Fork(forks, told))
 
     def output(self, rank: int) -> str:
         """What `rank` printed so far, errors included."""

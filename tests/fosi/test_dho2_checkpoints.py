@@ -69,7 +69,7 @@ def test_checkpoints_of_any_number_of_processes_go_on_on_any_other(world: World)
     expected = {kind: alone(**KINDS[kind]) for kind in KINDS}
     data = [blob for before in (1, 2, 4) for blob in world.run(save, before)[0]]
     assert len(data) == 3 * 2 * len(SAVED)
-    for after in (1, 2, 4):
+    for after in (1, 3):
         results = world.run(resume, after, data)
         for i in range(len(data)):
             kind, at = SAVED[i % len(SAVED)]

@@ -122,7 +122,6 @@ def runs(
 @pytest.mark.parametrize(
     ("world_size", "accelerators", "who"),
     [
-        (3, 1, [BOTH]),
         (4, 1, [BOTH]),  # three workers, of which some have no rows of some parameters
         (4, 2, [BOTH, ("worker",), ("accelerator",)]),
     ],

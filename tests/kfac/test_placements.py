@@ -58,7 +58,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-GRIDS = [(P, n) for P in (2, 3, 4) for n in divisors(P)]
+GRIDS = [(2, 1), (3, 3), (4, 1), (4, 2)]  # others are drawn for any network below
 
 # Every two values together; all at once are drawn for any network below.
 KEYS = {
@@ -88,7 +88,7 @@ PAIRED: dict[str, Sequence[Any]] = {
     ("placement", "world_size", "workers"),
     [
         *[(placement, *grid) for placement in (KAISA_ALL_REDUCE, REDUCE) for grid in GRIDS],
-        *[(DPKFAC_OWNER, world_size, 0) for world_size in (1, 2, 3, 4)],
+        *[(DPKFAC_OWNER, world_size, 0) for world_size in (1, 2, 4)],
     ],
     ids=str,
 )
@@ -138,7 +138,7 @@ SPREAD = Placement("reduce", KAISA, {**KAISA_REDUCE.options, "grad_worker_fracti
 )
 @pytest.mark.parametrize(
     ("placement", "world_size"),
-    [(HALVES, 4), (SPREAD, 4), (DPKFAC_OWNER, 3), (DPKFAC_ALL_REDUCE, 3)],
+    [(HALVES, 4), (SPREAD, 4), (DPKFAC_OWNER, 3)],
     ids=str,
 )
 def test_every_kind_of_layer_gives_the_trajectory_of_one_process(
@@ -204,7 +204,7 @@ def test_every_option_gives_the_trajectory_of_one_process(
 ) -> None:
     expected = by_reference(MLP, SHORT, options)
     hows: dict[str, tuple[int, list[dict[str, Any]]]] = {
-        "KAISA": (4, [{"grad_worker_fraction": 0.25}, {"grad_worker_fraction": 0.5}]),
+        "KAISA": (4, [{"grad_worker_fraction": 0.5}]),
         "reduce": (3, [{"colocate_factors": True}]),
         "DPKFAC": (3, [{}, DPKFAC_ALL_REDUCE.options]),
     }
@@ -233,7 +233,7 @@ def train_widths(
 
 
 @each_placement
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(data=st.data(), world_size=st.integers(1, 4), per_rank=st.integers(1, 3))
 def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
     world: World, placement: Placement, data: st.DataObject, world_size: int, per_rank: int
@@ -314,7 +314,8 @@ THAWING = [
         for c in (True, False)
     ],
     *[spread_at(c, *grid) for c in (True, False) for grid in ((2, 1), (3, 3), (4, 2))],
-    *[(P, each) for each in (DPKFAC_OWNER, DPKFAC_ALL_REDUCE) for P in (1, 2, 3, 4)],
+    *[(P, DPKFAC_OWNER) for P in (1, 2, 3, 4)],
+    (4, DPKFAC_ALL_REDUCE),
 ]
 
 
@@ -430,18 +431,16 @@ def train_copy(
     return of_copy, follow_placed(*where, model, optimizer, MLP, SHORT[2:])
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize(
-    ("world_size", "placement"),
+    ("how", "placement", "world_size"),
     [
-        *[(4, Placement(f"KAISA {n}", KAISA, {"grad_worker_fraction": n / 4})) for n in (1, 2, 4)],
-        *[
-            (4, Placement(f"reduce {n}", KAISA, {**REDUCE.options, "grad_worker_fraction": n / 4}))
-            for n in (1, 4)
-        ],
-        (2, DPKFAC_OWNER),
-        (4, DPKFAC_OWNER),
-        (4, DPKFAC_ALL_REDUCE),
+        ("deepcopy", HALVES, 4),
+        ("pickle", HALVES, 4),
+        ("deepcopy", REDUCE, 3),
+        ("pickle", SPREAD, 4),
+        ("deepcopy", DPKFAC_OWNER, 4),
+        ("pickle", DPKFAC_OWNER, 2),
+        ("pickle", DPKFAC_ALL_REDUCE, 4),
     ],
     ids=str,
 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -20,6 +18,8 @@ from second_order.kronecker.background import Ticket, WorkerPool, retrieve, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from conftest import Launcher
 
 CPU = torch.device("cpu")
 SOON = 20.0  # seconds in which a loaded machine gets round to anything
@@ -289,17 +289,14 @@ for how in ("without the pool", "after a child"):
 """
 
 
-def test_the_interpreter_ends_with_work_under_way() -> None:
+def test_the_interpreter_ends_with_work_under_way(launch: Launcher) -> None:
     """It waits for that, and for nothing that was not begun: C++ must not outlive it.
 
     Be the pool there or gone; and a child that was forked then ends at once.
     """
-    run = subprocess.run(
-        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=90, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert not run.stderr
-    without, (status, said) = map(ast.literal_eval, run.stdout.splitlines())
+    run = launch(ENDS, 1)
+    assert run.wait() == [0], run.output(0)
+    without, (status, said) = map(ast.literal_eval, run.output(0).splitlines())
     assert without == (0, "solved\n")
     assert status == 10
     assert 1 <= said.count("solved\n") < 200

@@ -33,12 +33,12 @@ from states import saved_and_loaded, train
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
+from woven import woven
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-each_base = pytest.mark.parametrize("base", BASES)
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
 
@@ -55,8 +55,9 @@ def by_torch_save(pair: Any) -> Any:
 
 
 @each_variant
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch_save])
-@each_base
+@pytest.mark.parametrize(
+    ("base", "duplicate"), woven([*BASES], [copy.deepcopy, by_pickle, by_torch_save], part=3)
+)
 def test_a_copy_of_model_and_optimizer_captures_into_the_copy(
     System: Any, options: dict[str, Any], base: str, duplicate: Callable[[Any], Any]
 ) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from woven import woven
 
 from second_order import DHO2
 
@@ -99,9 +100,10 @@ def test_distributed_checkpoint_has_an_entry_for_every_trainable_parameter(Syste
 
 
 @each_system
-@pytest.mark.parametrize("into", ["fresh", "mid-run"])
-@flattened
-@DCP_BASES
+@pytest.mark.parametrize(
+    ("base", "flat", "into"),
+    woven(["SGD", "Adam", "AdamW", "RMSprop"], [False, True], ["fresh", "mid-run"], part=2),
+)
 def test_distributed_checkpoint_round_trip_continues_the_trajectory(
     System: Any, base: str, flat: bool, into: str
 ) -> None:

@@ -36,6 +36,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from woven import woven
 
 from second_order import DHO2, SecondOrderWarning
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-each_base = pytest.mark.parametrize("base", BASES)
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
 
@@ -194,9 +194,10 @@ SCHEDULERS: dict[str, Callable[..., Any]] = {
 
 
 @each_system
-@pytest.mark.parametrize("how", ["nothing", "identity"])
-@pytest.mark.parametrize("schedule", SCHEDULERS)
-@each_base
+@pytest.mark.parametrize(
+    ("base", "schedule", "how"),
+    woven([*BASES], [*SCHEDULERS], ["nothing", "identity"], part=2),
+)
 def test_under_a_scheduler_bitwise_equal_to_the_base_alone(
     System: Any, base: str, schedule: str, how: str
 ) -> None:

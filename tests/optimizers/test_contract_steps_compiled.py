@@ -50,13 +50,14 @@ def dynamo() -> Iterator[None]:
 @pytest.mark.works("compile")
 @each_variant
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("given", ["the model", "the compiled model"])
 def test_compiled_model_when_the_optimizer_is_made_before_the_first_run(
-    System: Any, options: dict[str, Any], given: str
+    System: Any, options: dict[str, Any]
 ) -> None:
+    """Of the model; with drawn labels, of the compiled model."""
     model, twin = MLP.model(), MLP.model()
     compiled = torch.compile(model, backend="aot_eager")
-    optimizer = make(System, model if given == "the model" else compiled, **options)
+    given = compiled if options.get("fisher") == "sampled" else model
+    optimizer = make(System, given, **options)
     plain = make(System, twin, **options)
     for batch in BATCHES[:3]:
         take(compiled, optimizer, batch)

@@ -1,0 +1,61 @@
+"""A process that has imported torch and forks into scripts: what `pool.Forks` talks to.
+
+Reads lines of JSON: a script to run, which it answers with the new process's number; or such a
+number, which it answers with the exit code, null while the process runs. A fork is from its script
+on like any other interpreter: exceptions, signals and exit handlers do what they do everywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import hypothesis  # noqa: F401 - what scripts import
+import pytest  # noqa: F401
+import torch  # noqa: F401
+
+import second_order  # noqa: F401
+
+
+def become(script: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
+    """What `python script` does, with its output in a file."""
+    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(file, 1), os.dup2(file, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [script, *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(Path(script).read_text(), script, "exec"), main.__dict__)
+
+
+def serve() -> dict[str, Any] | None:
+    """Until there are no more lines; what to become, in a fork."""
+    codes: dict[int, int] = {}
+    for line in sys.stdin:
+        told = json.loads(line)
+        if isinstance(told, dict):
+            answer: int | None = os.fork()
+            if answer == 0:
+                return told
+        else:
+            if told not in codes:
+                found, status = os.waitpid(told, os.WNOHANG)
+                codes |= {found: os.waitstatus_to_exitcode(status)} if found else {}
+            answer = codes.get(told)
+        sys.stdout.write(json.dumps(answer) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()
+    if (told := serve()) is not None:
+        become(**told)
