@@ -10,6 +10,7 @@ counts. A stage ends with an exchange, so that the slowest rank decides on each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch
 from second_order.planning.counts import Case
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
+from second_order.planning.network import Layer
 from second_order.planning.work import Compute, RankWork, Transfer
 
 __all__ = [
@@ -139,30 +141,27 @@ def rank_seconds(
         captured: Measured seconds of the statistics of layers, by name, instead of those of
             matrix products.
     """
-    pairs = list(zip(case.network.layers, case.plan.layers, strict=True))
-    rank, captured = work.rank, captured or {}
+    captured = captured or {}
     kernels = dict.fromkeys(("statistics", "solve", "precondition"), 0.0)
-    taken = [layer for layer, plan in pairs if plan.source in (None, rank)]
-    known = {layer.name for layer in taken} & captured.keys()
+    taken, mine = case.taken(work.rank), case.preconditioned(work.rank)
+    measured = all(layer.name in captured for layer in taken)
     for compute in work.computes:
-        if compute.stage != "statistics" or len(known) < len(taken):
+        if compute.stage != "statistics" or not measured:
             kernels[compute.stage] += kernel_seconds(compute, machine)
-    if len(known) == len(taken):
+    if measured:
         kernels["statistics"] = sum(captured[layer.name] for layer in taken)
 
-    gradients = {layer.name: _gradient_bytes(layer.shape.gradient_size) for layer, _ in pairs}
-    mine = [layer for layer, plan in pairs if rank in plan.workers]
-    solving = [layer for layer, plan in pairs if rank in plan.solvers]
     eigen = case.options.solver == "eigen"
     kernels["statistics"] += machine.touched(UPDATE * work.nbytes("factors"))
-    own = sum(gradients[layer.name] for layer in mine)
+    own = sum(map(_gradient_bytes, mine))
     kernels["solve"] += machine.touched(COMBINE * own) if eigen else 0.0
     kernels["precondition"] += machine.touched(GATHER * own)
-    kernels["precondition"] += machine.touched(CLIP_AND_WRITE * sum(gradients.values()))
+    everything = sum(map(_gradient_bytes, case.network.layers))
+    kernels["precondition"] += machine.touched(CLIP_AND_WRITE * everything)
 
     layers = {
         "statistics": len(taken),
-        "solve": max(len(solving), len(mine)),
+        "solve": max(case.solving(work.rank), len(mine)),
         "precondition": len(mine),
     }
     due = {
@@ -176,7 +175,7 @@ def rank_seconds(
         tensors = {
             "average_gradients": len(case.network.params),
             "statistics_exchange": sum(len(x.shape.letters) + 1 for x in taken),
-            "precondition_exchange": len(pairs),
+            "precondition_exchange": len(case.network.layers),
             "solve_exchange": len(mine),
         }.get(transfer.stage, 0)
         seconds = exchange_seconds(transfer, machine, links, tensors=tensors)
@@ -247,6 +246,5 @@ def _overhead_name(stage: str, case: Case) -> str:
     return case.options.solver if stage == "solve" else stage
 
 
-def _gradient_bytes(size: tuple[int, int, int]) -> int:
-    groups, out, inputs = size
-    return groups * out * inputs * torch.float32.itemsize
+def _gradient_bytes(layer: Layer) -> int:
+    return math.prod(layer.shape.gradient_size) * torch.float32.itemsize
