@@ -93,7 +93,7 @@ def _primitive(value: Any) -> Any:
 
 def _rank_json(cost: RankCost) -> dict[str, Any]:
     work = cost.work
-    stages = dict.fromkeys((*(c.stage for c in work.computes), *(t.stage for t in work.transfers)))
+    stages = dict.fromkeys((*(s.stage for s in work.stages), *(t.stage for t in work.transfers)))
     return {
         "rank": work.rank,
         "ranks_alike": cost.ranks,

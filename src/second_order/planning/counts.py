@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 
@@ -31,7 +31,7 @@ from second_order.kronecker.solvers import SOLVERS
 from second_order.planning.messages import Bucket, Piece, all_reduced, buckets_of, copied, summed
 from second_order.planning.network import Layer, Network
 from second_order.planning.systems import Planned
-from second_order.planning.work import Among, Compute, Held, RankWork, Transfer, merged
+from second_order.planning.work import Among, Compute, Held, RankWork, StageWork, Transfer, merged
 
 __all__ = ["Case", "Share"]
 
@@ -105,11 +105,10 @@ class Case:
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank={rank} is not one of 0 to {self.ranks - 1}")
-        computes = [*self._preconditions.get(self.plan.grid.row_of(rank), ())]
-        if statistics:
-            computes = [*self._takes_statistics(rank), *computes]
-        if refresh:
-            computes = [*computes, *self._solves(rank)]
+        row = self.plan.grid.row_of(rank)
+        stages = [self._preconditions[row]] if row in self._preconditions else []
+        stages = [*([self._takes_statistics(rank)] if statistics else []), *stages]
+        stages += [merged("solve", self._solves(rank))] if refresh else []
         transfers: list[Transfer] = []
         if self.ranks > 1:
             transfers += [self._compared, *self._averaging(rank)]
@@ -117,7 +116,7 @@ class Case:
             transfers += self._solutions_travel(rank) if refresh else []
             transfers += self._results_travel(rank)
         held = self._held(rank, statistics)
-        return RankWork(rank, merged(computes), tuple(transfers), held)
+        return RankWork(rank, tuple(stages), tuple(transfers), held)
 
     def everybody(self, *, statistics: bool = False, refresh: bool = False) -> list[Share]:
         """What all ranks do at a step, those that do the same together; the busiest are not first.
@@ -233,9 +232,8 @@ class Case:
         return [layer for layer, plan in self._layers if plan.source is None]
 
     def taken(self, rank: int) -> list[Layer]:
-        """The layers whose statistics a rank takes; not to be changed."""
-        own = self._taken_by.get(rank)
-        return self._taken_by_all if own is None else [*self._taken_by_all, *own]
+        """The layers whose statistics a rank takes: its own, or all; not to be changed."""
+        return self._taken_by.get(rank, self._taken_by_all)
 
     def preconditioned(self, rank: int) -> list[Layer]:
         """The layers whose gradients a rank preconditions; not to be changed."""
@@ -431,27 +429,25 @@ class Case:
 
     def _sums_of(self, layers: Iterable[Layer]) -> int:
         """Bytes of the sums of a step's statistics."""
-        widened = replace(self.options, factor_dtype=_wide(self.options))
-        hooked = [layer for layer in layers if layer.hooked]
-        return sum(_stored_bytes(x, k, widened) for x in hooked for k in x.shape.letters)
+        shapes = [layer.shape for layer in layers if layer.hooked]
+        elements = sum(_stored_elements(x, k, self.options) for x in shapes for k in x.letters)
+        return elements * _wide(self.options).itemsize
 
     # --------------------------------------------------------------------------------------- work
 
-    def _takes_statistics(self, rank: int) -> Iterator[Compute]:
-        yield from self._statistics_of_all
-        for layer in self._taken_by.get(rank, []):
-            if layer.hooked:
-                yield from self._grams(layer)
-        for layer, letter in self._kept_by.get(rank, []):
-            if not layer.hooked:
-                yield from self._gradient_grams(layer, letter)
+    def _takes_statistics(self, rank: int) -> StageWork:
+        passes = [self._grams(x) for x in self._taken_by.get(rank, []) if x.hooked]
+        kept = [item for item in self._kept_by.get(rank, []) if not item[0].hooked]
+        own = [*chain(*passes), *chain(*(self._gradient_grams(*item) for item in kept))]
+        common = self._statistics_of_all
+        return merged("statistics", [*common.computes, *own]) if own else common
 
     @cached_property
-    def _statistics_of_all(self) -> tuple[Compute, ...]:
+    def _statistics_of_all(self) -> StageWork:
         """The statistics that every rank takes."""
         passes = [self._grams(layer) for layer in self._taken_by_all if layer.hooked]
         kept = [self._gradient_grams(*item) for item in self._kept_by_all if not item[0].hooked]
-        return merged(chain(*passes, *kept))
+        return merged("statistics", chain(*passes, *kept))
 
     def _grams(self, layer: Layer) -> Iterator[Compute]:
         """Statistics of a layer's passes."""
@@ -484,15 +480,18 @@ class Case:
                 yield Compute("solve", "eigh", (n,), shape.groups, dtype)
 
     @cached_property
-    def _preconditions(self) -> dict[int, tuple[Compute, ...]]:
+    def _preconditions(self) -> dict[int, StageWork]:
         """By row of the grid, the products of its ranks."""
         dtype = self.options.inv_dtype
         times = 2 if self.options.solver == "eigen" else 1  # there and back
         return {
             row: merged(
-                Compute("precondition", "matmul", sizes, times * count, dtype)
-                for layer in layers
-                for sizes, count in _products(layer.shape)
+                "precondition",
+                (
+                    Compute("precondition", "matmul", sizes, times * count, dtype)
+                    for layer in layers
+                    for sizes, count in _products(layer.shape)
+                ),
             )
             for row, layers in self._by_row.items()
         }

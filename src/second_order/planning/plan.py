@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -144,11 +145,14 @@ def plan(
     measured = machine is None if measure is None else measure
     seen: dict[str, Seen] = {}
     looks: dict[str, Seen] = {}  # by what counts as a layer
+    found: Observation | None = None
     for system in systems:
         planned = made[system, solvers[0]]
         kind = f"{planned.rules} {planned.conv_approximation}"
         if kind not in looks:
-            found = observe(model, sample_batch, planned, measure=measured, clock=clock)
+            found = observe(
+                model, sample_batch, planned, measure=measured, clock=clock, passes=found
+            )
             arguments, named = arguments_of(sample_batch)
             with undisturbed(model, placed):
                 looks[kind] = planned.network(model, example=named or arguments, **keywords), found
@@ -337,7 +341,7 @@ def _spread(sizes: Iterable[int], most: int = 6) -> list[int]:
 
 def _amortised(cost: RankCost, f: int, i: int, of: Callable[[str], float]) -> float:
     """What a rank does or sends a step, by a function of the stage."""
-    stages = {c.stage for c in cost.work.computes} | {t.stage for t in cost.work.transfers}
+    stages = {s.stage for s in cost.work.stages} | {t.stage for t in cost.work.transfers}
     every = {"statistics": f, "statistics_exchange": f, "solve": i, "solve_exchange": i}
     return sum(of(stage) / every.get(stage, 1) for stage in sorted(stages))
 
@@ -381,8 +385,8 @@ def peak_memory(
     for cost in costs:
         kept = {each.what: each.nbytes for each in cost.work.held}
         buffers = message_bytes(cost.work)
-        solved = [c for c in cost.work.computes if c.stage == "solve"]
-        factors = (c.sizes[-1] ** 2 * c.dtype.itemsize for c in solved)
+        solved = (s.computes for s in cost.work.stages if s.stage == "solve")
+        factors = (c.sizes[-1] ** 2 * c.dtype.itemsize for c in chain(*solved))
         passing = max(seen.activations, buffers, COPIES * max(factors, default=0))
         total = sum(kept.values()) + passing
         if total > peak:

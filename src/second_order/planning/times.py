@@ -11,8 +11,9 @@ counts. A stage ends with an exchange, so that the slowest rank decides on each 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from second_order.planning.counts import Case
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.network import Layer
-from second_order.planning.work import Compute, RankWork, Transfer
+from second_order.planning.work import Compute, RankWork, StageWork, Transfer
 
 __all__ = [
     "PASSES",
@@ -29,7 +30,6 @@ __all__ = [
     "exchange_seconds",
     "kernel_seconds",
     "rank_costs",
-    "rank_seconds",
     "step_times",
 ]
 
@@ -124,39 +124,42 @@ def exchange_seconds(
     return count * (each + overhead.step) + copies + tensors * overhead.layer
 
 
-def rank_seconds(
+class _Once:
+    """Values of what ranks share, each computed once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Callable[..., float], int], tuple[Any, float]] = {}
+
+    def __call__(self, function: Callable[..., float], shared: Any, *arguments: Any) -> float:
+        """The value of a function for an object, told by what it is, not by what it holds."""
+        key = function, id(shared)
+        if key not in self._found:  # kept together, so that no other object gets its id
+            self._found[key] = shared, function(shared, *arguments)
+        return self._found[key][1]
+
+
+def _rank_seconds(
     case: Case,
     work: RankWork,
     machine: Machine,
     links: Interconnect,
-    captured: Mapping[str, float] | None = None,
+    captured: Mapping[str, float],
+    once: _Once,
 ) -> StepTimes:
-    """Seconds by stage of one rank, forward and backward left out.
-
-    Args:
-        case: The network, the system and the ranks.
-        work: The rank's work at a step with statistics and a refresh.
-        machine: The machine of the rank.
-        links: The links between the ranks.
-        captured: Measured seconds of the statistics of layers, by name, instead of those of
-            matrix products.
-    """
-    captured = captured or {}
+    """Seconds by stage of one rank, forward and backward left out."""
     kernels = dict.fromkeys(("statistics", "solve", "precondition"), 0.0)
     taken, mine = case.taken(work.rank), case.preconditioned(work.rank)
-    measured = all(layer.name in captured for layer in taken)
-    for compute in work.computes:
-        if compute.stage != "statistics" or not measured:
-            kernels[compute.stage] += kernel_seconds(compute, machine)
-    if measured:
-        kernels["statistics"] = sum(captured[layer.name] for layer in taken)
+    for stage in work.stages:
+        kernels[stage.stage] = once(_stage_seconds, stage, machine)
+    if once(_unknown, taken, captured) == 0:
+        kernels["statistics"] = once(_known_seconds, taken, captured)
 
     eigen = case.options.solver == "eigen"
     kernels["statistics"] += machine.touched(UPDATE * work.nbytes("factors"))
-    own = sum(map(_gradient_bytes, mine))
+    own = once(_gradient_bytes, mine)
     kernels["solve"] += machine.touched(COMBINE * own) if eigen else 0.0
     kernels["precondition"] += machine.touched(GATHER * own)
-    everything = sum(map(_gradient_bytes, case.network.layers))
+    everything = once(_gradient_bytes, case.network.layers)
     kernels["precondition"] += machine.touched(CLIP_AND_WRITE * everything)
 
     layers = {
@@ -171,17 +174,36 @@ def rank_seconds(
     due["base"] = _together(
         machine, machine.touched(BASE * work.nbytes("parameters")), "base", len(case.network.params)
     )
+    tensors = {
+        "average_gradients": len(case.network.params),
+        "statistics_exchange": int(once(_sums, taken)),
+        "precondition_exchange": len(case.network.layers),
+        "solve_exchange": len(mine),
+    }
     for transfer in work.transfers:
-        tensors = {
-            "average_gradients": len(case.network.params),
-            "statistics_exchange": sum(len(x.shape.letters) + 1 for x in taken),
-            "precondition_exchange": len(case.network.layers),
-            "solve_exchange": len(mine),
-        }.get(transfer.stage, 0)
-        seconds = exchange_seconds(transfer, machine, links, tensors=tensors)
+        number = tensors.get(transfer.stage, 0)
+        seconds = exchange_seconds(transfer, machine, links, tensors=number)
         due[transfer.stage] = due.get(transfer.stage, 0.0) + seconds
     hidden = due.pop("solve") if case.planned.background else 0.0
     return StepTimes(due, hidden)
+
+
+def _stage_seconds(stage: StageWork, machine: Machine) -> float:
+    return sum(kernel_seconds(compute, machine) for compute in stage.computes)
+
+
+def _unknown(layers: Sequence[Layer], captured: Mapping[str, float]) -> int:
+    """The number of layers whose statistics nobody has measured."""
+    return sum(layer.name not in captured for layer in layers)
+
+
+def _known_seconds(layers: Sequence[Layer], captured: Mapping[str, float]) -> float:
+    return sum(captured[layer.name] for layer in layers)
+
+
+def _sums(layers: Sequence[Layer]) -> int:
+    """The number of sums of layers' statistics: of each factor, and the head."""
+    return sum(len(layer.shape.letters) + 1 for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -214,11 +236,12 @@ def rank_costs(
         machine: The machine of every rank.
         links: The links between the ranks.
         passes: Seconds of forward and backward on a rank's batch.
-        captured: As for :func:`rank_seconds`.
+        captured: Measured seconds of the statistics of layers, by name, instead of those of
+            matrix products, on ranks all of whose layers' are known.
     """
-    found = []
+    found, once = [], _Once()
     for share in case.everybody(statistics=True, refresh=True):
-        times = rank_seconds(case, share.work, machine, links, captured)
+        times = _rank_seconds(case, share.work, machine, links, captured or {}, once)
         due = {PASSES: passes, **times.due}
         found.append(RankCost(share.ranks, share.work, StepTimes(due, times.hidden)))
     return found
@@ -246,5 +269,6 @@ def _overhead_name(stage: str, case: Case) -> str:
     return case.options.solver if stage == "solve" else stage
 
 
-def _gradient_bytes(layer: Layer) -> int:
-    return math.prod(layer.shape.gradient_size) * torch.float32.itemsize
+def _gradient_bytes(layers: Sequence[Layer]) -> int:
+    elements = sum(math.prod(layer.shape.gradient_size) for layer in layers)
+    return elements * torch.float32.itemsize
