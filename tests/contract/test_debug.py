@@ -352,9 +352,9 @@ def accumulated(rank: int, world_size: int) -> Any:
     other, again = started(rank, world_size, KAISA, {**ADAM, "debug": 3})
     other.load_state_dict(model.state_dict())
     again.load_state_dict(saved)
-    with counted("all_to_all_single", "all_gather_object") as few:
+    with counted("all_reduce", "all_gather_object") as few:
         take(other, again, shard(BATCHES[2], rank, world_size))
-    with counted("all_to_all_single", "all_gather_object") as fewer:
+    with counted("all_reduce", "all_gather_object") as fewer:
         take(other, again, shard(BATCHES[3], rank, world_size))
     if rank == 1:
         of_parameter(again, other)
@@ -371,7 +371,7 @@ def test_it_goes_with_closures_accumulation_schedulers_and_checkpoints(world: Wo
     for calls, steps, more, saved in world.run(accumulated, 2):
         assert calls == 3
         assert steps == 6, "a multiple of the interval"
-        assert more == {"all_to_all_single": 1}
+        assert more == {"all_reduce": 1}
         assert not saved
 
 

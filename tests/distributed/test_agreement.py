@@ -478,35 +478,52 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
     optimizer.param_groups[0]["lr"] *= 1 + 1e-15 * rank
     take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     sizes = []
-    words = collectives.World.words
+    same = collectives.World.same
 
-    def noted(self: Any, word: int) -> list[int]:
+    def noted(self: Any, words: Any) -> bool:
         with counted() as counts:
-            found = words(self, word)
+            found = same(self, words)
         sizes.append((dict(+counts), self.group is dist.group.WORLD))
         return found
 
     optimizer = make(KAISA, CASE.model())
-    with replaced(collectives.World, {"words": noted}):
+    with replaced(collectives.World, {"same": noted}):
         take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     return sizes
 
 
 def test_rounding_is_no_difference_and_a_step_has_one_word(world: World) -> None:
     for sizes in world.run(steps_of, 2):
-        assert sizes == [({"all_to_all_single": 1}, False)]
+        assert sizes == [({"all_reduce": 1}, False)]
 
 
-def each_word(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+LEAST, MOST = -(2**63), 2**63 - 1
+# By rank, its words; and whether the ranks have the same ones.
+WORDS: list[tuple[list[list[int | None]], bool]] = [
+    ([[7], [7], [7]], True),
+    ([[LEAST], [LEAST], [LEAST]], True),
+    ([[MOST], [MOST], [MOST]], True),
+    ([[0], [0], [-1]], False),
+    ([[MOST], [LEAST], [LEAST]], False),
+    ([[LEAST + 1], [LEAST], [LEAST]], False),
+    ([[1, 5, None], [1, None, 9], [1, 5, None]], True),
+    ([[1, LEAST, None], [1, None, MOST], [1, None, MOST]], True),
+    ([[1, 5, None], [1, None, 9], [1, 6, None]], False),
+    ([[1, LEAST, None], [1, None, 9], [1, MOST, None]], False),
+]
+
+
+def compared(rank: int, world_size: int) -> list[tuple[bool, bool]]:
     world = collectives.World()
-    return world.aside().words(-(2**63) + rank), world.words(2**63 - 1 - rank)
+    mine = [words[rank] for words, _ in WORDS]
+    return [(world.aside().same(words), world.same(words)) for words in mine]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_words_come_from_each_rank(world: World, world_size: int) -> None:
-    ranks = range(world_size)
-    expected = [-(2**63) + r for r in ranks], [2**63 - 1 - r for r in ranks]
-    assert world.run(each_word, world_size) == [expected] * world_size
+def test_ranks_know_whether_they_have_the_same_words(world: World) -> None:
+    """The least and the greatest words among them, and places where a rank has none."""
+    expected = [(same, same) for _, same in WORDS]
+    assert world.run(compared, 3) == [expected] * 3
+    assert all(collectives.World.alone().same(words[0]) for words, _ in WORDS)
 
 
 def same_word(rank: int, world_size: int) -> int:

@@ -35,7 +35,7 @@ WAYS: dict[str, Callable[[World], object]] = {
     "a delivery": lambda world: world.all_to_all(
         [Delivery(1, (0,), 3)], torch.float32, torch.device("cpu")
     ),
-    "words": lambda world: world.words(7),
+    "words": lambda world: world.same([7]),
     "objects": lambda world: world.all_gather_object("here"),
 }
 

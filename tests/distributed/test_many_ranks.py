@@ -12,11 +12,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 import many_ranks
 from second_order.distributed import shares
 from second_order.distributed.assignment import LayerDims
 from second_order.kfac.plan import Plan, distkfac_plan, dpkfac_plan, kaisa_plan
+from second_order.planning.calibration import DEFAULT_NETWORKS
+from second_order.planning.machine import Machine
+from second_order.planning.plan import plan
 
 LAYERS = [LayerDims(1, 65 + i % 7 * 64, 64 + i % 5 * 64, cost=float(i % 11)) for i in range(1000)]
 RANKS = 4096
@@ -55,22 +59,37 @@ def test_a_thousand_layers_are_planned_on_4096_ranks_at_once(name: str) -> None:
     assert len(used) >= 900, "work is spread"
 
 
-def step(system: many_ranks.System, ranks: int, rank: int) -> dict[str, Any]:
+def step(system: many_ranks.System, ranks: int, rank: int, message_bytes: int) -> dict[str, Any]:
     task = partial(many_ranks.narrow_task, 6, 16, 400)
-    with patch.object(shares, "SMALL_BYTES", 0):
+    with (
+        patch.object(shares, "SMALL_BYTES", 0),
+        patch.object(shares, "MESSAGE_BYTES", message_bytes),
+    ):
         return many_ranks.run(system, task, ranks, rank, counts_memory=True)
 
 
 PLACES = [(system, 0) for system in many_ranks.SYSTEMS] + [(many_ranks.SYSTEMS[1], 7)]
 
 
+BY_SUM = [
+    (system, rank, message_bytes)
+    for system, rank in PLACES
+    for message_bytes in (shares.MESSAGE_BYTES, 0)
+    if message_bytes or system.name in ("KAISA MEM-OPT", "DPKFAC")
+]
+
+
 @pytest.mark.parametrize(
-    ("system", "rank"), PLACES, ids=[f"{system.name}, rank {rank}" for system, rank in PLACES]
+    ("system", "rank", "message_bytes"),
+    BY_SUM,
+    ids=[f"{s.name}, rank {r}{'' if by_sum else ', by shares'}" for s, r, by_sum in BY_SUM],
 )
-def test_memory_and_messages_are_those_of_64_ranks(system: many_ranks.System, rank: int) -> None:
+def test_memory_and_messages_are_those_of_64_ranks(
+    system: many_ranks.System, rank: int, message_bytes: int
+) -> None:
     """The first rank owns the largest layer; of a thousand ranks, most own nothing."""
     most = 512 if system.closure else 1024  # Lanczos takes dozens of messages
-    few, many = step(system, 64, rank), step(system, most, rank)
+    few, many = (step(system, ranks, rank, message_bytes) for ranks in (64, most))
     assert many["groups"] == few["groups"] <= 2
     if not system.closure:  # Lanczos stops where the pretended products make it
         assert many["collectives"] <= few["collectives"]
@@ -83,11 +102,28 @@ def test_memory_and_messages_are_those_of_64_ranks(system: many_ranks.System, ra
     assert many["step_python_mb"] <= few["step_python_mb"] + 1.5
 
 
+def test_a_step_of_4096_ranks_agrees_and_sums_in_no_time() -> None:
+    """By the plan: a step of the plain base has one sum of all gradients."""
+    with torch.device("meta"):
+        model, x = many_ranks.Narrow(100, 512, 1000), torch.empty(32, 512)
+    machine = Machine.given(
+        flops={1024: 2e13}, eigh={1024: 6e-2}, inverse={1024: 2e-3}, bandwidth=2e12
+    )
+    for network in DEFAULT_NETWORKS.values():
+        found = plan(model, x, RANKS, machine=machine, network=network, solvers=["inverse"])
+        summed = max(c.stages["average_gradients"] for c in found.choices if c.system == "KAISA")
+        for choice in found.choices:
+            assert choice.stages["compare"] < 0.02 * choice.seconds, choice.name
+            assert choice.stages["average_gradients"] <= 1.05 * summed, choice.name
+            if choice.system == "DPKFAC":
+                assert choice.stages["precondition_exchange"] <= 1.05 * summed
+
+
 def test_large_messages_by_number_of_ranks_alone_would_be_noticed() -> None:
     """Directly, the largest owner's memory does grow."""
     system = many_ranks.SYSTEMS[0]
     task = partial(many_ranks.narrow_task, 6, 16, 400)
-    with patch.object(shares, "SMALL_BYTES", 2**40):
+    with patch.object(shares, "SMALL_BYTES", 2**40), patch.object(shares, "MESSAGE_BYTES", 0):
         few, many = (
             many_ranks.run(system, task, ranks, 0, counts_memory=True) for ranks in (64, 1024)
         )

@@ -14,10 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import counted
 
-from second_order.distributed import shares
+from second_order.distributed import collectives, shares
 from second_order.distributed.collectives import World
 from second_order.distributed.parcels import deliver_parts
-from second_order.distributed.shares import Segments, Shares, goes_by_shares, sizes_of
+from second_order.distributed.shares import (
+    Segments,
+    Shares,
+    goes_by_shares,
+    goes_by_sum,
+    sizes_of,
+)
 
 if TYPE_CHECKING:
     import pool
@@ -69,6 +75,16 @@ def test_balanced_and_small_messages_go_directly() -> None:
     assert not goes_by_shares(64, 2**10, 2**10)
 
 
+def test_messages_of_many_ranks_go_by_a_sum() -> None:
+    """Where a message to each takes longer than sending everything twice."""
+    assert goes_by_sum(4096, 2**26), "a bucket"
+    assert goes_by_sum(64, 5_000_000)
+    assert not goes_by_sum(64, 6_000_000)
+    assert not goes_by_sum(8, 2**20)
+    assert not any(goes_by_sum(ranks, 1) for ranks in range(1, 6)), "no fewer messages"
+    assert not goes_by_sum(4096, 0)
+
+
 # The messages.
 
 
@@ -86,13 +102,17 @@ def addends(rank: int) -> list[torch.Tensor]:
 
 
 def summed_and_copied(
-    rank: int, world_size: int, seed: int, small_bytes: int
+    rank: int, world_size: int, seed: int, small_bytes: int, by_sum: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None], Counter[str]]:
     world, chance = World(), random.Random(seed)
     tensors, copies = addends(rank), addends(rank)
     wanted = [chance.choice([None, None, 0, world_size - 1, 1]) for _ in tensors]
     sources = [chance.choice([1, 1, world_size - 1]) for _ in copies]
-    with patch.object(shares, "SMALL_BYTES", small_bytes), counted() as counts:
+    with (
+        patch.object(shares, "SMALL_BYTES", small_bytes),
+        patch.object(collectives, "goes_by_sum", lambda _, whole: by_sum and whole > 0),
+        counted() as counts,
+    ):
         first, second = world.reduce(tensors, wanted), world.reduce(copies[:1], [1])
         first.wait()
         second.wait()
@@ -140,6 +160,38 @@ def test_by_shares_is_bit_for_bit_as_directly(
     before = [addends(rank) for rank in range(world_size)]
     pairs = zip([found[0] for found in by_shares], before, strict=True)
     assert any(not same(a, b) for after, old in pairs for a, b in zip(after, old, strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_by_a_sum_is_as_directly_but_for_the_order_of_addends(world: pool.World, seed: int) -> None:
+    """Copies are the same bit for bit; what is one's own alone is changed nowhere else."""
+    directly = world.run(summed_and_copied, 4, seed, 2**30)
+    by_sum = world.run(summed_and_copied, 4, seed, 2**30, True)
+    for expected, found in zip(directly, by_sum, strict=True):
+        assert all(
+            torch.allclose(a, b, rtol=1e-14 if a.dtype == torch.float64 else 0)
+            for a, b in zip(expected[0], found[0], strict=True)
+        )
+        copies = zip(expected[1][1:] + expected[2], found[1][1:] + found[2], strict=True)
+        assert all(same(a, b) for a, b in copies)
+        assert found[3]["all_to_all_single"] <= 1, "what goes to some ranks alone"
+        assert found[3]["all_reduce"] > 0
+
+
+def odd_values(rank: int, world_size: int) -> list[bytes]:
+    """Copies from the last rank, of zeros of both signs and what is no number, by their bits."""
+    odd = [0.0, -0.0, float("inf"), float("nan"), 2.0**-149]
+    tensors = [torch.tensor(odd) if rank == source else torch.ones(5) for source in (2, 0)]
+    with patch.object(collectives, "goes_by_sum", lambda *_: True):
+        World().broadcast(tensors, [2, 0])
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def test_copies_by_a_sum_keep_every_bit(world: pool.World) -> None:
+    """Ranks would part otherwise: the source has its own."""
+    first, *others = world.run(odd_values, 3)
+    assert all(other == first for other in others)
+    assert len(set(first)) == 1
 
 
 def hooked_future(rank: int, world_size: int) -> tuple[list[torch.Tensor], bool, bool]:

@@ -327,17 +327,17 @@ def sent_each(rank: int, world_size: int) -> list[list[Counter[str]]]:
 def test_a_step_sends_what_it_must(world: World, world_size: int) -> None:
     """Rows: one all-reduce of n, in halves, 2r, and a flag for each of the six parameters.
 
-    And everybody's word to everybody, that all are to take the same step.
+    And two words in an all-reduce, that all are to take the same step.
     """
     results = world.run(sent_each, world_size)
+    once = 2 * (world_size - 1)  # elements that all ranks send in an all-reduce of one
 
     def volume(choice: int, step: int) -> float:
         each = [rank[choice][step] for rank in results]
         assert step == 2 or all(set(e) <= {"all_reduce", "all_to_all_single"} for e in each)
-        words = world_size * (world_size - 1)
+        words = 2 * once
         return sum(e["all_reduce"] / world_size + e["all_to_all_single"] for e in each) - words
 
-    once = 2 * (world_size - 1)  # elements that all ranks send in an all-reduce of one
     flags = world_size * (world_size - 1) * 6
     terms = 3  # of the trust region, in one of the all-reduces
     for step in (3, 5):

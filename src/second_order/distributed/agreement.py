@@ -82,8 +82,7 @@ def require_same(
         return
     aside = world.aside()
     try:
-        words = aside.words(word_of((doing, *brief)))
-        if words.count(words[0]) == len(words):
+        if aside.same([word_of((doing, *brief))]):
             return
         everyone = aside.all_gather_object([("about to", doing), *describe()])
     except SecondOrderError as error:  # after the group's timeout at the latest

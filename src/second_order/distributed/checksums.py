@@ -79,8 +79,8 @@ def require_same_bits(
 ) -> None:
     """Raise on every rank unless shared values are equal, bit for bit; a small collective.
 
-    A word of 64 bits is exchanged for all values that are whole, and one for those in rows;
-    checksums only if words differ.
+    A word of 64 bits is compared for all values that are whole, and one for those in each set of
+    rows; checksums are exchanged only if words differ.
 
     Args:
         world: The ranks.
@@ -96,13 +96,14 @@ def require_same_bits(
     if world.size == 1:
         return
     aside, known = world.aside(), _known(values)
-    everyone = list(range(aside.size))
-    parted = _differ(aside.words(word_of(_of(known, False))), [everyone])
-    alike: list[list[int]] = []
+    places = dict.fromkeys(rows or ())
+    words: list[int | None] = [word_of(_of(known, False))]
     if rows is not None:
-        alike = [[r for r in everyone if rows[r] == place] for place in dict.fromkeys(rows)]
-        parted = _differ(aside.words(word_of(_of(known, True))), alike) or parted
-    if parted:
+        ours = word_of(_of(known, True))
+        words += [ours if place == rows[world.rank] else None for place in places]
+    if not aside.same(words):
+        everyone = list(range(aside.size))
+        alike = [[r for r in everyone if rows[r] == place] for place in places] if rows else []
         found = aside.all_gather_object(known)
         names = dict.fromkeys(name for theirs in found for name in theirs)
         told = [
@@ -133,11 +134,6 @@ def _known(values: Sequence[Shared]) -> Known:
 
 def _of(known: Known, in_rows: bool) -> list[tuple[str, str]]:
     return [(name, text) for (name, rows), text in known.items() if rows is in_rows]
-
-
-def _differ(words: Sequence[int], alike: Sequence[Sequence[int]]) -> bool:
-    """Whether words differ within a set of ranks that are to have the same one."""
-    return any(len({words[rank] for rank in ranks}) > 1 for ranks in alike)
 
 
 def _parted(

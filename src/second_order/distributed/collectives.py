@@ -26,7 +26,14 @@ from second_order.distributed.reductions import (
     scatter,
     sum_in_order,
 )
-from second_order.distributed.shares import Segments, Shares, goes_by_shares, in_buckets, sizes_of
+from second_order.distributed.shares import (
+    Segments,
+    Shares,
+    goes_by_shares,
+    goes_by_sum,
+    in_buckets,
+    sizes_of,
+)
 from second_order.errors import SecondOrderError
 from second_order.stages import sent
 
@@ -221,9 +228,7 @@ class World:
             return pending
         for bucket in _buckets(tensors):
             flat = self._stage(_flatten(bucket))
-            sent(flat.nbytes)
-            work = dist.all_reduce(flat, op, group=self.group, async_op=True)
-            pending.add(work, flat.detach, bucket)
+            pending.add(self._all_reduced(flat, op), flat.detach, bucket)
         return pending
 
     @explained()
@@ -238,8 +243,7 @@ class World:
             places.setdefault(id(tensor), []).append(place)
         for bucket in _buckets(tensors):
             flat = self._stage(_flatten(bucket))
-            sent(flat.nbytes)
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            work = self._all_reduced(flat)
             pending.add(work, flat, [places[id(t)].pop(0) for t in bucket], bucket)
         return pending
 
@@ -247,7 +251,8 @@ class World:
     def reduce(self, tensors: Sequence[Tensor], owners: Sequence[int | None]) -> PendingReduction:
         """Sum tensors over the ranks, each for its owner alone: half the traffic of an all-reduce.
 
-        Addends are taken in the order of ranks, so that all owners of a sum agree bit for bit.
+        Addends are taken in the order of ranks, so that all owners of a sum agree bit for bit; but
+        among so many ranks that messages count for more than bytes, an all-reduce takes them.
 
         Args:
             tensors: Addends of any shapes; the same shapes and dtypes in the same order on every
@@ -270,9 +275,15 @@ class World:
             largest = max(sizes.values(), default=0) + common
             whole = sum(sizes.values()) + common
             targets = [*own.get(self.rank, []), *for_all]
-            if goes_by_shares(self.size, largest * itemsize, whole * itemsize):
+            by_sum = goes_by_sum(self.size, whole * itemsize)
+            if by_sum or goes_by_shares(self.size, largest * itemsize, whole * itemsize):
                 segments = Segments.of_sizes(sizes, common, self.size)
                 flat = self._stage(_flatten([t for part in own.values() for t in part] + for_all))
+                if by_sum:  # narrow ones add up wide
+                    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+                    wanted_here = partial(_parts, flat, segments.wanted(self.rank))
+                    pending.add(self._all_reduced(flat), wanted_here, targets)
+                    continue
                 onward = partial(self._to_owners, segments)
                 pending.add_half(self._sum_of_shares(flat, segments.shares), onward, targets)
                 continue
@@ -283,6 +294,11 @@ class World:
             rows = received.view(self.size, parts[self.rank])
             pending.add(work, partial(sum_in_order, rows, flat), targets)
         return pending
+
+    def _all_reduced(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        """Start to all-reduce a flat tensor in place."""
+        sent(flat.nbytes)
+        return dist.all_reduce(flat, op, group=self.group, async_op=True)
 
     def _sum_of_shares(self, flat: Tensor, shares: Shares) -> Started:
         """Start to sum this rank's share of a flat tensor over the ranks."""
@@ -336,7 +352,7 @@ class World:
     ) -> list[Tensor | None]:
         """Send flat tensors from where they are to where they are wanted, in one collective.
 
-        What a few ranks send to all goes by shares, in two more.
+        What a few ranks send to all goes by shares, in two more, or by an all-reduce.
 
         Args:
             items: The deliveries, the same list on every rank but for the contents.
@@ -345,7 +361,7 @@ class World:
 
         Returns:
             For each item its content, on its source and its destinations; None elsewhere. Received
-            contents are views of the whole message; so are those of the source that went by shares.
+            contents are views of the whole message; so are those of the source that went to all.
         """
         contents = [item.content for item in items]
         empty = torch.empty(0, dtype=dtype, device=device)
@@ -353,7 +369,7 @@ class World:
             if contents[i] is None and item.size == 0 and self.rank in item.destinations:
                 contents[i] = empty
         moving = [i for i, item in enumerate(items) if item.size and item.leaves]
-        shared = self._for_shares(items, moving, dtype.itemsize)
+        shared = self._for_all(items, moving, dtype.itemsize)
         if shared:
             flat = self._spread(items, shared, empty)
             for i, piece in zip(shared, flat.split([items[i].size for i in shared]), strict=True):
@@ -364,22 +380,36 @@ class World:
             self._deliver(items, moving, contents, empty)
         return contents
 
-    def _for_shares(
+    def _for_all(
         self, items: Sequence[Delivery], moving: Sequence[int], itemsize: int
     ) -> list[int]:
-        """Those of the items that go to all ranks by shares, by source; none if all go directly."""
+        """Those of the items that go to all ranks together, by source; none if all go directly."""
         for_all = [i for i in moving if items[i].destinations == range(self.size)]
         of_source: dict[int, int] = {}
         for i in for_all:
             source = items[i].source
             of_source[source] = of_source.get(source, 0) + items[i].size * itemsize
-        largest = max(of_source.values(), default=0)
-        if not goes_by_shares(self.size, largest, sum(of_source.values())):
+        largest, whole = max(of_source.values(), default=0), sum(of_source.values())
+        if not (goes_by_sum(self.size, whole) or goes_by_shares(self.size, largest, whole)):
             return []
         return sorted(for_all, key=lambda i: items[i].source)
 
+    def _added(self, items: Sequence[Delivery], which: Sequence[int], empty: Tensor) -> Tensor:
+        """Give all ranks some items in one flat tensor: the sum of them and of nothing."""
+        contents = [items[i].content for i in which]
+        parts = [
+            # -0.0 + x is x bit for bit; 0.0 + -0.0 would be 0.0.
+            empty.new_full((items[i].size,), -0.0) if content is None else content.reshape(-1)
+            for i, content in zip(which, contents, strict=True)
+        ]
+        flat = self._stage(torch.cat(parts))
+        self._all_reduced(flat).wait()
+        return flat.to(empty.device, empty.dtype)
+
     def _spread(self, items: Sequence[Delivery], which: Sequence[int], empty: Tensor) -> Tensor:
         """Give all ranks some items in one flat tensor: a share to each, and then all shares."""
+        if goes_by_sum(self.size, sum(items[i].size for i in which) * empty.itemsize):
+            return self._added(items, which, empty)
         sizes: dict[int, int] = {}
         for i in which:
             sizes[items[i].source] = sizes.get(items[i].source, 0) + items[i].size
@@ -499,20 +529,24 @@ class World:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    @explained()
-    def words(self, word: int) -> list[int]:
-        """Every rank's word of 64 bits, by rank; a collective of constant size.
+    def same(self, words: Sequence[int | None]) -> bool:
+        """Whether ranks have the same words of 64 bits; an all-reduce of 16 bytes for each.
 
-        Each word goes straight to each rank: along a ring it would take as many times as long as
-        there are ranks.
+        Args:
+            words: As many on every rank; None where this rank has none, and some other has.
         """
         if self.size == 1:
-            return [word]
-        flat = torch.full((self.size,), word, dtype=torch.int64, device="cpu")
-        ones = [1] * self.size
-        received, work = self._exchange(flat, ones, ones)
-        work.wait()
-        return received.tolist()
+            return True
+        # The greatest word, and the greatest complement, which is that of the least word.
+        least = -(2**63)
+        both = [(least, least) if word is None else (word, ~word) for word in words]
+        greatest = torch.tensor(both, dtype=torch.int64, device="cpu")
+        self.all_reduce_max([greatest]).wait()
+        return all(most == ~of_least for most, of_least in greatest.tolist())
+
+
+def _parts(flat: Tensor, parts: Iterable[slice]) -> Tensor:
+    return torch.cat([flat[part] for part in parts])
 
 
 def _elements(tensors: Iterable[Tensor]) -> int:

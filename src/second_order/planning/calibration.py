@@ -415,7 +415,7 @@ def _usual_seconds(world: World, call: Callable[[], Any], device: torch.device) 
     """The median of some calls, all of which all ranks begin together."""
     times = []
     for _ in range(7):
-        world.on_cpu().words(0)
+        world.on_cpu().same([0])
         start = time.perf_counter()
         call()
         if device.type != "cpu":

@@ -35,7 +35,7 @@ from second_order.planning.work import Among, Compute, Held, RankWork, StageWork
 
 __all__ = ["Case", "Share"]
 
-WORD = 8  # bytes of the word by which ranks compare what they are about to do
+WORDS = 16  # bytes of the words by which ranks compare what they are about to do
 FLOAT = torch.float32.itemsize
 
 
@@ -268,11 +268,7 @@ class Case:
 
     @property
     def _compared(self) -> Transfer:
-        moved = WORD * (self.ranks - 1)
-        handed = WORD * self.ranks
-        return Transfer(
-            "compare", "all_to_all", self._world, handed, moved, moved, 2 * handed, 1, host=True
-        )
+        return all_reduced("compare", self._world, WORDS, 1, host=True)
 
     def _averaging(self, rank: int) -> list[Transfer]:
         """The plain gradients, and one number a parameter: who has a gradient."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import BUCKET_BYTES
-from second_order.distributed.shares import Segments, goes_by_shares, in_buckets
+from second_order.distributed.shares import Segments, goes_by_shares, goes_by_sum, in_buckets
 from second_order.planning.work import Among, Collective, Transfer
 
 __all__ = ["Bucket", "Piece", "all_reduced", "buckets_of", "copied", "summed"]
@@ -42,8 +42,15 @@ class Bucket:
         return sum(self.sizes.values()) + self.common
 
     @cached_property
+    def by_sum(self) -> bool:
+        """Whether it goes by an all-reduce, to all ranks."""
+        return goes_by_sum(self.ranks, self.total * self.itemsize)
+
+    @cached_property
     def by_shares(self) -> bool:
         """Whether it goes by shares, in two messages; straight to each rank otherwise."""
+        if self.by_sum:
+            return False
         largest = max(self.sizes.values(), default=0) + self.common
         return goes_by_shares(self.ranks, largest * self.itemsize, self.total * self.itemsize)
 
@@ -129,6 +136,9 @@ def summed(stage: str, among: Among, here: int, buckets: Iterable[Bucket]) -> li
     found = _Sent()
     for bucket in buckets:
         mine = bucket.sizes.get(here, 0) + bucket.common
+        if bucket.by_sum:  # at least as wide as sums are added
+            found.add_sum(bucket.total * max(bucket.itemsize, torch.float32.itemsize), among.size)
+            continue
         if not bucket.by_shares:
             handed = bucket.total + (among.size - 1) * bucket.common
             found.add("all_to_all", bucket, handed, among.size * mine, mine)
@@ -152,6 +162,9 @@ def copied(stage: str, among: Among, here: int, buckets: Iterable[Bucket]) -> li
     found = _Sent()
     for bucket in buckets:
         mine = bucket.sizes.get(here, 0)
+        if bucket.by_sum:
+            found.add_sum(bucket.total * bucket.itemsize, among.size)
+            continue
         if not bucket.by_shares:
             if bucket.total:
                 found.add("all_to_all", bucket, (among.size - 1) * mine, bucket.total - mine, 0)
@@ -167,7 +180,7 @@ class _Sent:
     """A rank's messages by collective."""
 
     def __init__(self) -> None:
-        self._found: dict[Collective, list[int]] = {}
+        self._found: dict[Collective, list[Any]] = {}
 
     def add(
         self, collective: Collective, bucket: Bucket, handed: int, arrives: int, stays: int
@@ -180,6 +193,13 @@ class _Sent:
         for i, n in enumerate(elements):
             entry[i] += n * bucket.itemsize
         entry[4] += 1
+
+    def add_sum(self, nbytes: int, ranks: int) -> None:
+        """Add a message that all ranks get by an all-reduce."""
+        entry = self._found.setdefault("all_reduce", [0, 0.0, 0.0, 0, 0])
+        moved = 2 * (ranks - 1) / ranks * nbytes
+        for i, n in enumerate((nbytes, moved, moved, nbytes, 1)):
+            entry[i] += n
 
     def transfers(self, stage: str, among: Among) -> list[Transfer]:
         """The messages, a line for each collective."""
