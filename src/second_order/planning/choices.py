@@ -42,6 +42,8 @@ class Choice:
         sent: Bytes a step that leave the busiest rank.
         operations: Floating point operations a step of second order on the busiest rank.
         hidden: Seconds a step of solves on threads, beside training.
+        shared: Seconds a step of solves on threads that have no cores of their own: training gives
+            them its time, and they are among ``seconds``.
         fits: Whether the memory allowed is enough.
         largest_batch: Examples to a rank's batch for which it would still be; None without a limit.
         ranks: The costs of each rank at a step with statistics and a refresh.
@@ -62,6 +64,7 @@ class Choice:
     fits: bool = True
     largest_batch: int | None = None
     ranks: tuple[RankCost, ...] = field(default=(), repr=False, compare=False)
+    shared: float = 0.0
 
     @property
     def name(self) -> str:
@@ -77,7 +80,7 @@ class Choice:
         """
         names = ("system", "setting", "world_size", "seconds", "memory", "sent", "operations")
         found: dict[str, Any] = {
-            name: getattr(self, name) for name in (*names, "hidden", "fits", "largest_batch")
+            name: getattr(self, name) for name in (*names, "hidden", "shared", "fits", "largest_batch")
         }
         found["keywords"] = {k: _primitive(v) for k, v in self.keywords.items()}
         found["intervals"] = list(self.intervals)
@@ -224,6 +227,8 @@ def recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice |
             f"the least, {said_bytes(least.memory)}; a smaller batch, skip_layers=[...] or "
             f"FSDP2 would make room"
         )
+    # Solves on threads that have no core are no faster than those at once, and come later.
+    fitting = [choice for choice in fitting if not choice.shared] or fitting
     fastest = fitting[0]
     similar = [c for c in fitting if c.seconds <= (1 + SIMILAR) * fastest.seconds]
     best = min(similar, key=lambda choice: (choice.memory, choice.seconds))
@@ -235,15 +240,21 @@ def recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice |
             f", within {SIMILAR:.0%} of the fastest, {fastest.name}, and "
             f"{said_bytes(fastest.memory - best.memory)} less memory"
         )
-    if len(fitting) < len(choices):
+    unfit = [choice for choice in choices if not choice.fits]
+    if unfit:
         assert memory is not None
-        quicker = [c for c in choices if not c.fits and c.seconds < best.seconds]
-        said += f"; {len(choices) - len(fitting)} do not fit into {said_bytes(memory)}"
+        quicker = [c for c in unfit if c.seconds < best.seconds]
+        said += f"; {len(unfit)} do not fit into {said_bytes(memory)}"
         said += f", {len(quicker)} of them faster" if quicker else ""
     if best.system == "DPKFAC" and best.world_size > 1:
         said += "; its factors are of their owner's batches alone"
     if best.hidden:
         said += "; its solves need cores of their own beside training"
+    if any(choice.shared for choice in choices):
+        said += (
+            "; no core is left to DistKFAC's threads (spare_cores of the machine): its solves take "
+            "training's time, and are counted in full"
+        )
     return best, said
 
 

@@ -175,7 +175,7 @@ class Case:
         """What the ranks of a row do alike."""
         return (
             tuple(layer.shape for layer in self._by_row[row]),
-            tuple(bucket.by_shares for bucket in self._decompositions.get(row, [])),
+            tuple((b.by_sum, b.by_shares) for b in self._decompositions.get(row, [])),
         )
 
     # ------------------------------------------------------------------------- who has which layer

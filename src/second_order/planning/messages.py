@@ -94,7 +94,7 @@ class Bucket:
         found = torch.zeros(5, self.ranks, dtype=torch.int64)
         if self.by_shares:
             found[1], found[2:] = self._mine, self._shares
-        else:
+        elif not self.by_sum:  # which all have alike
             found[0] = self._mine
         return found * self.itemsize
 

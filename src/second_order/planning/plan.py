@@ -303,10 +303,11 @@ class Planner:
                 held,
                 max(_amortised(cost, *every, cost.work.moved) for cost in costs),
                 max(_amortised(cost, *every, cost.work.operations) for cost in costs),
-                times.hidden / every[1],
+                times.hidden / every[1] if times.beside else 0.0,
                 self.memory is None or peak <= self.memory,
                 room,
                 tuple(costs),
+                0.0 if times.beside else times.hidden / every[1],
             )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,16 +54,19 @@ class StepTimes:
     Attributes:
         due: Seconds of each stage at a step that has it.
         hidden: Seconds of solves on threads, beside training.
+        beside: Whether the threads have cores of their own; if not, training gives them its time.
     """
 
     due: Mapping[str, float]
     hidden: float = 0.0
+    beside: bool = True
 
     def amortised(self, factor_update_steps: int, inv_update_steps: int) -> dict[str, float]:
         """Seconds a step of each stage, at intervals of so many steps."""
         every = dict.fromkeys(EVERY_STATISTICS, factor_update_steps)
         every |= dict.fromkeys(EVERY_REFRESH, inv_update_steps)
-        return {stage: seconds / every.get(stage, 1) for stage, seconds in self.due.items()}
+        due = self.due if self.beside or not self.hidden else {**self.due, "solve": self.hidden}
+        return {stage: seconds / every.get(stage, 1) for stage, seconds in due.items()}
 
     def step(self, factor_update_steps: int, inv_update_steps: int) -> float:
         """Seconds of a step, at intervals of so many; threads that take longer are waited for."""
@@ -73,8 +76,9 @@ class StepTimes:
     @property
     def costs(self) -> tuple[float, float, float]:
         """S, R and T as :func:`second_order.kfac.budget.intervals` has them."""
+        due = self.amortised(1, 1)
         S, R = (
-            sum(self.due.get(stage, 0.0) for stage in stages)
+            sum(due.get(stage, 0.0) for stage in stages)
             for stages in (EVERY_STATISTICS, EVERY_REFRESH)
         )
         alone = (PASSES, "average_gradients", "base")
@@ -185,7 +189,7 @@ def _rank_seconds(
         seconds = exchange_seconds(transfer, machine, links, tensors=number)
         due[transfer.stage] = due.get(transfer.stage, 0.0) + seconds
     hidden = due.pop("solve") if case.planned.background else 0.0
-    return StepTimes(due, hidden)
+    return StepTimes(due, hidden, machine.solves_beside)
 
 
 def _stage_seconds(stage: StageWork, machine: Machine) -> float:
@@ -242,20 +246,20 @@ def rank_costs(
     found, once = [], _Once()
     for share in case.everybody(statistics=True, refresh=True):
         times = _rank_seconds(case, share.work, machine, links, captured or {}, once)
-        due = {PASSES: passes, **times.due}
-        found.append(RankCost(share.ranks, share.work, StepTimes(due, times.hidden)))
+        times = replace(times, due={PASSES: passes, **times.due})
+        found.append(RankCost(share.ranks, share.work, times))
     return found
 
 
 def step_times(costs: Iterable[RankCost]) -> StepTimes:
     """Seconds by stage of a step of all ranks: of each stage those of the slowest rank."""
     due: dict[str, float] = {}
-    hidden = 0.0
+    hidden, beside = 0.0, True
     for cost in costs:
-        hidden = max(hidden, cost.times.hidden)
+        hidden, beside = max(hidden, cost.times.hidden), beside and cost.times.beside
         for stage, seconds in cost.times.due.items():
             due[stage] = max(due.get(stage, 0.0), seconds)
-    return StepTimes(due, hidden)
+    return StepTimes(due, hidden, beside)
 
 
 def _together(machine: Machine, kernels: float, stage: str, layers: int) -> float:
