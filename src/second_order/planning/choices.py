@@ -31,7 +31,8 @@ class Choice:
         system: The optimizer's class.
         setting: The setting in words.
         keywords: The keywords that have the optimizer do this.
-        intervals: Steps between statistics and between refreshes; where the keywords say "auto",
+        intervals: Steps between statistics and between refreshes, for eigenpairs both times the
+            steps from one refresh to the next; where the keywords say "auto",
             those that a budget would choose by these costs.
         world_size: Number of ranks.
         stages: Seconds a step by stage, those of statistics and refreshes shared out over their
@@ -70,7 +71,7 @@ class Choice:
     def name(self) -> str:
         """The system, the setting and the solver in words."""
         words = " ".join(filter(None, [self.system, self.setting]))
-        return f"{words}, {self.keywords['solver']}"
+        return ", ".join(filter(None, [words, self.keywords.get("solver")]))
 
     def as_json(self, every_rank: bool = False) -> dict[str, Any]:
         """The choice as primitives.
@@ -80,7 +81,8 @@ class Choice:
         """
         names = ("system", "setting", "world_size", "seconds", "memory", "sent", "operations")
         found: dict[str, Any] = {
-            name: getattr(self, name) for name in (*names, "hidden", "shared", "fits", "largest_batch")
+            name: getattr(self, name)
+            for name in (*names, "hidden", "shared", "fits", "largest_batch")
         }
         found["keywords"] = {k: _primitive(v) for k, v in self.keywords.items()}
         found["intervals"] = list(self.intervals)
@@ -160,11 +162,11 @@ class Plan:
         return (
             choice.system,
             choice.setting,
-            words["solver"],
+            words.get("solver", ""),
             "/".join(map(str, choice.intervals)),
             f"{1000 * choice.seconds:,.3g}",
             f"{choice.seconds / self.base - 1:+.0%}" if self.base else "",
-            *(f"{1000 * stages.get(k, 0.0):,.3g}" for k in ("statistics", "solve", "precondition")),
+            *(f"{1000 * sum(stages.get(k, 0.0) for k in of):,.3g}" for of in COLUMNS),
             f"{1000 * messages:,.3g}",
             said_bytes(choice.memory),
             said_bytes(choice.sent),
@@ -202,12 +204,21 @@ HEADER = (
     *("solve", "precondition", "messages", "peak memory", "sent", ""),
 )
 
+COLUMNS = (("statistics",), ("solve", "lanczos"), ("precondition", "split", "newton"))
+"""The stages of three columns."""
+
 MESSAGES = (
     "compare",
     "average_gradients",
     "statistics_exchange",
     "solve_exchange",
     "precondition_exchange",
+    "split_exchange",
+    "newton_exchange",
+    "exchange",
+    "lanczos_exchange",
+    "final_update",
+    "pairs",
 )
 
 
@@ -248,7 +259,9 @@ def recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice |
         said += f", {len(quicker)} of them faster" if quicker else ""
     if best.system == "DPKFAC" and best.world_size > 1:
         said += "; its factors are of their owner's batches alone"
-    if best.hidden:
+    if best.system == "MRDHO2":
+        said += "; its accelerators do not train, and the step is of fewer examples"
+    elif best.hidden:
         said += "; its solves need cores of their own beside training"
     if any(choice.shared for choice in choices):
         said += (

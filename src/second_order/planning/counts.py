@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -28,12 +28,20 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
-from second_order.planning.messages import Bucket, Piece, all_reduced, buckets_of, copied, summed
+from second_order.planning.messages import (
+    Bucket,
+    Piece,
+    all_reduced,
+    buckets_of,
+    copied,
+    sum_of_parts,
+    summed,
+)
 from second_order.planning.network import Layer, Network
 from second_order.planning.systems import Planned
 from second_order.planning.work import Among, Compute, Held, RankWork, StageWork, Transfer, merged
 
-__all__ = ["Case", "Share"]
+__all__ = ["WORDS", "Case", "Share", "alike_of"]
 
 WORDS = 16  # bytes of the words by which ranks compare what they are about to do
 FLOAT = torch.float32.itemsize
@@ -50,6 +58,15 @@ class Share:
 
     ranks: int
     work: RankWork
+
+
+def alike_of(kinds: Sequence[Tensor]) -> list[int]:
+    """By rank, the lowest rank with the same numbers, of ``(numbers, ranks)`` tensors."""
+    _, kind = torch.unique(torch.cat(list(kinds)), dim=1, return_inverse=True)
+    ranks = torch.arange(len(kind))
+    lowest = torch.full_like(ranks, len(kind)).scatter_reduce(0, kind, ranks, "amin")
+    found: list[int] = lowest[kind].tolist()
+    return found
 
 
 class Case:
@@ -148,18 +165,15 @@ class Case:
         own = _numbered({rank: self._own(rank) for rank in busy}, self.ranks)
         alike = _numbered({row: self._of_row(row) for row in self._by_row}, grid.rows)
         kinds = [own.unsqueeze(0), alike[rows].unsqueeze(0)]
-        kinds += [sum(bucket.parts for bucket in each) for each in self._buckets_of_world if each]
+        kinds += [sum_of_parts(each) for each in self._buckets_of_world if each]
         if self._results:
-            kinds.append(sum(bucket.parts for bucket in self._results)[:, rows])
+            kinds.append(sum_of_parts(self._results)[:, rows])
         in_rows = torch.zeros(5, grid.rows, grid.columns, dtype=torch.int64)
         for row, buckets in self._decompositions.items():
             if any(bucket.by_shares for bucket in buckets):  # else a rank's own layers tell
-                in_rows[:, row] = sum(bucket.parts for bucket in buckets)
+                in_rows[:, row] = sum_of_parts(buckets)
         kinds.append(in_rows[:, rows, columns])
-        _, kind = torch.unique(torch.cat(kinds), dim=1, return_inverse=True)
-        lowest = torch.full_like(ranks, self.ranks).scatter_reduce(0, kind, ranks, "amin")
-        found: list[int] = lowest[kind].tolist()
-        return found
+        return alike_of(kinds)
 
     def _own(self, rank: int) -> Hashable:
         """What a rank decomposes, keeps and takes alone; sizes alone tell, but of statistics."""

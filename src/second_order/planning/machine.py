@@ -145,8 +145,8 @@ class Machine:
         bandwidth: Bytes that operations in place on large tensors read and write in a second.
         copies: Bytes a second of copies into new memory, which a CPU has to find first; None for
             half the bandwidth.
-        spare_cores: CPU cores of a rank that training leaves idle, for solves on threads; None where
-            nobody knows: none on a CPU, enough beside a device.
+        spare_cores: CPU cores of a rank that training leaves idle, for solves on threads; None
+            where nobody knows: none on a CPU, enough beside a device.
         launch: Seconds of an operation on next to nothing.
         overheads: Overhead of each stage, by one of :data:`STAGES`, "inverse" and "eigen" for the
             solves of each solver, and "base" for a step of the base with its parameters as layers.

@@ -14,7 +14,7 @@ from second_order.distributed.collectives import BUCKET_BYTES
 from second_order.distributed.shares import Segments, goes_by_shares, goes_by_sum, in_buckets
 from second_order.planning.work import Among, Collective, Transfer
 
-__all__ = ["Bucket", "Piece", "all_reduced", "buckets_of", "copied", "summed"]
+__all__ = ["Bucket", "Piece", "all_reduced", "buckets_of", "copied", "sum_of_parts", "summed"]
 
 Piece: TypeAlias = tuple[torch.dtype, int, int | None]
 """A tensor's dtype and elements, and the rank that wants it summed or has it; None for all."""
@@ -103,6 +103,11 @@ def buckets_of(pieces: Iterable[Piece], ranks: int) -> list[Bucket]:
     """Pieces in the buckets in which they travel, in the order of the first of each."""
     runs = in_buckets(pieces, lambda p: p[0], lambda p: p[0].itemsize * p[1], BUCKET_BYTES)
     return [_bucket(run, ranks) for run in runs]
+
+
+def sum_of_parts(buckets: Sequence[Bucket]) -> Tensor:
+    """The sum of the parts of some buckets, one at least."""
+    return torch.stack([bucket.parts for bucket in buckets]).sum(0)
 
 
 def _bucket(pieces: Sequence[Piece], ranks: int) -> Bucket:

@@ -84,7 +84,7 @@ def arguments_of(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def observe(
     model: nn.Module,
     sample_batch: Any,
-    planned: Planned,
+    planned: Planned | None,
     *,
     measure: bool = True,
     clock: Clock = time.perf_counter,
@@ -98,7 +98,7 @@ def observe(
     Args:
         model: The model.
         sample_batch: The model's arguments, a rank's batch.
-        planned: A system, for which modules are layers.
+        planned: A system, for which modules are layers; None for one without.
         measure: Whether times are measured; False counts operations alone.
         clock: Returns the time in seconds.
         passes: What is known of the passes, seen with another system; None to run them.
@@ -123,7 +123,7 @@ def observe(
             activations = round(examples * activation_bytes(model, example))
             seconds = _fastest(run, device, clock) if measure else None
             passes = Observation(examples, activations, operations, seconds)
-        if not measure:
+        if not measure or planned is None:
             return passes
         captured = _captured(model, arguments, params, planned, device, clock)
     return replace(passes, captured=captured)

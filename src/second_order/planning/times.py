@@ -27,6 +27,8 @@ __all__ = [
     "PASSES",
     "RankCost",
     "StepTimes",
+    "base_step_seconds",
+    "every_steps",
     "exchange_seconds",
     "kernel_seconds",
     "rank_costs",
@@ -37,7 +39,10 @@ PASSES = "passes"
 """The account of forward and backward."""
 
 EVERY_STATISTICS = ("statistics", "statistics_exchange")
-EVERY_REFRESH = ("solve", "solve_exchange")
+EVERY_REFRESH = (
+    *("solve", "solve_exchange"),
+    *("lanczos", "lanczos_exchange", "final_update", "pairs"),
+)
 
 # Reads and writes of work that is linear in the sizes of tensors, counted from the code.
 UPDATE = 6  # of factors: G scaled, sums divided by examples, averages moved
@@ -45,6 +50,12 @@ COMBINE = 4  # of eigenvalues' products, gradient-sized: product, damping, recip
 GATHER = 3  # of a gradient as a matrix, and its product with what the eigenvalues make
 CLIP_AND_WRITE = 6  # of every layer's result: dot product, times the coefficient, written
 BASE = 8  # of parameters: momentum times a number, plus the gradient, parameter plus momentum
+
+
+def every_steps(factor_update_steps: int, inv_update_steps: int) -> dict[str, int]:
+    """By stage that is not due at each step, the steps from one time to the next."""
+    every = dict.fromkeys(EVERY_STATISTICS, factor_update_steps)
+    return every | dict.fromkeys(EVERY_REFRESH, inv_update_steps)
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,7 @@ class StepTimes:
 
     def amortised(self, factor_update_steps: int, inv_update_steps: int) -> dict[str, float]:
         """Seconds a step of each stage, at intervals of so many steps."""
-        every = dict.fromkeys(EVERY_STATISTICS, factor_update_steps)
-        every |= dict.fromkeys(EVERY_REFRESH, inv_update_steps)
+        every = every_steps(factor_update_steps, inv_update_steps)
         due = self.due if self.beside or not self.hidden else {**self.due, "solve": self.hidden}
         return {stage: seconds / every.get(stage, 1) for stage, seconds in due.items()}
 
@@ -175,11 +185,10 @@ def _rank_seconds(
         stage: _together(machine, seconds, _overhead_name(stage, case), layers[stage])
         for stage, seconds in kernels.items()
     }
-    due["base"] = _together(
-        machine, machine.touched(BASE * work.nbytes("parameters")), "base", len(case.network.params)
-    )
+    params = case.network.params
+    due["base"] = base_step_seconds(work.nbytes("parameters"), len(params), machine)
     tensors = {
-        "average_gradients": len(case.network.params),
+        "average_gradients": len(params),
         "statistics_exchange": int(once(_sums, taken)),
         "precondition_exchange": len(case.network.layers),
         "solve_exchange": len(mine),
@@ -267,6 +276,11 @@ def _together(machine: Machine, kernels: float, stage: str, layers: int) -> floa
     overhead = machine.overhead(stage)
     python = overhead.step + layers * overhead.layer
     return kernels + python if machine.device == "cpu" else max(kernels, python)
+
+
+def base_step_seconds(nbytes: float, params: int, machine: Machine) -> float:
+    """Seconds of a step of the base alone, on so many bytes of so many parameters."""
+    return _together(machine, machine.touched(BASE * nbytes), "base", params)
 
 
 def _overhead_name(stage: str, case: Case) -> str:
