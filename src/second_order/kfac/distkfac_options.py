@@ -26,6 +26,7 @@ __all__ = [
     "checked_doubly_factored",
     "checked_staleness",
     "half_the_cores",
+    "own_cores",
 ]
 
 FORGETFUL = PerStep(0.95)
@@ -62,13 +63,18 @@ class DecayingClip:
         return max(self.start * self.decay ** (step // self.every), sys.float_info.min)
 
 
-def half_the_cores() -> int:
-    """Number of threads that leave half of this process's share of the cores to others; 1 to 4."""
+def own_cores() -> int:
+    """This process's share of the cores."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = int(local) if local.isdigit() and int(local) > 0 else 1
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return min(max(cores // (2 * processes), 1), 4)
+    return cores // processes
+
+
+def half_the_cores() -> int:
+    """Number of threads that leave half of this process's share of the cores to others; 1 to 4."""
+    return min(max(own_cores() // 2, 1), 4)
 
 
 def check_distkfac_options(keywords: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from second_order.contract.training import Training
 from second_order.distributed.collectives import World
 from second_order.kfac.curvature import KFACCurvature
+from second_order.kfac.distkfac_options import own_cores
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import distkfac_plan
 from second_order.kfac.system import System
@@ -180,6 +181,7 @@ def measure_machine(
         memory=_memory_of(device),
         gram=surface,
         copies=copies,
+        spare_cores=_spare_cores(device),
     )
     return _with_overheads(machine, device, clock)
 
@@ -262,6 +264,11 @@ def _name_of(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _spare_cores(device: torch.device) -> int:
+    """This process's cores that neither its kernels nor, beside a device, its Python keep busy."""
+    return max(own_cores() - (torch.get_num_threads() if device.type == "cpu" else 1), 0)
 
 
 def _memory_of(device: torch.device) -> int | None:

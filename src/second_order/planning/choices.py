@@ -31,7 +31,8 @@ class Choice:
         system: The optimizer's class.
         setting: The setting in words.
         keywords: The keywords that have the optimizer do this.
-        intervals: Steps between statistics and between refreshes; where the keywords say "auto",
+        intervals: Steps between statistics and between refreshes, for eigenpairs both times the
+            steps from one refresh to the next; where the keywords say "auto",
             those that a budget would choose by these costs.
         world_size: Number of ranks.
         stages: Seconds a step by stage, those of statistics and refreshes shared out over their
@@ -42,6 +43,8 @@ class Choice:
         sent: Bytes a step that leave the busiest rank.
         operations: Floating point operations a step of second order on the busiest rank.
         hidden: Seconds a step of solves on threads, beside training.
+        shared: Seconds a step of solves on threads that have no cores of their own: training gives
+            them its time, and they are among ``seconds``.
         fits: Whether the memory allowed is enough.
         largest_batch: Examples to a rank's batch for which it would still be; None without a limit.
         ranks: The costs of each rank at a step with statistics and a refresh.
@@ -62,12 +65,13 @@ class Choice:
     fits: bool = True
     largest_batch: int | None = None
     ranks: tuple[RankCost, ...] = field(default=(), repr=False, compare=False)
+    shared: float = 0.0
 
     @property
     def name(self) -> str:
         """The system, the setting and the solver in words."""
         words = " ".join(filter(None, [self.system, self.setting]))
-        return f"{words}, {self.keywords['solver']}"
+        return ", ".join(filter(None, [words, self.keywords.get("solver")]))
 
     def as_json(self, every_rank: bool = False) -> dict[str, Any]:
         """The choice as primitives.
@@ -77,7 +81,8 @@ class Choice:
         """
         names = ("system", "setting", "world_size", "seconds", "memory", "sent", "operations")
         found: dict[str, Any] = {
-            name: getattr(self, name) for name in (*names, "hidden", "fits", "largest_batch")
+            name: getattr(self, name)
+            for name in (*names, "hidden", "shared", "fits", "largest_batch")
         }
         found["keywords"] = {k: _primitive(v) for k, v in self.keywords.items()}
         found["intervals"] = list(self.intervals)
@@ -93,7 +98,7 @@ def _primitive(value: Any) -> Any:
 
 def _rank_json(cost: RankCost) -> dict[str, Any]:
     work = cost.work
-    stages = dict.fromkeys((*(c.stage for c in work.computes), *(t.stage for t in work.transfers)))
+    stages = dict.fromkeys((*(s.stage for s in work.stages), *(t.stage for t in work.transfers)))
     return {
         "rank": work.rank,
         "ranks_alike": cost.ranks,
@@ -157,11 +162,11 @@ class Plan:
         return (
             choice.system,
             choice.setting,
-            words["solver"],
+            words.get("solver", ""),
             "/".join(map(str, choice.intervals)),
             f"{1000 * choice.seconds:,.3g}",
             f"{choice.seconds / self.base - 1:+.0%}" if self.base else "",
-            *(f"{1000 * stages.get(k, 0.0):,.3g}" for k in ("statistics", "solve", "precondition")),
+            *(f"{1000 * sum(stages.get(k, 0.0) for k in of):,.3g}" for of in COLUMNS),
             f"{1000 * messages:,.3g}",
             said_bytes(choice.memory),
             said_bytes(choice.sent),
@@ -199,12 +204,21 @@ HEADER = (
     *("solve", "precondition", "messages", "peak memory", "sent", ""),
 )
 
+COLUMNS = (("statistics",), ("solve", "lanczos"), ("precondition", "split", "newton"))
+"""The stages of three columns."""
+
 MESSAGES = (
     "compare",
     "average_gradients",
     "statistics_exchange",
     "solve_exchange",
     "precondition_exchange",
+    "split_exchange",
+    "newton_exchange",
+    "exchange",
+    "lanczos_exchange",
+    "final_update",
+    "pairs",
 )
 
 
@@ -224,6 +238,8 @@ def recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice |
             f"the least, {said_bytes(least.memory)}; a smaller batch, skip_layers=[...] or "
             f"FSDP2 would make room"
         )
+    # Solves on threads that have no core are no faster than those at once, and come later.
+    fitting = [choice for choice in fitting if not choice.shared] or fitting
     fastest = fitting[0]
     similar = [c for c in fitting if c.seconds <= (1 + SIMILAR) * fastest.seconds]
     best = min(similar, key=lambda choice: (choice.memory, choice.seconds))
@@ -235,15 +251,23 @@ def recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice |
             f", within {SIMILAR:.0%} of the fastest, {fastest.name}, and "
             f"{said_bytes(fastest.memory - best.memory)} less memory"
         )
-    if len(fitting) < len(choices):
+    unfit = [choice for choice in choices if not choice.fits]
+    if unfit:
         assert memory is not None
-        quicker = [c for c in choices if not c.fits and c.seconds < best.seconds]
-        said += f"; {len(choices) - len(fitting)} do not fit into {said_bytes(memory)}"
+        quicker = [c for c in unfit if c.seconds < best.seconds]
+        said += f"; {len(unfit)} do not fit into {said_bytes(memory)}"
         said += f", {len(quicker)} of them faster" if quicker else ""
     if best.system == "DPKFAC" and best.world_size > 1:
         said += "; its factors are of their owner's batches alone"
-    if best.hidden:
+    if best.system == "MRDHO2":
+        said += "; its accelerators do not train, and the step is of fewer examples"
+    elif best.hidden:
         said += "; its solves need cores of their own beside training"
+    if any(choice.shared for choice in choices):
+        said += (
+            "; no core is left to DistKFAC's threads (spare_cores of the machine): its solves take "
+            "training's time, and are counted in full"
+        )
     return best, said
 
 

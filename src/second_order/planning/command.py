@@ -17,6 +17,7 @@ from torch import nn
 
 from second_order.planning.calibration import DEFAULT_NETWORKS
 from second_order.planning.choices import bytes_of
+from second_order.planning.eigenpairs import PAIRED
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.plan import Intervals, plan
@@ -33,7 +34,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="predict time, memory and bytes of every system and setting, and recommend one",
-        description="Predict time, memory and bytes of every K-FAC system and setting for some "
+        description="Predict time, memory and bytes of every system and setting for some "
         "numbers of ranks, and recommend one. The machine at hand is measured for some seconds, "
         "unless numbers of another are given.",
     )
@@ -51,7 +52,8 @@ def add_command(commands: Any) -> None:
     for name, where in (("inside", "inside of a node"), ("between", "between nodes")):
         words = f"seconds of latency and bytes a second of a rank {where}"
         parser.add_argument(f"--{name}", type=_positive, nargs=2, help=words, metavar="X")
-    parser.add_argument("--systems", nargs="+", choices=list(PLANNED), default=list(PLANNED))
+    systems = [*PLANNED, *PAIRED]
+    parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
     solvers = ["inverse", "eigen"]
     parser.add_argument("--solvers", nargs="+", choices=solvers, default=solvers)
     words = "factor_update_steps/inv_update_steps, as 10/100, or auto; the first is recommended for"

@@ -16,22 +16,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
-from second_order.planning.messages import Bucket, Piece, all_reduced, buckets_of, copied, summed
+from second_order.planning.messages import (
+    Bucket,
+    Piece,
+    all_reduced,
+    buckets_of,
+    copied,
+    sum_of_parts,
+    summed,
+)
 from second_order.planning.network import Layer, Network
 from second_order.planning.systems import Planned
-from second_order.planning.work import Among, Compute, Held, RankWork, Transfer, merged
+from second_order.planning.work import Among, Compute, Held, RankWork, StageWork, Transfer, merged
 
-__all__ = ["Case", "Share"]
+__all__ = ["WORDS", "Case", "Share", "alike_of"]
 
 WORDS = 16  # bytes of the words by which ranks compare what they are about to do
 FLOAT = torch.float32.itemsize
@@ -48,6 +58,15 @@ class Share:
 
     ranks: int
     work: RankWork
+
+
+def alike_of(kinds: Sequence[Tensor]) -> list[int]:
+    """By rank, the lowest rank with the same numbers, of ``(numbers, ranks)`` tensors."""
+    _, kind = torch.unique(torch.cat(list(kinds)), dim=1, return_inverse=True)
+    ranks = torch.arange(len(kind))
+    lowest = torch.full_like(ranks, len(kind)).scatter_reduce(0, kind, ranks, "amin")
+    found: list[int] = lowest[kind].tolist()
+    return found
 
 
 class Case:
@@ -103,11 +122,10 @@ class Case:
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank={rank} is not one of 0 to {self.ranks - 1}")
-        computes = [*self._preconditions(rank)]
-        if statistics:
-            computes = [*self._takes_statistics(rank), *computes]
-        if refresh:
-            computes = [*computes, *self._solves(rank)]
+        row = self.plan.grid.row_of(rank)
+        stages = [self._preconditions[row]] if row in self._preconditions else []
+        stages = [*([self._takes_statistics(rank)] if statistics else []), *stages]
+        stages += [merged("solve", self._solves(rank))] if refresh else []
         transfers: list[Transfer] = []
         if self.ranks > 1:
             transfers += [self._compared, *self._averaging(rank)]
@@ -115,7 +133,7 @@ class Case:
             transfers += self._solutions_travel(rank) if refresh else []
             transfers += self._results_travel(rank)
         held = self._held(rank, statistics)
-        return RankWork(rank, merged(computes), tuple(transfers), held)
+        return RankWork(rank, tuple(stages), tuple(transfers), held)
 
     def everybody(self, *, statistics: bool = False, refresh: bool = False) -> list[Share]:
         """What all ranks do at a step, those that do the same together; the busiest are not first.
@@ -131,39 +149,48 @@ class Case:
 
     def alike(self, rank: int) -> int:
         """The lowest rank that does the same as a rank."""
-        return self._lowest[self._kind(rank)]
-
-    def _kind(self, rank: int) -> tuple[object, ...]:
-        """What tells a rank from those that do something else."""
-        if rank in self._busy:
-            return ("busy", rank)
-        grid = self.plan.grid
-        row, column = grid.row_of(rank), grid.column_of(rank)
-        shares = [
-            *(bucket.place(rank) for bucket in self._buckets_of_world),
-            *(bucket.place(column) for bucket in self._decompositions.get(row, [])),
-            *(bucket.place(row) for bucket in self._results),
-        ]
-        return (row if row in self._by_row else -1, *shares)
-
-    @cached_property
-    def _lowest(self) -> dict[tuple[object, ...], int]:
-        """By kind of rank, the lowest of the kind."""
-        found: dict[tuple[object, ...], int] = {}
-        for rank in range(self.ranks):
-            found.setdefault(self._kind(rank), rank)
-        return found
+        return self._alike[rank]
 
     @cached_property
     def _classes(self) -> dict[int, int]:
         """The number of ranks that do the same as some rank, by that rank."""
-        return dict(Counter(map(self.alike, range(self.ranks))))
+        return dict(Counter(self._alike))
 
     @cached_property
-    def _busy(self) -> set[int]:
-        """The ranks that decompose, keep or own something, or take statistics of some layers."""
-        ranks = set(self._solved_by) | set(self._kept_by) | set(self._taken_by)
-        return ranks | {self._owners[i] for i in self._returned}
+    def _alike(self) -> list[int]:
+        """By rank, the lowest rank that does the same: for all of them at once."""
+        grid, ranks = self.plan.grid, torch.arange(self.ranks)
+        rows, columns = ranks // grid.columns, ranks % grid.columns
+        busy = [*self._solved_by, *self._kept_by, *self._taken_by]
+        own = _numbered({rank: self._own(rank) for rank in busy}, self.ranks)
+        alike = _numbered({row: self._of_row(row) for row in self._by_row}, grid.rows)
+        kinds = [own.unsqueeze(0), alike[rows].unsqueeze(0)]
+        kinds += [sum_of_parts(each) for each in self._buckets_of_world if each]
+        if self._results:
+            kinds.append(sum_of_parts(self._results)[:, rows])
+        in_rows = torch.zeros(5, grid.rows, grid.columns, dtype=torch.int64)
+        for row, buckets in self._decompositions.items():
+            if any(bucket.by_shares for bucket in buckets):  # else a rank's own layers tell
+                in_rows[:, row] = sum_of_parts(buckets)
+        kinds.append(in_rows[:, rows, columns])
+        return alike_of(kinds)
+
+    def _own(self, rank: int) -> Hashable:
+        """What a rank decomposes, keeps and takes alone; sizes alone tell, but of statistics."""
+        solved, kept = self._solved_by.get(rank, []), self._kept_by.get(rank, [])
+        return (
+            self.solving(rank),
+            tuple((layer.shape, letter) for layer, letter in solved),
+            tuple((layer.shape, letter, layer.hooked) for layer, letter in kept),
+            tuple(layer.name for layer in self._taken_by.get(rank, [])),
+        )
+
+    def _of_row(self, row: int) -> Hashable:
+        """What the ranks of a row do alike."""
+        return (
+            tuple(layer.shape for layer in self._by_row[row]),
+            tuple((b.by_sum, b.by_shares) for b in self._decompositions.get(row, [])),
+        )
 
     # ------------------------------------------------------------------------- who has which layer
 
@@ -173,7 +200,7 @@ class Case:
 
     @cached_property
     def _by_row(self) -> dict[int, list[Layer]]:
-        """The layers that each row of the grid preconditions."""
+        """The layers that each row of the grid preconditions; rows without any are not there."""
         found: defaultdict[int, list[Layer]] = defaultdict(list)
         for layer, plan in self._layers:
             found[self.plan.grid.row_of(plan.workers[0])].append(layer)
@@ -205,9 +232,6 @@ class Case:
         layers = [layer for layer, plan in self._layers if plan.keepers is None]
         return [(layer, letter) for layer in layers for letter in layer.shape.letters]
 
-    def _kept(self, rank: int) -> list[tuple[Layer, str]]:
-        return [*self._kept_by_all, *self._kept_by.get(rank, [])]
-
     @cached_property
     def _taken_by(self) -> dict[int, list[Layer]]:
         """The layers whose statistics one rank alone takes."""
@@ -221,8 +245,17 @@ class Case:
     def _taken_by_all(self) -> list[Layer]:
         return [layer for layer, plan in self._layers if plan.source is None]
 
-    def _taken(self, rank: int) -> list[Layer]:
-        return [*self._taken_by_all, *self._taken_by.get(rank, [])]
+    def taken(self, rank: int) -> list[Layer]:
+        """The layers whose statistics a rank takes: its own, or all; not to be changed."""
+        return self._taken_by.get(rank, self._taken_by_all)
+
+    def preconditioned(self, rank: int) -> list[Layer]:
+        """The layers whose gradients a rank preconditions; not to be changed."""
+        return self._by_row.get(self.plan.grid.row_of(rank), [])
+
+    def solving(self, rank: int) -> int:
+        """The number of layers of which a rank decomposes a factor."""
+        return len({layer.name for layer, _ in self._solved_by.get(rank, [])})
 
     @cached_property
     def _owners(self) -> list[int]:
@@ -353,55 +386,94 @@ class Case:
         return buckets_of(pieces, self.ranks)
 
     @property
-    def _buckets_of_world(self) -> list[Bucket]:
-        """All buckets of which ranks without a part of their own may have unlike shares."""
+    def _buckets_of_world(self) -> list[list[Bucket]]:
+        """By exchange, the buckets of which each rank wants or has a part of its own."""
         averaged = self._averaged if self.planned.owners == "owner" else []
         given = [] if self.planned.owners is None else self._given_back
         kept = self._statistics if any(b.sizes for b in self._statistics) else []
-        return [*averaged, *given, *kept]
+        return [averaged, given, kept]
 
     # ------------------------------------------------------------------------------------- memory
 
     def _held(self, rank: int, statistics: bool) -> tuple[Held, ...]:
-        options, network, wide = self.options, self.network, _wide(self.options).itemsize
-        weights = sum(p.nbytes for p in network.params)
-        kept = sum(_stored_bytes(*item, options) for item in self._kept(rank))
-        row = self._by_row.get(self.plan.grid.row_of(rank), [])
+        row = self.plan.grid.row_of(rank)
+        kept = sum(_stored_bytes(*item, self.options) for item in self._kept_by.get(rank, []))
         held = [
-            Held("parameters", weights),
-            Held("gradients", weights),
-            Held("base", network.base_bytes),
-            Held("factors", kept),
-            # The number of examples, the averages' weight, and the traces.
-            Held("heads", sum(1 + _head_elements(x.shape) for x in network.layers) * wide),
-            Held("inverses", sum(_inverse_bytes(x.shape, options) for x in row)),
+            *self._held_by_all,
+            Held("factors", self._bytes_kept_by_all + kept),
+            Held("heads", self._head_bytes),
+            Held("inverses", self._inverses.get(row, 0)),
         ]
         if statistics:
-            taken = [layer for layer in self._taken(rank) if layer.hooked]
-            widened = replace(options, factor_dtype=_wide(options))
-            sums = [_stored_bytes(x, k, widened) for x in taken for k in x.shape.letters]
-            held.append(Held("statistics", sum(sums)))
+            own = self._sums_of(self._taken_by.get(rank, []))
+            held.append(Held("statistics", self._sums_of_all + own))
         return tuple(held)
+
+    @cached_property
+    def _held_by_all(self) -> tuple[Held, ...]:
+        weights = sum(p.nbytes for p in self.network.params)
+        base = Held("base", self.network.base_bytes)
+        return Held("parameters", weights), Held("gradients", weights), base
+
+    @cached_property
+    def _bytes_kept_by_all(self) -> int:
+        return sum(_stored_bytes(*item, self.options) for item in self._kept_by_all)
+
+    @cached_property
+    def _head_bytes(self) -> int:
+        """Bytes of the number of examples, the averages' weight, and the traces."""
+        heads = sum(1 + _head_elements(layer.shape) for layer in self.network.layers)
+        return heads * _wide(self.options).itemsize
+
+    @cached_property
+    def _inverses(self) -> dict[int, int]:
+        """By row, the bytes of its layers' inverses."""
+        return {
+            row: sum(_inverse_bytes(layer.shape, self.options) for layer in layers)
+            for row, layers in self._by_row.items()
+        }
+
+    @cached_property
+    def _sums_of_all(self) -> int:
+        return self._sums_of(self._taken_by_all)
+
+    def _sums_of(self, layers: Iterable[Layer]) -> int:
+        """Bytes of the sums of a step's statistics."""
+        shapes = [layer.shape for layer in layers if layer.hooked]
+        elements = sum(_stored_elements(x, k, self.options) for x in shapes for k in x.letters)
+        return elements * _wide(self.options).itemsize
 
     # --------------------------------------------------------------------------------------- work
 
-    def _takes_statistics(self, rank: int) -> Iterator[Compute]:
-        dtype = _wide(self.options)
-        kept = {(layer.name, letter) for layer, letter in self._kept(rank)}
-        for layer in self._taken(rank):
-            shape = layer.shape
-            for letter in shape.letters:
-                if shape.is_diagonal(letter):
-                    continue
+    def _takes_statistics(self, rank: int) -> StageWork:
+        passes = [self._grams(x) for x in self._taken_by.get(rank, []) if x.hooked]
+        kept = [item for item in self._kept_by.get(rank, []) if not item[0].hooked]
+        own = [*chain(*passes), *chain(*(self._gradient_grams(*item) for item in kept))]
+        common = self._statistics_of_all
+        return merged("statistics", [*common.computes, *own]) if own else common
+
+    @cached_property
+    def _statistics_of_all(self) -> StageWork:
+        """The statistics that every rank takes."""
+        passes = [self._grams(layer) for layer in self._taken_by_all if layer.hooked]
+        kept = [self._gradient_grams(*item) for item in self._kept_by_all if not item[0].hooked]
+        return merged("statistics", chain(*passes, *kept))
+
+    def _grams(self, layer: Layer) -> Iterator[Compute]:
+        """Statistics of a layer's passes."""
+        shape, rows = layer.shape, round(self.examples * (layer.rows or 0.0))
+        for letter in shape.letters:
+            if rows and not shape.is_diagonal(letter):
                 n = shape.dim(letter)
-                if layer.hooked:
-                    rows = round(self.examples * (layer.rows or 0.0))
-                    n -= layer.homogeneous and letter == "A"  # a sum of rows, no product
-                    if rows:
-                        yield Compute("statistics", "gram", (rows, n), shape.groups, dtype)
-                elif (layer.name, letter) in kept:
-                    rows = shape.dim("A" if letter == "G" else "G")
-                    yield Compute("statistics", "gram", (rows, n), shape.groups, dtype)
+                n -= layer.homogeneous and letter == "A"  # a sum of rows, no product
+                yield Compute("statistics", "gram", (rows, n), shape.groups, _wide(self.options))
+
+    def _gradient_grams(self, layer: Layer, letter: str) -> Iterator[Compute]:
+        """A factor of a layer's mean gradient, which is computed by those that keep it."""
+        shape = layer.shape
+        if not shape.is_diagonal(letter):
+            sizes = shape.dim("A" if letter == "G" else "G"), shape.dim(letter)
+            yield Compute("statistics", "gram", sizes, shape.groups, _wide(self.options))
 
     def _solves(self, rank: int) -> Iterator[Compute]:
         options, dtype = self.options, self.options.solve_dtype
@@ -417,12 +489,22 @@ class Case:
             else:
                 yield Compute("solve", "eigh", (n,), shape.groups, dtype)
 
-    def _preconditions(self, rank: int) -> Iterator[Compute]:
+    @cached_property
+    def _preconditions(self) -> dict[int, StageWork]:
+        """By row of the grid, the products of its ranks."""
         dtype = self.options.inv_dtype
         times = 2 if self.options.solver == "eigen" else 1  # there and back
-        for layer in self._by_row.get(self.plan.grid.row_of(rank), []):
-            for sizes, count in _products(layer.shape):
-                yield Compute("precondition", "matmul", sizes, times * count, dtype)
+        return {
+            row: merged(
+                "precondition",
+                (
+                    Compute("precondition", "matmul", sizes, times * count, dtype)
+                    for layer in layers
+                    for sizes, count in _products(layer.shape)
+                ),
+            )
+            for row, layers in self._by_row.items()
+        }
 
 
 def _products(shape: FactorShape) -> Iterator[tuple[tuple[int, int, int], int]]:
@@ -435,6 +517,15 @@ def _products(shape: FactorShape) -> Iterator[tuple[tuple[int, int, int], int]]:
         yield (channels, locations, locations), out
     elif not shape.diagonal_a:
         yield (out, inputs, inputs), groups
+
+
+def _numbered(kinds: dict[int, Hashable], count: int) -> Tensor:
+    """By index, a number for each kind; 0 where there is none."""
+    numbers: dict[Hashable, int] = {}
+    found = torch.zeros(count, dtype=torch.int64)
+    for index, kind in kinds.items():
+        found[index] = numbers.setdefault(kind, len(numbers) + 1)
+    return found
 
 
 def _wide(options: KFACOptions) -> torch.dtype:

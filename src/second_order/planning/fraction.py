@@ -23,8 +23,7 @@ from second_order.planning.counts import Case
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.network import Network, network_of
-from second_order.planning.plan import workers_of
-from second_order.planning.systems import Planned
+from second_order.planning.systems import Planned, workers_of
 from second_order.planning.times import rank_costs, step_times
 
 __all__ = ["AutoFraction", "fastest_workers"]

@@ -158,7 +158,7 @@ class Interconnect:
             received: Bytes that it receives.
             ranks: The ranks; peers on each level get an equal share.
         """
-        others = len(set(ranks)) - 1
+        others = len(ranks if isinstance(ranks, range) else set(ranks)) - 1
         if others < 1:
             return 0.0
         seconds, nearer = 0.0, 1

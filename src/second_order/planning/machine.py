@@ -145,6 +145,8 @@ class Machine:
         bandwidth: Bytes that operations in place on large tensors read and write in a second.
         copies: Bytes a second of copies into new memory, which a CPU has to find first; None for
             half the bandwidth.
+        spare_cores: CPU cores of a rank that training leaves idle, for solves on threads; None
+            where nobody knows: none on a CPU, enough beside a device.
         launch: Seconds of an operation on next to nothing.
         overheads: Overhead of each stage, by one of :data:`STAGES`, "inverse" and "eigen" for the
             solves of each solver, and "base" for a step of the base with its parameters as layers.
@@ -165,12 +167,15 @@ class Machine:
     memory: int | None = None
     gram: Surface | None = None
     copies: float | None = None
+    spare_cores: int | None = None
 
     def __post_init__(self) -> None:
         positive("bandwidth", self.bandwidth)
         positive("launch", self.launch)
         if self.copies is not None:
             positive("copies", self.copies)
+        if self.spare_cores is not None and self.spare_cores < 0:
+            raise ValueError(f"spare_cores={self.spare_cores} is below 0; 0 where all are busy")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r} of a machine; use 'cpu' or 'cuda'")
         for stage, overhead in self.overheads.items():
@@ -191,6 +196,7 @@ class Machine:
         name: str = "given",
         device: str = "cuda",
         memory: int | None = None,
+        spare_cores: int | None = None,
     ) -> Machine:
         """Make a machine from numbers.
 
@@ -206,6 +212,7 @@ class Machine:
             name: A name, for tables.
             device: "cpu" or "cuda".
             memory: Bytes of memory.
+            spare_cores: CPU cores of a rank that training leaves idle, as the attribute.
         """
         positive("launch", launch)
         rates = flops if isinstance(flops, Mapping) else {1024: flops}
@@ -229,6 +236,7 @@ class Machine:
             launch,
             dict.fromkeys((*STAGES, "inverse", "eigen", "base"), overhead),
             memory,
+            spare_cores=spare_cores,
         )
 
     # ----------------------------------------------------------------------------------- seconds
@@ -259,6 +267,11 @@ class Machine:
             raise ValueError(f"solver={solver!r} is not one of eigen and inverse")
         return (self.eigh if solver == "eigen" else self.inverse).at(n)
 
+    @property
+    def solves_beside(self) -> bool:
+        """Whether solves on threads have cores of their own beside training."""
+        return self.device != "cpu" if self.spare_cores is None else self.spare_cores > 0
+
     def overhead(self, stage: str) -> Overhead:
         """The overhead of a stage; none where it is not known."""
         return self.overheads.get(stage, Overhead())
@@ -270,7 +283,7 @@ class Machine:
         curves = {name: getattr(self, name).as_json() for name in ("products", "eigh", "inverse")}
         rest = {
             name: getattr(self, name)
-            for name in ("name", "device", "bandwidth", "copies", "launch", "memory")
+            for name in ("name", "device", "bandwidth", "copies", "launch", "memory", "spare_cores")
         }
         gram = {} if self.gram is None else {"gram": self.gram.as_json()}
         overheads = {"overheads": {k: asdict(v) for k, v in self.overheads.items()}}
@@ -299,7 +312,7 @@ class Machine:
         surface = None if gram is None else Surface(tuple((c["rows"], _curve(c)) for c in gram))
         overheads = {k: Overhead(**v) for k, v in found.get("overheads", {}).items()}
         rest: dict[str, Any] = {k: found[k] for k in ("name", "device", "bandwidth", "launch")}
-        rest |= {k: found.get(k) for k in ("memory", "copies")}
+        rest |= {k: found.get(k) for k in ("memory", "copies", "spare_cores")}
         return cls(**rest, **curves, overheads=overheads, gram=surface)
 
 

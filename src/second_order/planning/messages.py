@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from second_order.distributed.collectives import BUCKET_BYTES
 from second_order.distributed.shares import Segments, goes_by_shares, goes_by_sum, in_buckets
 from second_order.planning.work import Among, Collective, Transfer
 
-__all__ = ["Bucket", "Piece", "all_reduced", "buckets_of", "copied", "summed"]
+__all__ = ["Bucket", "Piece", "all_reduced", "buckets_of", "copied", "sum_of_parts", "summed"]
 
 Piece: TypeAlias = tuple[torch.dtype, int, int | None]
 """A tensor's dtype and elements, and the rank that wants it summed or has it; None for all."""
@@ -58,25 +59,55 @@ class Bucket:
         """Where in the bucket each rank's part is."""
         return Segments.of_sizes(self.sizes, self.common, self.ranks)
 
+    @cached_property
+    def _mine(self) -> Tensor:
+        """By rank, elements of its part."""
+        found = torch.zeros(self.ranks, dtype=torch.int64)
+        found[list(self.sizes)] = torch.tensor(list(self.sizes.values()), dtype=torch.int64)
+        return found
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        """By rank, elements of its share: all, those of its own part, and those for all."""
+        size, for_all = self.segments.shares.size, self.segments.for_all
+        starts = (size * torch.arange(self.ranks)).clamp(max=self.total)
+        stops = (starts + size).clamp(max=self.total)
+        ends = self._mine.cumsum(0)  # of the parts, which lie in the order of ranks
+
+        def inside(first: Tensor | int, last: Tensor | int) -> Tensor:
+            return (stops.clamp(max=last) - starts.clamp(min=first)).clamp(min=0)
+
+        return torch.stack([stops - starts, inside(ends - self._mine, ends), inside(*for_all)])
+
     def share(self, here: int) -> tuple[int, int, int]:
         """Elements of a rank's share: all, those of its own part, and those for all."""
-        start, stop = self.segments.shares.bounds(here)
+        size, own, common = self._shares[:, here].tolist()
+        return size, own, common
 
-        def inside(run: tuple[int, int]) -> int:
-            return max(0, min(run[1], stop) - max(run[0], start))
+    @property
+    def parts(self) -> Tensor:
+        """By rank, the bytes that tell its messages from others': 5 x ranks.
 
-        own = inside(self.segments.of.get(here, (0, 0)))
-        return stop - start, own, inside(self.segments.for_all)
-
-    def place(self, here: int) -> tuple[int, ...]:
-        """What tells a rank without a part of its own from others."""
-        return self.share(here) if self.by_shares else ()
+        What it sends and receives is linear in them: its part, where parts go straight to their
+        ranks; its part, its share, and what of that is in its part and for all, where not.
+        """
+        found = torch.zeros(5, self.ranks, dtype=torch.int64)
+        if self.by_shares:
+            found[1], found[2:] = self._mine, self._shares
+        elif not self.by_sum:  # which all have alike
+            found[0] = self._mine
+        return found * self.itemsize
 
 
 def buckets_of(pieces: Iterable[Piece], ranks: int) -> list[Bucket]:
     """Pieces in the buckets in which they travel, in the order of the first of each."""
     runs = in_buckets(pieces, lambda p: p[0], lambda p: p[0].itemsize * p[1], BUCKET_BYTES)
     return [_bucket(run, ranks) for run in runs]
+
+
+def sum_of_parts(buckets: Sequence[Bucket]) -> Tensor:
+    """The sum of the parts of some buckets, one at least."""
+    return torch.stack([bucket.parts for bucket in buckets]).sum(0)
 
 
 def _bucket(pieces: Sequence[Piece], ranks: int) -> Bucket:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -84,10 +84,11 @@ def arguments_of(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def observe(
     model: nn.Module,
     sample_batch: Any,
-    planned: Planned,
+    planned: Planned | None,
     *,
     measure: bool = True,
     clock: Clock = time.perf_counter,
+    passes: Observation | None = None,
 ) -> Observation:
     """Run a model's passes on a batch, and measure them; on the meta device only count.
 
@@ -97,9 +98,10 @@ def observe(
     Args:
         model: The model.
         sample_batch: The model's arguments, a rank's batch.
-        planned: A system, for which modules are layers.
+        planned: A system, for which modules are layers; None for one without.
         measure: Whether times are measured; False counts operations alone.
         clock: Returns the time in seconds.
+        passes: What is known of the passes, seen with another system; None to run them.
 
     Raises:
         ValueError: If the model does not take the batch, or no output depends on a parameter.
@@ -110,18 +112,21 @@ def observe(
         raise ValueError("no parameter of the model trains; set requires_grad")
     device = params[0].device
     run = partial(_passes, model, arguments, params)
+    measure = measure and device.type != "meta"
     with undisturbed(model, device), torch.enable_grad():
-        with FlopCounterMode(display=False) as counter:
-            run()
-        operations = float(counter.get_total_flops())
-        example = arguments[1] or arguments[0]
-        examples = examples_of(example)
-        activations = round(examples * activation_bytes(model, example))
-        if not measure or device.type == "meta":
-            return Observation(examples, activations, operations)
-        seconds = _fastest(run, device, clock)
+        if passes is None:
+            with FlopCounterMode(display=False) as counter:
+                run()
+            operations = float(counter.get_total_flops())
+            example = arguments[1] or arguments[0]
+            examples = examples_of(example)
+            activations = round(examples * activation_bytes(model, example))
+            seconds = _fastest(run, device, clock) if measure else None
+            passes = Observation(examples, activations, operations, seconds)
+        if not measure or planned is None:
+            return passes
         captured = _captured(model, arguments, params, planned, device, clock)
-    return Observation(examples, activations, operations, seconds, captured)
+    return replace(passes, captured=captured)
 
 
 def _passes(

@@ -7,30 +7,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from second_order.distributed.collectives import BUCKET_BYTES
+from second_order.fosi.sharded_base import works_by_element
 from second_order.kfac.budget import intervals as budgeted
 from second_order.kfac.options import KFACOptions
 from second_order.options import AUTO, check_choice, check_count, check_interval, check_number
 from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
 from second_order.planning.choices import Choice, Plan, bytes_of, recommended
 from second_order.planning.counts import Case
+from second_order.planning.eigenpairs import (
+    GRAPH,
+    PAIRED,
+    PRODUCT,
+    PairCase,
+    PlannedPairs,
+    names_of,
+    pair_costs,
+)
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.memory import largest_batch, message_bytes
-from second_order.planning.network import Network
+from second_order.planning.network import Network, Parameter
 from second_order.planning.observation import Observation, arguments_of, observe, undisturbed
-from second_order.planning.systems import PLANNED, Planned
+from second_order.planning.systems import PLANNED, Planned, workers_of
 from second_order.planning.times import (
-    PASSES,
     RankCost,
     StepTimes,
+    base_step_seconds,
+    every_steps,
     exchange_seconds,
     rank_costs,
     step_times,
@@ -61,7 +73,7 @@ def plan(
     network: Interconnect | None = None,
     measure: bool | None = None,
     memory: int | str | None = None,
-    systems: Sequence[str] = ("KAISA", "DPKFAC", "DistKFAC"),
+    systems: Sequence[str] = (*PLANNED, *PAIRED),
     solvers: Sequence[str] = ("inverse", "eigen"),
     intervals: Sequence[Intervals] = ((10, 10),),
     base: type[torch.optim.Optimizer] = torch.optim.SGD,
@@ -92,10 +104,12 @@ def plan(
         systems: Names of the optimizers.
         solvers: The solvers: "inverse" (Cholesky) and "eigen".
         intervals: Pairs of ``factor_update_steps`` and ``inv_update_steps``; "auto" for those that
-            a budget of 15 % would choose. The recommendation is for the first.
+            a budget of 15 % would choose. The recommendation is for the first. DHO2 and MRDHO2 have
+            intervals of their own, among ``options``.
         base: Class of the base.
         base_kwargs: Arguments of the base that decide the size of its state.
-        options: Further keywords that all systems share, as ``symmetry_aware`` or ``skip_layers``.
+        options: Further keywords: those that all K-FAC systems share, as ``symmetry_aware`` or
+            ``skip_layers``, and those of DHO2 and MRDHO2, as ``largest`` or ``epoch_steps``.
         seconds: About how long the machine may be measured, 60 at most.
         clock: The clock to measure by; ``time.process_time`` leaves out what others do on a CPU.
 
@@ -112,7 +126,7 @@ def plan(
     for size in sizes:
         check_count("world_size", size, "ranks")
     for name, values, allowed in (
-        ("systems", systems, tuple(PLANNED)),
+        ("systems", systems, (*PLANNED, *PAIRED)),
         ("solvers", solvers, ("inverse", "eigen")),
     ):
         if isinstance(values, str) or not values:
@@ -131,12 +145,19 @@ def plan(
         _check_measurable(placed, device)
     shared = dict(options or {})
     _check_options(shared)
+    of_factors = [system for system in systems if system in PLANNED]
+    of_all = _of_factors(shared, [system for system in systems if system in PAIRED])
     make = {
-        (system, solver): partial(PLANNED[system], base=base, solver=solver, **shared)
-        for system in systems
+        (system, solver): partial(PLANNED[system], base=base, solver=solver, **of_all)
+        for system in of_factors
         for solver in solvers
     }
     made = {key: each() for key, each in make.items()}
+    paired = {
+        system: partial(PAIRED[system], base=base, **_of_pairs(system, shared, of_factors))
+        for system in systems
+        if system in PAIRED
+    }
     keywords = {"lr": 0.1, **({"momentum": 0.9} if base is torch.optim.SGD else {})}
     keywords |= dict(base_kwargs or {})
 
@@ -144,20 +165,29 @@ def plan(
     measured = machine is None if measure is None else measure
     seen: dict[str, Seen] = {}
     looks: dict[str, Seen] = {}  # by what counts as a layer
-    for system in systems:
+    found: Observation | None = None
+    for system in of_factors:
         planned = made[system, solvers[0]]
         kind = f"{planned.rules} {planned.conv_approximation}"
         if kind not in looks:
-            found = observe(model, sample_batch, planned, measure=measured, clock=clock)
+            found = observe(
+                model, sample_batch, planned, measure=measured, clock=clock, passes=found
+            )
             arguments, named = arguments_of(sample_batch)
             with undisturbed(model, placed):
                 looks[kind] = planned.network(model, example=named or arguments, **keywords), found
         seen[system] = looks[kind]
+    for system, describe in paired.items():
+        if found is None:
+            found = observe(model, sample_batch, None, measure=measured, clock=clock)
+        seen[system] = describe().network(model, **keywords), found
     machine = machine or measure_machine(
         device, seconds=seconds, sizes=_spread(_sizes_of(seen.values())), clock=clock
     )
     planner = Planner(
         make,
+        paired,
+        keywords,
         seen,
         wanted,
         machine,
@@ -193,6 +223,8 @@ def _check_options(shared: Mapping[str, Any]) -> None:
                 f"options[{name!r}] is planned: the settings MEM-OPT, HYBRID and COMM-OPT of "
                 f"KAISA differ in it; leave it out"
             )
+    if "layout" in shared:
+        raise ValueError("options['layout'] is planned: DHO2's rows and columns; leave it out")
     for name in ("debug", "exchange_dtype", "refresh", "stats_workers", "trace_bounds"):
         if name in shared:
             raise ValueError(
@@ -218,6 +250,8 @@ class Planner:
 
     Attributes:
         make: By system and solver, describes the optimizer with a setting's keywords.
+        paired: By system with eigenpairs, the same.
+        base_kwargs: Arguments of the base.
         seen: By system, the model's layers and what its passes take.
         intervals: The intervals that are compared.
         machine: The machine of every rank.
@@ -226,6 +260,8 @@ class Planner:
     """
 
     make: Mapping[tuple[str, str], Callable[..., Planned]]
+    paired: Mapping[str, partial[PlannedPairs]]
+    base_kwargs: Mapping[str, Any]
     seen: Mapping[str, Seen]
     intervals: Sequence[Intervals]
     machine: Machine
@@ -238,12 +274,20 @@ class Planner:
         for system, solver in self.make:
             for setting, keywords in _settings(system, world_size):
                 choices += self._choices(system, solver, setting, keywords, world_size)
-        base = self._base_seconds(choices[0])
+        for system in self.paired:
+            for setting, keywords in self._pair_settings(system, world_size):
+                choices.append(self._pair_choice(system, setting, keywords, world_size))
+        network, observation = next(iter(self.seen.values()))
+        base = self._base_seconds(network.params, observation, world_size)
         choices.sort(key=lambda choice: choice.seconds)
         first = _interval_keywords(self.intervals[0])
         comparable = [c for c in choices if first.items() <= c.keywords.items()]
-        best, reason = recommended(comparable, self.memory)
-        observation = next(iter(self.seen.values()))[1]
+        best, reason = recommended(comparable or choices, self.memory)
+        if comparable and self.paired:
+            reason += (
+                f"; {' and '.join(self.paired)} have another curvature, and seconds of a step do "
+                f"not compare progress: none of them is recommended"
+            )
         return Plan(
             world_size,
             tuple(choices),
@@ -256,13 +300,12 @@ class Planner:
             self.memory,
         )
 
-    def _base_seconds(self, choice: Choice) -> float:
+    def _base_seconds(self, params: Sequence[Parameter], seen: Observation, ranks: int) -> float:
         """Seconds a step of the base alone: its gradients are summed for all ranks."""
-        params, ranks = self.seen[choice.system][0].params, choice.world_size
-        seconds = choice.stages[PASSES] + choice.stages["base"]
+        nbytes = sum(p.nbytes for p in params)
+        seconds = seen.passes(self.machine) + base_step_seconds(nbytes, len(params), self.machine)
         if ranks == 1:
             return seconds
-        nbytes = sum(p.nbytes for p in params)
         moved = 2 * (ranks - 1) / ranks * nbytes
         world, count = Among("world", ranks), -(-nbytes // BUCKET_BYTES)
         summed = Transfer(
@@ -299,11 +342,89 @@ class Planner:
                 held,
                 max(_amortised(cost, *every, cost.work.moved) for cost in costs),
                 max(_amortised(cost, *every, cost.work.operations) for cost in costs),
-                times.hidden / every[1],
+                times.hidden / every[1] if times.beside else 0.0,
                 self.memory is None or peak <= self.memory,
                 room,
                 tuple(costs),
+                0.0 if times.beside else times.hidden / every[1],
             )
+
+    def _pair_settings(self, system: str, world_size: int) -> Iterable[tuple[str, dict[str, Any]]]:
+        """The settings of a system with eigenpairs, in words and as keywords."""
+        if system == "MRDHO2":
+            count = self.paired[system]().helpers
+            if world_size > 1:
+                yield f"{count} accelerator{'s' if count > 1 else ''}", {}
+            elif len(self.seen) == 1:  # one rank has none to spare: beside DHO2 it is the same
+                yield "", {}
+            return
+        base: Any = self.paired[system].keywords["base"]
+        if works_by_element(base):
+            yield "rows" if world_size > 1 else "", {"layout": "row"}
+        if world_size > 1 or not works_by_element(base):
+            yield "columns" if world_size > 1 else "", {"layout": "column"}
+
+    def _pair_choice(
+        self, system: str, setting: str, keywords: Mapping[str, Any], world_size: int
+    ) -> Choice:
+        """A setting of a system with eigenpairs, at its own interval."""
+        network, seen = self.seen[system]
+        planned = self.paired[system](**keywords)
+        case = PairCase(network, planned, world_size, base_kwargs=self.base_kwargs)
+        costs = pair_costs(case, self.machine, self.network, passes=seen.passes(self.machine))
+        times = step_times(costs)
+        interval = case.interval(times)
+        works, graph = [cost.work for cost in costs], GRAPH * seen.activations
+        refreshing = {w.rank: case.basis_bytes(w.rank) for w in works}
+        peaks = []
+        for work in works:
+            kept = {each.what: each.nbytes for each in work.held}
+            passing = max(
+                seen.activations,
+                message_bytes(work),
+                refreshing[work.rank] + graph * case.computes(work.rank),
+            )
+            peaks.append({**kept, "passing": passing})
+        held = max(peaks, key=lambda each: sum(each.values()))
+        peak, room, each = sum(held.values()), None, seen.activations / seen.examples
+        if self.memory is not None and each:
+            left = self.memory - max(refreshing.values())
+            room = largest_batch(left, works, GRAPH * each)
+        options = self.paired[system].keywords.keys() - {"base"}
+        words = {k: self.paired[system].keywords[k] for k in sorted(options)} | {**keywords}
+        words |= case.intervals_said
+        every = interval, interval
+        products = case.products * PRODUCT * seen.operations / interval
+        return Choice(
+            system,
+            setting,
+            words,
+            every,
+            world_size,
+            times.amortised(*every),
+            times.step(*every),
+            peak,
+            held,
+            max(_amortised(cost, *every, cost.work.moved) for cost in costs),
+            products + max(_amortised(cost, *every, cost.work.operations) for cost in costs),
+            times.hidden / interval,
+            self.memory is None or peak <= self.memory,
+            room,
+            tuple(costs),
+        )
+
+
+def _of_factors(options: Mapping[str, Any], paired: Sequence[str]) -> dict[str, Any]:
+    """The options for K-FAC systems, where others are planned with them."""
+    known = {field.name for field in fields(KFACOptions)}
+    others = {name for system in paired for name in names_of(system)} - known
+    return {name: value for name, value in options.items() if name not in others}
+
+
+def _of_pairs(system: str, options: Mapping[str, Any], of_factors: Sequence[str]) -> dict[str, Any]:
+    """The options for a system with eigenpairs; all of them where no K-FAC system is planned."""
+    known = names_of(system)
+    return {k: value for k, value in options.items() if k in known or not of_factors}
 
 
 def _checked_intervals(pair: Any) -> Intervals:
@@ -337,8 +458,8 @@ def _spread(sizes: Iterable[int], most: int = 6) -> list[int]:
 
 def _amortised(cost: RankCost, f: int, i: int, of: Callable[[str], float]) -> float:
     """What a rank does or sends a step, by a function of the stage."""
-    stages = {c.stage for c in cost.work.computes} | {t.stage for t in cost.work.transfers}
-    every = {"statistics": f, "statistics_exchange": f, "solve": i, "solve_exchange": i}
+    stages = {s.stage for s in cost.work.stages} | {t.stage for t in cost.work.transfers}
+    every = every_steps(f, i)
     return sum(of(stage) / every.get(stage, 1) for stage in sorted(stages))
 
 
@@ -357,18 +478,6 @@ def _settings(system: str, world_size: int) -> Iterable[tuple[str, dict[str, Any
             yield f"{name}, reduce", {"grad_worker_fraction": fraction, "factor_exchange": "reduce"}
 
 
-def workers_of(world_size: int, most: int = 8) -> list[int]:
-    """Numbers of gradient workers that are compared: divisors of the number of ranks.
-
-    All of them if they are few; else the largest and the smallest, and some evenly between.
-    """
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    if len(divisors) <= most:
-        return divisors[::-1]
-    last = len(divisors) - 1
-    return [divisors[round(k * last / (most - 1))] for k in range(most)][::-1]
-
-
 def peak_memory(
     case: Case, costs: Iterable[RankCost], seen: Observation
 ) -> tuple[int, dict[str, int]]:
@@ -381,8 +490,8 @@ def peak_memory(
     for cost in costs:
         kept = {each.what: each.nbytes for each in cost.work.held}
         buffers = message_bytes(cost.work)
-        solved = [c for c in cost.work.computes if c.stage == "solve"]
-        factors = (c.sizes[-1] ** 2 * c.dtype.itemsize for c in solved)
+        solved = (s.computes for s in cost.work.stages if s.stage == "solve")
+        factors = (c.sizes[-1] ** 2 * c.dtype.itemsize for c in chain(*solved))
         passing = max(seen.activations, buffers, COPIES * max(factors, default=0))
         total = sum(kept.values()) + passing
         if total > peak:

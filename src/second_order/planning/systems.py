@@ -21,7 +21,7 @@ from second_order.kronecker.model_blocks import BlockRules
 from second_order.options import check_choice, check_flag, check_number
 from second_order.planning.network import Network, network_of
 
-__all__ = ["PLANNED", "Planned", "distkfac", "dpkfac", "kaisa"]
+__all__ = ["PLANNED", "Planned", "distkfac", "dpkfac", "kaisa", "workers_of"]
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,18 @@ PLANNED: dict[str, Callable[..., Planned]] = {
     "DistKFAC": distkfac,
 }
 """By the optimizer's name, the function that describes it."""
+
+
+def workers_of(world_size: int, most: int = 8) -> list[int]:
+    """Numbers of gradient workers that are compared: divisors of the number of ranks.
+
+    All of them if they are few; else the largest and the smallest, and some evenly between.
+    """
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if len(divisors) <= most:
+        return divisors[::-1]
+    last = len(divisors) - 1
+    return [divisors[round(k * last / (most - 1))] for k in range(most)][::-1]
 
 
 def _options(base: type[torch.optim.Optimizer], given: dict[str, Any]) -> KFACOptions:

@@ -9,11 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["Among", "Collective", "Compute", "Held", "Kind", "RankWork", "Transfer", "merged"]
+__all__ = [
+    "Among",
+    "Collective",
+    "Compute",
+    "Held",
+    "Kind",
+    "RankWork",
+    "StageWork",
+    "Transfer",
+    "merged",
+]
 
 Kind: TypeAlias = Literal["gram", "eigh", "cholesky_inverse", "qr", "matmul"]
 Collective: TypeAlias = Literal["all_reduce", "all_to_all", "all_gather"]
@@ -54,6 +65,24 @@ class Compute:
         else:
             each = {"eigh": 9.0, "cholesky_inverse": 1.0, "qr": 8 / 3}[self.kind] * n**3
         return each * self.count
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Dense linear algebra of one stage; ranks that do the same share one.
+
+    Attributes:
+        stage: The account.
+        computes: What is computed, equal pieces together.
+    """
+
+    stage: str
+    computes: tuple[Compute, ...]
+
+    @cached_property
+    def operations(self) -> float:
+        """Floating point operations of all pieces."""
+        return sum(c.operations for c in self.computes)
 
 
 @dataclass(frozen=True)
@@ -121,19 +150,24 @@ class RankWork:
 
     Attributes:
         rank: The rank.
-        computes: Dense linear algebra, equal pieces together.
+        stages: Dense linear algebra by stage, each once.
         transfers: Messages, in the order of the step.
         held: Memory, each kind once.
     """
 
     rank: int
-    computes: tuple[Compute, ...]
+    stages: tuple[StageWork, ...]
     transfers: tuple[Transfer, ...]
     held: tuple[Held, ...]
 
+    @property
+    def computes(self) -> tuple[Compute, ...]:
+        """Dense linear algebra of all stages."""
+        return tuple(c for stage in self.stages for c in stage.computes)
+
     def operations(self, stage: str | None = None) -> float:
         """Floating point operations, of one stage or of all."""
-        return sum(c.operations for c in self.computes if stage in (None, c.stage))
+        return sum(s.operations for s in self.stages if stage in (None, s.stage))
 
     def handed(self, stage: str | None = None) -> int:
         """Bytes handed over, in one stage or in all."""
@@ -148,13 +182,10 @@ class RankWork:
         return sum(h.nbytes for h in self.held if not what or h.what in what)
 
 
-def merged(computes: Iterable[Compute]) -> tuple[Compute, ...]:
-    """The same computations, equal pieces together, in the order of their first."""
-    counts: dict[tuple[str, Kind, tuple[int, ...], torch.dtype], int] = {}
+def merged(stage: str, computes: Iterable[Compute]) -> StageWork:
+    """The work of a stage, equal pieces together, in the order of their first."""
+    counts: dict[tuple[Kind, tuple[int, ...], torch.dtype], int] = {}
     for c in computes:
-        key = c.stage, c.kind, c.sizes, c.dtype
+        key = c.kind, c.sizes, c.dtype
         counts[key] = counts.get(key, 0) + c.count
-    return tuple(
-        Compute(stage, kind, sizes, count, dtype)
-        for (stage, kind, sizes, dtype), count in counts.items()
-    )
+    return StageWork(stage, tuple(Compute(stage, *key[:2], n, key[2]) for key, n in counts.items()))
