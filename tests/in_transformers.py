@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -110,6 +111,26 @@ def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
+def ragged(name: str, count: int = STEPS * BATCH) -> list[dict[str, Tensor]]:
+    """Texts of unequal lengths, most of them short."""
+    lengths = [LENGTH if i % BATCH == 1 else 2 + i % 2 for i in range(count)]
+    rows = zip(examples(name, count), lengths, strict=True)
+    return [{key: value[:n] for key, value in row.items()} for row, n in rows]
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Texts as long as the longest; what is added has no label and no part in attention."""
+
+    def filled(tensors: list[Tensor], value: int) -> Tensor:
+        return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    return {
+        "input_ids": filled([row["input_ids"] for row in rows], 0),
+        "attention_mask": filled([torch.ones_like(row["input_ids"]) for row in rows], 0),
+        "labels": filled([row["labels"] for row in rows], -100),
+    }
+
+
 def curved(name: str) -> dict[str, Tensor]:
     """The batch of a curvature closure, of another size than any other."""
     return collated(examples(name)[:CURVED])
@@ -132,7 +153,8 @@ def recorded(model: nn.Module, parts: int) -> Iterator[list[dict[str, Tensor]]]:
 
     def note(_: nn.Module, __: Any, batch: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled() and len(batch["input_ids"]) != CURVED:
-            noted = {key: batch[key].clone() for key in ("input_ids", "labels")}
+            names = ("input_ids", "attention_mask", "labels")
+            noted = {key: batch[key].clone() for key in names if key in batch}
             if "num_items_in_batch" in batch:
                 noted["num_items_in_batch"] = batch["num_items_in_batch"] / parts
             seen.append(noted)
@@ -163,6 +185,8 @@ def fit(
     callbacks: Any = None,
     optimizers: Any = (None, None),
     optimizer_cls_and_kwargs: Any = None,
+    data: Any = None,
+    collator: Any = collated,
     **arguments: Any,
 ) -> tuple[Trainer, list[dict[str, Tensor]]]:
     """Train by the Trainer; it, and the batches that the model has seen."""
@@ -183,8 +207,8 @@ def fit(
         trainer = Trainer(
             model,
             TrainingArguments(str(folder), **given),
-            train_dataset=examples(name),
-            data_collator=collated,
+            train_dataset=examples(name) if data is None else data,
+            data_collator=collator,
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker, each_of_five
-from stacks import assert_as_usual, optimizer_of
+from contract import EXACT, each_kronecker, each_of_five
+from stacks import assert_as_usual, optimizer_of, trainable
 
 from second_order import KAISA, parameter_groups
 
@@ -93,6 +94,71 @@ def test_language_models(hf: Any, name: str, tmp_path: Path) -> None:
         schedule=partial(linear, steps=2),
         rtol=1e-5,
     )
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of models of transformers, which put logits into float32."""
+    narrow = torch.Tensor.float
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda t: t if t.dtype is torch.float64 else narrow(t)
+    )
+
+
+def on_whole_steps(hf: Any, model: Any, optimizer: Any, seen: Any, parts: int) -> None:
+    """A loop of torch, the texts of a step in one batch; its loss has the number of all targets."""
+    names, schedule = ("input_ids", "labels"), linear(optimizer)
+    for start in range(0, len(seen), parts):
+        rows = [
+            {name: batch[name][i][batch["attention_mask"][i] > 0] for name in names}
+            for batch in seen[start : start + parts]
+            for i in range(len(batch["labels"]))
+        ]
+        optimizer.zero_grad()
+        number = seen[start]["num_items_in_batch"] * parts  # which it may count otherwise
+        model(**hf.padded(rows), num_items_in_batch=number).loss.backward()
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.usefixtures("in_float64")
+@each_kronecker
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_padded_text_accumulated_trains_as_whole_batches(
+    hf: Any, System: Any, name: str, base: Any, tmp_path: Path
+) -> None:
+    """One to five targets a pass, of which the optimizer is told nothing.
+
+    GPT-2 looks positions up once for all texts of a pass: their rows are no examples.
+    """
+    options = {"lr": hf.LR, "base": base, "max_staleness": 0, "skip_layers": ["*wpe"], **EXACT}
+    options = {key: value for key, value in options.items() if key in signature(System).parameters}
+
+    def by_trainer(**more: Any) -> tuple[Any, Any, Any]:
+        model = hf.model_of(name)
+        optimizer = System(model, gradient_averaging=False, **options, **more)
+        _, seen = hf.fit(
+            model,
+            name,
+            tmp_path,
+            optimizers=(optimizer, None),
+            data=hf.ragged(name),
+            collator=hf.padded,
+            gradient_accumulation_steps=4,
+            per_device_train_batch_size=1,
+        )
+        return trainable(model), optimizer.statistics()["clip"], seen
+
+    found, clip, seen = by_trainer()
+    model = hf.model_of(name)
+    start, plain = trainable(model), System(model, **options)
+    on_whole_steps(hf, model, plain, seen, 4)
+    moved = float((trainable(model) - start).norm())
+    assert float((found - trainable(model)).norm()) < 1e-9 * moved
+    assert clip == pytest.approx(plain.statistics()["clip"], nan_ok=True)
+    control = by_trainer(loss_reduction="mean")[0]
+    assert float((control - trainable(model)).norm()) > 1e-2 * moved
 
 
 @each_of_five
