@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -129,6 +130,45 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         "attention_mask": filled([torch.ones_like(row["input_ids"]) for row in rows], 0),
         "labels": filled([row["labels"] for row in rows], -100),
     }
+
+
+def targets(batch: dict[str, Tensor]) -> int:
+    """Number of tokens to be guessed."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Losses of models of transformers, which put logits into float32."""
+    narrow = torch.Tensor.float
+
+    def wide(t: Tensor) -> Tensor:
+        return t if t.dtype is torch.float64 else narrow(t)
+
+    with patch.object(torch.Tensor, "float", wide):
+        yield
+
+
+def on_whole_steps(model: nn.Module, optimizer: Any, steps: Sequence[Any]) -> None:
+    """A loop of torch, the texts of a step in one batch; its loss has the number of all targets.
+
+    The batches are recorded ones of the Trainer, whose schedule is kept.
+    """
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: (len(steps) - s) / len(steps))
+    for batches in steps:
+        rows = [
+            {
+                name: batch[name][i][batch["attention_mask"][i] > 0]
+                for name in ("input_ids", "labels")
+            }
+            for batch in batches
+            for i in range(len(batch["labels"]))
+        ]
+        optimizer.zero_grad()
+        number = batches[0]["num_items_in_batch"] * len(batches)  # it may count otherwise than we
+        model(**padded(rows), num_items_in_batch=number).loss.backward()
+        optimizer.step()
+        rate.step()
 
 
 def curved(name: str) -> dict[str, Tensor]:

@@ -96,32 +96,6 @@ def test_language_models(hf: Any, name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.fixture
-def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses of models of transformers, which put logits into float32."""
-    narrow = torch.Tensor.float
-    monkeypatch.setattr(
-        torch.Tensor, "float", lambda t: t if t.dtype is torch.float64 else narrow(t)
-    )
-
-
-def on_whole_steps(hf: Any, model: Any, optimizer: Any, seen: Any, parts: int) -> None:
-    """A loop of torch, the texts of a step in one batch; its loss has the number of all targets."""
-    names, schedule = ("input_ids", "labels"), linear(optimizer)
-    for start in range(0, len(seen), parts):
-        rows = [
-            {name: batch[name][i][batch["attention_mask"][i] > 0] for name in names}
-            for batch in seen[start : start + parts]
-            for i in range(len(batch["labels"]))
-        ]
-        optimizer.zero_grad()
-        number = seen[start]["num_items_in_batch"] * parts  # which it may count otherwise
-        model(**hf.padded(rows), num_items_in_batch=number).loss.backward()
-        optimizer.step()
-        schedule.step()
-
-
-@pytest.mark.usefixtures("in_float64")
 @each_kronecker
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
@@ -138,22 +112,24 @@ def test_padded_text_accumulated_trains_as_whole_batches(
     def by_trainer(**more: Any) -> tuple[Any, Any, Any]:
         model = hf.model_of(name)
         optimizer = System(model, gradient_averaging=False, **options, **more)
-        _, seen = hf.fit(
-            model,
-            name,
-            tmp_path,
-            optimizers=(optimizer, None),
-            data=hf.ragged(name),
-            collator=hf.padded,
-            gradient_accumulation_steps=4,
-            per_device_train_batch_size=1,
-        )
+        with hf.in_float64():
+            _, seen = hf.fit(
+                model,
+                name,
+                tmp_path,
+                optimizers=(optimizer, None),
+                data=hf.ragged(name),
+                collator=hf.padded,
+                gradient_accumulation_steps=4,
+                per_device_train_batch_size=1,
+            )
         return trainable(model), optimizer.statistics()["clip"], seen
 
     found, clip, seen = by_trainer()
     model = hf.model_of(name)
     start, plain = trainable(model), System(model, **options)
-    on_whole_steps(hf, model, plain, seen, 4)
+    with hf.in_float64():
+        hf.on_whole_steps(model, plain, [seen[i : i + 4] for i in range(0, len(seen), 4)])
     moved = float((trainable(model) - start).norm())
     assert float((found - trainable(model)).norm()) < 1e-9 * moved
     assert clip == pytest.approx(plain.statistics()["clip"], nan_ok=True)
