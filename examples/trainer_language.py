@@ -1,20 +1,25 @@
 """Train a small GPT-2, Llama or BERT on Python's own library with the Trainer of transformers.
 
 python examples/trainer_language.py --model llama
+python examples/trainer_language.py --model llama --lines --batch-size 4 --accumulate 4
 python examples/trainer_language.py --model bert --save-steps 100 --folder runs
 python examples/trainer_language.py --model bert --save-steps 100 --folder runs --resume
 torchrun --standalone --nproc-per-node=2 examples/trainer_language.py --model gpt2
 
 The configurations are made here, with weights drawn at random; tokens are characters. BERT guesses
-characters that are hidden, the others the next one.
+characters that are hidden, the others the next one. With ``--lines`` the texts are lines, padded to
+the longest of a batch. Batches then have unequal numbers of targets, and Llama and GPT-2 divide
+their losses by that of all batches of a step; the optimizer sees it.
 """
 
 import argparse
 import os
+import string
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
@@ -75,6 +80,31 @@ class Windows(Dataset[dict[str, Tensor]]):
         }
 
 
+class Lines(Dataset[dict[str, Tensor]]):
+    """Lines of text, each as long as it is, with no more than so many characters."""
+
+    def __init__(self, length: int, *, held_out: bool = False) -> None:
+        whole = text(held_out=held_out)
+        ends = (whole == string.printable.index("\n")).nonzero().squeeze(1) + 1
+        lines = whole[: ends[-1]].tensor_split(ends[:-1])
+        self.rows = [line[:length] for line in lines if len(line) > 1]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        return {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row}
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Texts as long as the longest; what is added has no part in attention, and no label."""
+    fill = {"labels": -100}
+    return {
+        name: pad_sequence([row[name] for row in rows], True, fill.get(name, 0)) for name in rows[0]
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small language model by the Trainer.")
     parser.add_argument("--model", choices=["gpt2", "llama", "bert"], default="llama")
@@ -82,13 +112,16 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--batch-size", type=int, default=16, help="of each process")
     parser.add_argument("--accumulate", type=int, default=1, help="batches to a step")
-    parser.add_argument("--length", type=int, default=64, help="characters of a window")
+    parser.add_argument("--lines", action="store_true", help="lines, not windows; not for bert")
+    parser.add_argument("--length", type=int, default=64, help="characters of a window, or line")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--folder", default="trainer_language", help="for checkpoints")
     parser.add_argument("--save-steps", type=int, default=0, help="0: no checkpoints")
     parser.add_argument("--resume", action="store_true", help="from the last one in the folder")
     args = parser.parse_args()
+    if args.lines and args.model == "bert":
+        parser.error("--lines: BERT has windows, whose characters are hidden")
 
     arguments = TrainingArguments(
         args.folder,
@@ -117,14 +150,22 @@ def main() -> None:
         betas=(0.9, 0.95),
         base=torch.optim.AdamW,
         gradient_averaging=False,
+        # BERT takes the mean over each batch, and the Trainer adds these up.
+        accumulation_steps=1 if args.model == "bert" else "auto",
     )
     hide = args.model == "bert"
-    held_out = Windows(args.length, hide, held_out=True)
+    data: list[Any] = [
+        Lines(args.length, held_out=part)
+        if args.lines
+        else Windows(args.length, hide, held_out=part)
+        for part in (False, True)
+    ]
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=Windows(args.length, hide),
-        eval_dataset=torch.utils.data.Subset(held_out, range(128)),
+        train_dataset=data[0],
+        eval_dataset=torch.utils.data.Subset(data[1], range(128)),
+        data_collator=padded,
         optimizers=(optimizer, None),
     )
     trainer.train(resume_from_checkpoint=args.resume or None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -21,7 +23,7 @@ from transformers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -110,6 +112,65 @@ def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
+def ragged(name: str, count: int = STEPS * BATCH) -> list[dict[str, Tensor]]:
+    """Texts of unequal lengths, most of them short."""
+    lengths = [LENGTH if i % BATCH == 1 else 2 + i % 2 for i in range(count)]
+    rows = zip(examples(name, count), lengths, strict=True)
+    return [{key: value[:n] for key, value in row.items()} for row, n in rows]
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Texts as long as the longest; what is added has no label and no part in attention."""
+
+    def filled(tensors: list[Tensor], value: int) -> Tensor:
+        return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+    return {
+        "input_ids": filled([row["input_ids"] for row in rows], 0),
+        "attention_mask": filled([torch.ones_like(row["input_ids"]) for row in rows], 0),
+        "labels": filled([row["labels"] for row in rows], -100),
+    }
+
+
+def targets(batch: dict[str, Tensor]) -> int:
+    """Number of tokens to be guessed."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Losses of models of transformers, which put logits into float32."""
+    narrow = torch.Tensor.float
+
+    def wide(t: Tensor) -> Tensor:
+        return t if t.dtype is torch.float64 else narrow(t)
+
+    with patch.object(torch.Tensor, "float", wide):
+        yield
+
+
+def on_whole_steps(model: nn.Module, optimizer: Any, steps: Sequence[Any]) -> None:
+    """A loop of torch, the texts of a step in one batch; its loss has the number of all targets.
+
+    The batches are recorded ones of the Trainer, whose schedule is kept.
+    """
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: (len(steps) - s) / len(steps))
+    for batches in steps:
+        rows = [
+            {
+                name: batch[name][i][batch["attention_mask"][i] > 0]
+                for name in ("input_ids", "labels")
+            }
+            for batch in batches
+            for i in range(len(batch["labels"]))
+        ]
+        optimizer.zero_grad()
+        number = batches[0]["num_items_in_batch"] * len(batches)  # it may count otherwise than we
+        model(**padded(rows), num_items_in_batch=number).loss.backward()
+        optimizer.step()
+        rate.step()
+
+
 def curved(name: str) -> dict[str, Tensor]:
     """The batch of a curvature closure, of another size than any other."""
     return collated(examples(name)[:CURVED])
@@ -132,7 +193,8 @@ def recorded(model: nn.Module, parts: int) -> Iterator[list[dict[str, Tensor]]]:
 
     def note(_: nn.Module, __: Any, batch: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled() and len(batch["input_ids"]) != CURVED:
-            noted = {key: batch[key].clone() for key in ("input_ids", "labels")}
+            names = ("input_ids", "attention_mask", "labels")
+            noted = {key: batch[key].clone() for key in names if key in batch}
             if "num_items_in_batch" in batch:
                 noted["num_items_in_batch"] = batch["num_items_in_batch"] / parts
             seen.append(noted)
@@ -163,6 +225,8 @@ def fit(
     callbacks: Any = None,
     optimizers: Any = (None, None),
     optimizer_cls_and_kwargs: Any = None,
+    data: Any = None,
+    collator: Any = collated,
     **arguments: Any,
 ) -> tuple[Trainer, list[dict[str, Tensor]]]:
     """Train by the Trainer; it, and the batches that the model has seen."""
@@ -183,8 +247,8 @@ def fit(
         trainer = Trainer(
             model,
             TrainingArguments(str(folder), **given),
-            train_dataset=examples(name),
-            data_collator=collated,
+            train_dataset=examples(name) if data is None else data,
+            data_collator=collator,
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,

@@ -830,7 +830,7 @@ MUTANTS = [
     _mutant(
         "padded rows in G's number",
         "kronecker/factors.py",
-        "if self._mean:",
+        'if self._reduction == "mean":',
         "if False:",
         "examples::a_padded_batch_has_the_factors_of_the_unpadded_one",
     ),

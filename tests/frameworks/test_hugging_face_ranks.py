@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import base_only
+from contract import EXACT, base_only
 from ranks import shard, vector
 from stacks import BATCHES, CASE, launched, loss_of, optimizer_of, usual_loop
 from torch.nn.parallel import DistributedDataParallel
@@ -83,6 +83,48 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
 def test_trainer(world: World, System: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert_agreed(world.run(by_trainer, 2, System, tmp_path, timeout=240), rtol=1e-5)
+
+
+def on_padded_text(rank: int, world_size: int, System: Any, folder: Path) -> Any:
+    """The parameters in the end, and the batches of this process."""
+    import in_transformers as hf
+
+    model = hf.model_of("Llama")
+    optimizer = System(model, lr=hf.LR, gradient_averaging=False, **EXACT)
+    with launched(rank, world_size), hf.in_float64():
+        _, seen = hf.fit(
+            model,
+            "Llama",
+            folder,
+            optimizers=(optimizer, None),
+            data=hf.ragged("Llama"),
+            collator=hf.padded,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=1,
+            ddp_backend="gloo",
+        )
+    return vector(model), seen
+
+
+@pytest.mark.parametrize("System", [KAISA, DistKFAC])
+def test_padded_text_with_unequal_shares_of_the_targets(
+    world: World, System: Any, tmp_path: Path
+) -> None:
+    """As on one process, each step in one pass: the Trainer divides by the targets of all."""
+    pytest.importorskip("transformers")
+    import in_transformers as hf
+
+    (found, seen), (other, theirs) = world.run(on_padded_text, 2, System, tmp_path, timeout=240)
+    assert torch.equal(found, other)
+    shares = [sum(hf.targets(b) for b in batches[:2]) for batches in (seen, theirs)]
+    assert shares[0] != shares[1]
+    model = hf.model_of("Llama")
+    start, optimizer = vector(model), System(model, lr=hf.LR, **EXACT)
+    steps = [[*seen[i : i + 2], *theirs[i : i + 2]] for i in range(0, len(seen), 2)]
+    with hf.in_float64():
+        hf.on_whole_steps(model, optimizer, steps)
+    expected = vector(model)
+    assert float((found - expected).norm()) < 1e-8 * float((expected - start).norm())
 
 
 def by_accelerate(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker, each_of_five
-from stacks import assert_as_usual, optimizer_of
+from contract import EXACT, each_kronecker, each_of_five
+from stacks import assert_as_usual, optimizer_of, trainable
 
 from second_order import KAISA, parameter_groups
 
@@ -93,6 +94,47 @@ def test_language_models(hf: Any, name: str, tmp_path: Path) -> None:
         schedule=partial(linear, steps=2),
         rtol=1e-5,
     )
+
+
+@each_kronecker
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_padded_text_accumulated_trains_as_whole_batches(
+    hf: Any, System: Any, name: str, base: Any, tmp_path: Path
+) -> None:
+    """One to five targets a pass, of which the optimizer is told nothing.
+
+    GPT-2 looks positions up once for all texts of a pass: their rows are no examples.
+    """
+    options = {"lr": hf.LR, "base": base, "max_staleness": 0, "skip_layers": ["*wpe"], **EXACT}
+    options = {key: value for key, value in options.items() if key in signature(System).parameters}
+
+    def by_trainer(**more: Any) -> tuple[Any, Any, Any]:
+        model = hf.model_of(name)
+        optimizer = System(model, gradient_averaging=False, **options, **more)
+        with hf.in_float64():
+            _, seen = hf.fit(
+                model,
+                name,
+                tmp_path,
+                optimizers=(optimizer, None),
+                data=hf.ragged(name),
+                collator=hf.padded,
+                gradient_accumulation_steps=4,
+                per_device_train_batch_size=1,
+            )
+        return trainable(model), optimizer.statistics()["clip"], seen
+
+    found, clip, seen = by_trainer()
+    model = hf.model_of(name)
+    start, plain = trainable(model), System(model, **options)
+    with hf.in_float64():
+        hf.on_whole_steps(model, plain, [seen[i : i + 4] for i in range(0, len(seen), 4)])
+    moved = float((trainable(model) - start).norm())
+    assert float((found - trainable(model)).norm()) < 1e-9 * moved
+    assert clip == pytest.approx(plain.statistics()["clip"], nan_ok=True)
+    control = by_trainer(loss_reduction="mean")[0]
+    assert float((control - trainable(model)).norm()) > 1e-2 * moved
 
 
 @each_of_five

@@ -67,10 +67,16 @@ SAID = {
     ),
     "step_mean": (
         "the model was given num_items_in_batch, and the loss of each is taken to have been "
-        "divided by it; where a model only takes the mean over each pass, write "
-        "loss_reduction='mean' and accumulation_steps=1"
+        "divided by it; where that is not so, write loss_reduction='mean', and "
+        "accumulation_steps=1 if losses are added up as they are"
     ),
 }
+IGNORED = (
+    "the model was given num_items_in_batch and does not divide by it, as far as can be seen: "
+    "transformers' Trainer then adds up the losses as they are; write accumulation_steps=1 for "
+    "that, or loss_reduction='step_mean' if each is divided by the terms of all passes; until then "
+    "each is taken to have been divided by the number of passes"
+)
 
 
 class Layers:
@@ -386,7 +392,9 @@ class Layers:
             return 1
         found = max((block.staged.micro_batches for block in blocks), default=1)
         if found > 1 and training.first_time("micro-batches"):
-            training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
+            ignored = self._items is not None and self._items.ignored
+            said = IGNORED if ignored else SAID[reduction]
+            training.warn(f"{found} backward passes in a step: {said}")
         return max(found, 1) if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong

@@ -1,20 +1,22 @@
 """What the losses of a step's passes are: told by an option, or seen.
 
 Models of transformers are given ``num_items_in_batch`` by the Trainer, the number of targets in all
-micro-batches of a step and on all processes, and divide the sum over a pass's targets by it. A hook
-sees whether a model has been called with it; models whose forward takes no such keyword have none.
+micro-batches of a step and on all processes. Most divide the sum over a pass's targets by it; some
+take the mean over the pass all the same. A hook sees whether a model is called with the number, and
+whether autograd's record of its loss divides by it. Models that take no such keyword have no hook.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from second_order.kfac.options import AUTO, KFACOptions
@@ -24,27 +26,36 @@ __all__ = ["ItemsHook", "may_be_step_mean", "reduction_of", "watch_items"]
 
 H = TypeVar("H", bound="ItemsHook")
 KEYWORD = "num_items_in_batch"
+NEAR = 100  # nodes of a loss's record, the last ones, among which a division by the number is
 
 
 class ItemsHook:
-    """A hook before a model's forward; its copies, pickled ones too, serve nobody.
+    """A hook on a model; its copies, pickled ones too, serve nobody.
 
     Attributes:
         told: Whether a training pass has been given the number of its step's targets.
+        ignored: Whether the model's loss is not divided by it, as far as can be seen.
     """
 
     def __init__(self) -> None:
-        self.told = False
+        self.told = self.ignored = False
         self._handle: RemovableHandle | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See a call."""
-        if kwargs.get(KEYWORD) is not None and torch.is_grad_enabled():
-            self.told = True
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """See a call. In a graph of torch.compile the loss has no record of its own."""
+        number = kwargs.get(KEYWORD)
+        if self.told or number is None or not torch.is_grad_enabled():
+            return
+        self.told = True
+        if not torch.compiler.is_compiling():
+            loss = _loss_in(output)
+            self.ignored = loss is not None and not _divides(loss, number)
 
     def hang(self, model: nn.Module) -> None:
         """Hook a model."""
-        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        self._handle = model.register_forward_hook(self, with_kwargs=True)
 
     def remove(self) -> None:
         """See no more calls."""
@@ -66,6 +77,34 @@ class ItemsHook:
 
     def __reduce__(self) -> Any:
         return type(self), ()
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    """The loss in a model's output; None if none is there that is a record of its own making."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple) and output:
+        found = output[0]
+    is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.grad_fn is not None
+    if not is_loss or "Compiled" in found.grad_fn.name():
+        return None
+    return cast(Tensor, found)
+
+
+def _divides(loss: Tensor, number: Tensor | float) -> bool:
+    """Whether one of the last operations of a loss is a division by a number."""
+    nodes, seen = deque([loss.grad_fn]), 0
+    while nodes and seen < NEAR:
+        node = nodes.popleft()
+        seen += 1
+        if node is None:
+            continue
+        divisor = getattr(node, "_saved_other", None) if "Div" in node.name() else None
+        if divisor is not None and divisor.numel() == 1 and float(divisor) == float(number):
+            return True
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
@@ -91,7 +130,7 @@ def reduction_of(options: KFACOptions, items: ItemsHook | None) -> Reduction:
         return "sum"
     if options.loss_reduction != AUTO:
         return cast(Reduction, options.loss_reduction)
-    return "step_mean" if items is not None and items.told else "mean"
+    return "step_mean" if items is not None and items.told and not items.ignored else "mean"
 
 
 def may_be_step_mean(options: KFACOptions, items: ItemsHook | None) -> bool:
