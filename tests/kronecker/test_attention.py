@@ -341,5 +341,5 @@ def test_a_subclass_with_another_forward_and_unlike_widths_are_told() -> None:
     unlike = nn.MultiheadAttention(4, 2, kdim=3, vdim=3)
     rows = KAISA(nn.ModuleList([Doubled(4, 2), unlike]), lr=0.1).summary().rows
     details = {row.name: row.detail for row in rows if row.status == "base"}
-    assert details["0"] == "Doubled overrides MultiheadAttention.forward"
+    assert details["0.in_proj_weight"] == "Doubled overrides MultiheadAttention.forward"
     assert details["1"] == "its queries, keys and values have weights of their own"

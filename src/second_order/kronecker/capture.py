@@ -404,7 +404,7 @@ class Capture:
             self._pending.append((call, _node_of(output)))
             if self._consumer.looks(module):
                 outer, again = self._repeated_in()
-                call = _Call(module, [save(x)], source, outer, again, shape, looks=True)
+                call = _Call(module, [Kept(x.detach())], source, outer, again, shape, looks=True)
                 self._hook(_node_of(output), call)
 
     def _hook(self, edge: GradientEdge, call: _Call) -> None:
