@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help=f"of each training; {MOST_STEPS} if time allows")
     parser.add_argument(
-        "--seconds", type=float, default=140, help="for all of them, without --steps"
+        "--seconds", type=float, default=130, help="for all of them, without --steps"
     )
     parser.add_argument("--figure", type=Path, default=Path("demo.png"))
     parser.add_argument("--json", type=Path, help="write the runs")
