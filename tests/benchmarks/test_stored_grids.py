@@ -34,7 +34,7 @@ def traced() -> dict[tuple[str, str], Runs]:
 
 
 def test_what_refreshes_by_trace_spare() -> None:
-    table, runs = rows("docs/kfac.md", "refresh", "MLP", "conv net", "transformer"), traced()
+    table, runs = rows("docs/defaults.md", "refresh", "MLP", "conv net", "transformer"), traced()
     assert {(task, label) for task in TASKS for label in table} == {
         (task, name.replace("trace ", "trace, (") + ")" * name.startswith("trace"))
         for task, name in runs

@@ -53,7 +53,7 @@ def steps_of(cell: str) -> float:
     ("page", "header"),
     [
         ("README.md", ("steps to", "SGD", "`KAISA(model, lr=0.1, momentum=0.9)`")),
-        ("docs/kfac.md", ("steps to", "SGD", "KAISA, nothing set but `lr=0.1`")),
+        ("docs/defaults.md", ("steps to", "SGD", "KAISA, nothing set but `lr=0.1`")),
     ],
 )
 def test_steps_of_kaisa(page: str, header: tuple[str, ...]) -> None:
@@ -69,7 +69,7 @@ def test_steps_of_kaisa(page: str, header: tuple[str, ...]) -> None:
             assert told is None or float(told.group(1)) == pytest.approx(seconds, abs=0.051)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/kfac.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/defaults.md"])
 def test_steps_of_kaisa_over_adam(page: str) -> None:
     runs = stored("progress")["runs"]["autoencoder"]
     names = "SGD", "Adam", "KAISA over Adam, defaults", "KAISA over Adam"
@@ -148,14 +148,14 @@ def test_rates_and_dampings_by_width() -> None:
         width, name = job["task"].split()[-1], job["optimizer"].split(",")[0]
         key = width, name, job["lr"], job["options"].get("damping", 0.1)
         found[key] = run["losses"][-1]
-    rates = rows("docs/kfac.md", "width: AdamW, then KAISA over AdamW", "lr 0.0015")
+    rates = rows("docs/defaults.md", "width: AdamW, then KAISA over AdamW", "lr 0.0015")
     for label, cells in rates.items():
         width, name = label.split(": ")
         for lr, cell in zip((0.0015, 0.003, 0.006, 0.012, 0.024), cells, strict=True):
             assert float(cell) == pytest.approx(found[width, name, lr, 0.1], abs=0.00051)
         if name == "KAISA":  # at equal rates below AdamW
             assert all(map(operator.lt, map(float, cells), map(float, rates[f"{width}: AdamW"])))
-    dampings = rows("docs/kfac.md", "damping, at the best of these rates", "0.025")
+    dampings = rows("docs/defaults.md", "damping, at the best of these rates", "0.025")
     for label, cells in dampings.items():
         width, lr = label.removeprefix("width ").split(", lr ")
         for damping, cell in zip((0.025, 0.05, 0.1, 0.2, 0.4), cells, strict=True):
@@ -210,7 +210,7 @@ def shown(steps: list[int | None]) -> str:
 
 
 def test_intervals() -> None:
-    table = rows("docs/kfac.md", "statistics / solves every")
+    table = rows("docs/defaults.md", "statistics / solves every")
     columns = (
         ("mlp", "loss 0.05"),
         ("mlp", "loss 0.01"),
@@ -233,7 +233,7 @@ def test_what_intervals_by_budget_cost() -> None:
         "transf": "transformer",
         "ResNet of": "wide",
     }
-    table = rows("docs/kfac.md", "statistics / refreshes every, and their cost")
+    table = rows("docs/defaults.md", "statistics / refreshes every, and their cost")
     records = {(r["workload"].split("-")[-1], r["overhead"]): r for r in stored("budget")["rows"]}
     assert 2 * len(table) == len(records)
     for label, cells in table.items():
@@ -249,7 +249,7 @@ def test_what_intervals_by_budget_cost() -> None:
 
 
 def test_the_clip_and_the_batch() -> None:
-    table = rows("docs/kfac.md", "`kl_clip`")
+    table = rows("docs/defaults.md", "`kl_clip`")
     records = [r for r in stored("settings")["clip"] if r["damping"] == 2.0]
     batches = sorted({r["batch"] for r in records})
     assert len(table) == len({r["kl_clip"] for r in records})
@@ -268,7 +268,7 @@ def test_numbers_in_sentences() -> None:
     record = stored("settings")
     kfac, distkfac = (
         " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
-        for page in ("kfac", "distkfac")
+        for page in ("defaults", "distkfac")
     )
     clip = {(r["model"], r["label"]): r["steps"] for r in record["distkfac"]}
     labels = ("the paper's schedule", "1e-4", "1e-3")
@@ -389,7 +389,7 @@ def test_commands_of_the_pages_are_there(page: Path) -> None:
 
 def test_what_a_larger_batch_saves() -> None:
     runs = stored("batch_scaling")["runs"]
-    for label, cells in rows("docs/kfac.md", "optimizer", "batch 32", "batch 128").items():
+    for label, cells in rows("docs/defaults.md", "optimizer", "batch 32", "batch 128").items():
         for cell, batch in zip(cells, (32, 128, 512, 1437), strict=True):
             of = [run for run in runs if (run["row"], run["batch"]) == (label, batch)]
             assert len(of) == 5
@@ -510,7 +510,7 @@ def median_steps(runs: Runs) -> float:
 
 
 def test_what_jumps_near_zero() -> None:
-    """The warning, and the remedy, in README and in docs/kfac.md."""
+    """The warning, and the remedy, in README and in docs/defaults.md."""
     record = stored("defaults")
     task, ours = "digits conv", "KAISA, Adam"
 
@@ -545,7 +545,7 @@ def test_what_jumps_near_zero() -> None:
 
 
 def test_the_defaults_beside_their_base() -> None:
-    table = rows("docs/kfac.md", "task, base, its best rate", "base alone")
+    table = rows("docs/defaults.md", "task, base, its best rate", "base alone")
     assert len(table) == 11
     for label, cells in table.items():
         task, base, rate = label.split(", ")

@@ -79,9 +79,9 @@ def shortened(rank: int, world_size: int, picture: Path) -> str:
 
 
 def test_a_slow_machine_takes_fewer_steps_all_alike(world: World, tmp_path: Path) -> None:
-    """150 s are 5 first blocks of a second, and 48 steps of 5 × 0.6 s."""
+    """130 s are 5 first blocks of a second, and 41 steps of 5 × 0.6 s."""
     told, silent = world.run(shortened, 2, tmp_path / "demo.png")
-    assert "50 steps of every training: 500 would take more than 150 s" in told
+    assert "50 steps of every training: 500 would take more than 130 s" in told
     assert told.count("50") >= len(COMPETITORS)
     assert not silent
 

@@ -20,6 +20,7 @@ from contract import EXACT, take
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, shard, vector
 from reference import ReferenceKFAC, cross_entropy
+from stored import rows
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -277,3 +278,9 @@ def test_a_changed_dict_changes_nobody_elses() -> None:
 def test_distkfacs_damping_has_to_be_given() -> None:
     with pytest.raises(ValueError, match="relative_damping=False give a number"):
         DistKFAC(MLP.model(), lr=0.1, **paper_settings(DistKFAC, epoch_steps=10))
+
+
+def test_the_page_lists_kaisas() -> None:
+    table = rows("docs/kaisa.md", "keyword", "paper", "where")
+    listed = [name.strip("`") for names in table for name in names.split(", ")]
+    assert sorted(listed) == sorted(paper_settings(KAISA))

@@ -21,7 +21,7 @@ from second_order.options import PEAK_LR, value_at
 
 __all__ = ["USUAL_BATCH", "Clip", "bound_for", "kl_change", "kl_clip_coefficient"]
 
-USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/kfac.md, "The clip"
+USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
 
 
 def kl_change(
