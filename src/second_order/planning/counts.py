@@ -24,6 +24,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from second_order.distributed.collectives import RING_RANKS
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.layers import FactorShape
@@ -282,7 +283,8 @@ class Case:
 
     @property
     def _compared(self) -> Transfer:
-        return all_reduced("compare", self._world, WORDS, 1, host=True)
+        rounds = (self.ranks - 1).bit_length() if self.ranks > RING_RANKS else 1
+        return all_reduced("compare", self._world, WORDS * rounds, 1, host=True)
 
     def _averaging(self, rank: int) -> list[Transfer]:
         """The plain gradients, and one number a parameter: who has a gradient."""
