@@ -92,6 +92,22 @@ def test_the_whole_batch_trains_as_by_the_dense_reference() -> None:
     assert_same_trajectory(trajectory, by_reference(MLP, BATCHES, {}))
 
 
+@each_kronecker
+def test_a_sums_clip_is_the_means_at_a_rate_as_much_smaller(System: Any) -> None:
+    whole, before = trained(System, None, **SGD)
+    model = MLP.model()
+    optimizer = make(System, model, loss_reduction="sum", **{**SGD, "lr": 0.05 / N})
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        for x, y in pieces(batch, SIZES):
+            functional.cross_entropy(model(x), y, reduction="sum").backward()
+        optimizer.step()
+    assert off([vector(model)], whole) < 1e-10
+    clip = optimizer.statistics()["clip"]
+    assert clip < 1
+    assert clip == pytest.approx(before.statistics()["clip"])
+
+
 def trace(matrices: Tensor) -> float:
     return float(matrices.diagonal(dim1=-2, dim2=-1).sum())
 
