@@ -92,6 +92,22 @@ def test_the_whole_batch_trains_as_by_the_dense_reference() -> None:
     assert_same_trajectory(trajectory, by_reference(MLP, BATCHES, {}))
 
 
+@each_kronecker
+def test_a_sums_clip_is_the_means_at_a_rate_as_much_smaller(System: Any) -> None:
+    whole, before = trained(System, None, **SGD)
+    model = MLP.model()
+    optimizer = make(System, model, loss_reduction="sum", **{**SGD, "lr": 0.05 / N})
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        for x, y in pieces(batch, SIZES):
+            functional.cross_entropy(model(x), y, reduction="sum").backward()
+        optimizer.step()
+    assert off([vector(model)], whole) < 1e-10
+    clip = optimizer.statistics()["clip"]
+    assert clip < 1
+    assert clip == pytest.approx(before.statistics()["clip"])
+
+
 def trace(matrices: Tensor) -> float:
     return float(matrices.diagonal(dim1=-2, dim2=-1).sum())
 
@@ -438,6 +454,38 @@ def differently(rank: int, world_size: int) -> str:
 def test_ranks_that_are_told_differently(world: World) -> None:
     for said in world.run(differently, 2):
         assert "step_mean" in said
+
+
+# Guessed, and told.
+
+
+def said_of(sizes: Sequence[int], means: bool, **options: Any) -> list[str]:
+    """Warnings of losses that seem to be no means, in 16 steps."""
+    model = MLP.model()
+    optimizer = make(KAISA, model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in BATCHES * 4:
+            optimizer.zero_grad()
+            for x, y in pieces(batch, sizes):
+                by = 1 / len(sizes) if means else len(x) / N
+                (MLP.loss(model(x), y) * by).backward()
+            optimizer.step()
+    return [str(w.message) for w in caught if "do not shrink" in str(w.message)]
+
+
+@pytest.mark.parametrize("sizes", [(4, 36), (3, 30, 1, 6)])
+@pytest.mark.parametrize("base", [SGD, ADAM], ids=["SGD", "Adam"])
+def test_losses_divided_by_one_number_are_told_from_means(sizes: Any, base: Any) -> None:
+    (line,) = said_of(sizes, means=False, **base)
+    assert "loss_reduction='step_mean'" in line
+    assert not said_of(sizes, means=True, **base)
+
+
+def test_nothing_is_said_of_what_is_told_or_cannot_be_known() -> None:
+    assert not said_of(SIZES, means=False, loss_reduction="mean")
+    assert not said_of(SIZES, means=False, loss_reduction="step_mean")
+    assert not said_of((20, 20), means=False)
 
 
 def test_a_number_of_passes_beside_it_is_refused() -> None:

@@ -17,7 +17,13 @@ from second_order.contract.groups import members_of
 from second_order.contract.training import Training
 from second_order.kfac.clip import USUAL_BATCH
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.reduction import ItemsHook, may_be_step_mean, reduction_of, watch_items
+from second_order.kfac.reduction import (
+    ItemsHook,
+    Shrinkage,
+    may_be_step_mean,
+    reduction_of,
+    watch_items,
+)
 from second_order.kfac.summary import layer_rows
 from second_order.kronecker.block import GradientScale, KroneckerBlock, StatisticsCollector
 from second_order.kronecker.capture import Capture
@@ -79,6 +85,14 @@ IGNORED = (
 )
 
 
+SAME_FOR_ALL = (
+    "the gradients of a step's passes do not shrink with the number of their terms, as those of "
+    "means do: all losses seem to be divided by the same number. If that is the number of terms in "
+    "all passes, write loss_reduction='step_mean', as curvature is too large otherwise; if each "
+    "loss is a mean over its pass, loss_reduction='mean' ends this warning"
+)
+
+
 class Layers:
     """The blocks of a model, and the statistics that its passes leave in them.
 
@@ -116,6 +130,7 @@ class Layers:
         self._overflown: dict[KroneckerBlock, Tensor] = {}
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
+        self._shrinkage = Shrinkage()
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the model that have blocks.
@@ -395,6 +410,9 @@ class Layers:
             ignored = self._items is not None and self._items.ignored
             said = IGNORED if ignored else SAID[reduction]
             training.warn(f"{found} backward passes in a step: {said}")
+        if found > 1 and reduction == "mean" and options.loss_reduction == "auto":
+            fed = [block for block in blocks if not block.staged.empty]
+            self._shrinkage.add(fed[-1].staged.squares_by_pass())
         return max(found, 1) if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong
@@ -408,7 +426,12 @@ class Layers:
                 self._overflown[block] = over | self._overflown.get(block, over)
 
     def tell_of_overflow(self) -> None:
-        """Warn of the layers whose sums have been dropped since the last refresh."""
+        """Warn of the layers whose sums have been dropped since the last refresh.
+
+        And of losses that seem to be no means, of which the sums tell, too.
+        """
+        if self._shrinkage.slope > -1 and self._training.first_time("shrinkage"):
+            self._training.warn(SAME_FOR_ALL)
         training, noted = self._training, self._overflown
         self._overflown = {}
         over = torch.stack(list(noted.values())).tolist() if noted else []

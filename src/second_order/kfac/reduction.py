@@ -9,6 +9,7 @@ whether autograd's record of its loss divides by it. Models that take no such ke
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from second_order.kfac.options import AUTO, KFACOptions
 from second_order.kronecker.factors import Reduction
 
-__all__ = ["ItemsHook", "may_be_step_mean", "reduction_of", "watch_items"]
+__all__ = ["ItemsHook", "Shrinkage", "may_be_step_mean", "reduction_of", "watch_items"]
 
+LEAST_SPREAD = 16.0  # Σ (log n - its mean)² over passes, before a slope is believed in
 H = TypeVar("H", bound="ItemsHook")
 KEYWORD = "num_items_in_batch"
 NEAR = 100  # nodes of a loss's record, the last ones, among which a division by the number is
@@ -105,6 +107,37 @@ def _divides(loss: Tensor, number: Tensor | float) -> bool:
             return True
         nodes.extend(following for following, _ in node.next_functions)
     return False
+
+
+class Shrinkage:
+    """How gradients shrink with the terms of their passes, fitted over the passes of all steps.
+
+    A term's gradient in a mean over n terms is 1 / n of its own, and its square goes as 1 / n²;
+    where all are divided by the same number it does not depend on n. The slope of log squares over
+    log n tells the two apart: -2 or 0, with the noise of what differs from pass to pass.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, passes: Tensor) -> None:
+        """Take in the passes of a step, by numbers of terms and sums of squares, ``(passes, 2)``.
+
+        No device is waited for.
+        """
+        n, squares = passes.unbind(1)
+        live = (n > 0) & (squares > 0)
+        logs = torch.stack([n, squares / n]).where(live, 1.0).log()
+        means = logs.sum(1, keepdim=True) / live.sum().clamp_min(1)
+        apart = (logs - means).where(live, 0.0)
+        found = apart @ apart[0]
+        self._sums = found if self._sums is None else self._sums.to(found.device) + found
+
+    @property
+    def slope(self) -> float:
+        """The slope, NaN where n has differed too little; waits for the device."""
+        spread, along = (0.0, 0.0) if self._sums is None else self._sums.tolist()
+        return along / spread if spread >= LEAST_SPREAD else math.nan
 
 
 def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:

@@ -95,7 +95,7 @@ class StagedStatistics:
         self._sums: dict[str, Tensor] = {}
         head = 1 + len(self.shape.letters) * self.shape.groups
         self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
-        # By pass, each call's rows and examples.
+        # By pass, each call's rows and its part of the head.
         self._passes: dict[int, list[tuple[float | Tensor, Tensor]]] = {}
         self._reduction: Reduction = "sum"
         self._first_passes: set[int] = set()
@@ -168,9 +168,21 @@ class StagedStatistics:
             torch._foreach_add_(list(self._sums.values()), list(found.values()))
         else:
             self._sums = found
-        self._passes.setdefault(pass_id, []).append((rows, head[0]))
+        self._passes.setdefault(pass_id, []).append((rows, head))
         if not again:
             self._first_passes.add(pass_id)
+
+    def squares_by_pass(self) -> Tensor:
+        """The examples of each pass, and the squares of a mean's gradients, ``(passes, 2)``.
+
+        The squares are those of the gradients as captured, summed up to a common factor.
+        """
+        of_g = slice(1 + self.shape.groups, 1 + 2 * self.shape.groups)
+        found = []
+        for calls in self._passes.values():
+            pairs = [torch.stack([head[0], head[of_g].sum() / rows**2]) for rows, head in calls]
+            found.append(torch.stack(pairs).sum(0))
+        return torch.stack(found)
 
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
         """The sums of the step, to be added over ranks and divided by the number of examples.
@@ -217,7 +229,7 @@ def _uses_and_rows(
     """
     if len(calls) == 1:
         return 1.0, calls[0][0]
-    present = torch.stack([examples for _, examples in calls]) > 0
+    present = torch.stack([head[0] for _, head in calls]) > 0
     counts = present | ~present.any()
     if counts.device.type == "cpu":  # nobody waits for an answer
         kept = [rows for (rows, _), count in zip(calls, counts.tolist(), strict=True) if count]
