@@ -2976,4 +2976,18 @@ MUTANTS = [
         "best = min(shares, key=lambda word: shares[word])",
         "summary::where_less_than_half_is_covered_the_remedy_is_said_and_helps",
     ),
+    _mutant(
+        "parameters on meta taken in",
+        "contract/given.py",
+        "refuse_meta(name, members_of(groups), inner)",
+        "pass",
+        "groups::parameters_on_meta_are_refused_until_they_are_made",
+    ),
+    _mutant(
+        "the export of a module by its own names alone",
+        "kronecker/export.py",
+        "wanted = {known.get(id(p), name): p.detach()",
+        "wanted = {name: p.detach()",
+        "model_curvature::laplace_of_a_module_is_its_part_of_the_whole",
+    ),
 ]

@@ -342,6 +342,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, written_by)}
 
+    @runs_between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
         self._take_shards()
