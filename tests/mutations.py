@@ -2990,4 +2990,25 @@ MUTANTS = [
         "wanted = {name: p.detach()",
         "model_curvature::laplace_of_a_module_is_its_part_of_the_whole",
     ),
+    _mutant(
+        "refreshes that nobody feels told of",
+        "kfac/budget.py",
+        "COSTLY, SHORT = 10, 0.5",
+        "COSTLY, SHORT = 10, 0.0",
+        "budget::a_refresh_that_nobody_feels_is_not_told_of",
+    ),
+    _mutant(
+        "costly refreshes told of as soon as they cost five steps",
+        "kfac/budget.py",
+        "COSTLY, SHORT = 10, 0.5",
+        "COSTLY, SHORT = 5, 0.5",
+        "budget::a_refresh_of_more_than_ten_steps_is_told_of_once",
+    ),
+    _mutant(
+        "a device waited for at every step",
+        "kfac/curvature.py",
+        "if due:  # what the passes have queued",
+        "if True:  # what the passes have queued",
+        "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
+    ),
 ]
