@@ -145,6 +145,10 @@ class Meter:
         self._open, self._since, self._bytes = to, now, total
         return before
 
+    def spent(self, *accounts: str) -> float:
+        """Seconds on some accounts in the step under way, up to the last stage that has ended."""
+        return sum(self._step[name][0] for name in accounts if name in self._step)
+
     def lap(self) -> None:
         """End a step."""
         self.switch(ELSEWHERE)

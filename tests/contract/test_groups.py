@@ -356,3 +356,46 @@ def test_an_optimizer_may_begin_without_parameters(System: Any) -> None:
     train(model, optimizer, 4)
     train(twin, expected, 4)
     assert same(model, twin)
+
+
+# The meta device.
+
+
+@each_of_five
+def test_parameters_on_meta_are_refused_until_they_are_made(System: Any) -> None:
+    """`to_empty` makes other ones: an optimizer of the old ones would train nothing."""
+    with torch.device("meta"):
+        model = MLP.model()
+    message = (
+        r"parameter '0\.weight' is on the meta device, and has no numbers: materialise first, by "
+        rf"model\.to_empty\(device=\.\.\.\) and what fills it, then make {System.__name__}; with "
+    )
+    for given in ([model], [model.parameters(), model]):
+        with pytest.raises(ValueError, match=message):
+            make(System, given[0], model=None if len(given) == 1 else model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(MLP.model().state_dict())
+    train(model, make(System, model))
+
+
+@each_of_five
+def test_a_group_on_meta_is_refused(System: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model)
+    groups = optimizer.param_groups
+    unmade = nn.Linear(3, 3, device="meta")
+    with pytest.raises(ValueError, match="'\\(not in the model\\)' is on the meta device"):
+        optimizer.add_param_group({"params": unmade.parameters()})
+    with pytest.raises(ValueError, match="is on the meta device"):
+        optimizer.param_groups = [{**groups[0], "params": [*groups[0]["params"], unmade.weight]}]
+    assert optimizer.param_groups is groups
+    assert len(groups) == 1
+    train(model, optimizer)
+
+
+@each_of_five
+def test_what_is_frozen_may_be_on_meta(System: Any) -> None:
+    """Weights that are offloaded are there between passes."""
+    model = nn.ModuleDict({"here": MLP.model(), "away": nn.Linear(3, 3, device="meta")})
+    model["away"].requires_grad_(False)
+    train(model["here"], make(System, model))

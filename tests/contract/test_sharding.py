@@ -11,8 +11,9 @@ import pytest
 import torch
 from ranks import replaced
 from reference import half_squared_error
-from shards import fsdp, mesh_of, narrow, shares
+from shards import fsdp, go_on, mesh_of, narrow, shares
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -102,6 +103,41 @@ def test_other_shards_are_refused_with_the_remedy(world: World) -> None:
         assert "sharded over the ranks [0, 1]" in found["MRDHO2"]
         assert "mesh=DeviceMesh.from_group(optimizer.worker_group" in found["MRDHO2"]
         assert "use 'base'" in found["matrices"]
+
+
+def made_from_meta(
+    rank: int, world_size: int, system: int
+) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    """FSDP2's own order: shard on meta, materialise, fill; then the optimizer."""
+    System, options = SYSTEMS[system], {"lr": 0.1, "momentum": 0.9}
+    if System is MRDHO2:
+        options |= {"accelerators": 0, "epoch_steps": 2, "largest": 2}
+    found, message, data = [], "", shares(rank, world_size)
+    x, y = data[0]
+    for late in (False, True):
+        model = narrow()
+        values = model.state_dict()
+        fsdp(model.to("meta") if late else model)
+        if late:
+            message = refusal(System, model)
+            model.to_empty(device="cpu")
+            how = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(model, values, options=how)
+        optimizer = System(model, **options)
+        optimizer.curvature_closure = lambda model=model: half_squared_error(model(x), y)
+        found.append(go_on(model, optimizer, data))
+    return message, *found
+
+
+@pytest.mark.parametrize("system", range(len(SYSTEMS)))
+def test_a_model_sharded_on_meta_trains_once_it_is_made(world: World, system: int) -> None:
+    for message, expected, found in world.run(made_from_meta, 2, system):
+        assert "is on the meta device, and has no numbers: materialise first" in message
+        assert "with FSDP2: fully_shard(model), model.to_empty(device=...), then " in message
+        assert "CPUOffloadPolicy" not in message
+        assert len(found) == 3
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
 
 
 def sharded_too_late(rank: int, world_size: int) -> list[tuple[str, bool]]:

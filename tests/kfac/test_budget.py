@@ -15,7 +15,8 @@ from contract import make, take
 from torch import Tensor, nn
 from torch.nn import functional
 
-from second_order import DistKFAC, SecondOrderWarning
+from second_order import KAISA, DistKFAC, SecondOrderWarning
+from second_order.kfac import curvature
 from second_order.kronecker.background import Ticket
 from second_order.optimizers import base as contract
 from second_order.stopwatch import Account, DeviceClock, HostClock, Stopwatch
@@ -322,3 +323,93 @@ def test_a_schedule_may_not_return_auto() -> None:
     run = Run(factor_update_steps=lambda step: "auto", inv_update_steps=1, refresh_warmup_steps=1)
     with pytest.raises(TypeError, match="at step 1: factor_update_steps='auto' is not a whole"):
         run.go(2)
+
+
+# A refresh that costs many steps is told of.
+
+NO_BUDGET: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 10, "overhead": 0.1}
+
+
+def told(
+    System: Any, R: float, steps: int, T: float = 100.0, **options: Any
+) -> list[tuple[int, str]]:
+    """The warnings of a training whose refreshes take R seconds, each with its step."""
+    run = Run(System, **{**NO_BUDGET, **options})
+    run.R, run.T = R, T
+    meter = run.optimizer._training.meter
+    meter._now, meter._since = run.time, 0.0
+    found = []
+    for step in range(steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", SecondOrderWarning)
+            run.go(1)
+        found += [(step, str(w.message)) for w in caught if "a refresh of" in str(w.message)]
+    return found
+
+
+@each_system
+def test_a_refresh_of_more_than_ten_steps_is_told_of_once(System: Any) -> None:
+    assert told(System, 999.0, 3, refresh_warmup_steps=20) == []
+    assert told(System, 1001.0, 22, refresh_warmup_steps=20, solver="inverse") == [
+        (
+            0,
+            "a refresh of the inverses took 1e+03 s, and a step of SGD alone 1e+02 s: one comes at "
+            "every step until step 20, then every 10 steps; a smaller refresh_warmup_steps ends "
+            "this sooner, skip_layers=[...] spares the widest layers",
+        )
+    ]
+
+
+def test_a_refresh_that_nobody_feels_is_not_told_of() -> None:
+    """Below half a second, be it a thousand steps of a tiny model."""
+    assert told(KAISA, 0.49, 12, T=1e-4) == []
+    ((step, message),) = told(KAISA, 0.51, 12, T=1e-4)
+    assert step == 0
+    assert message.startswith("a refresh of the inverses took 0.51 s, and a step of SGD alone 0.0")
+
+
+@pytest.mark.parametrize(
+    ("options", "when", "remedy"),
+    [
+        ({"refresh_warmup_steps": 0}, "one comes every 10 steps", "a larger inv_update_steps"),
+        ({"refresh_warmup_steps": 1}, "one comes every 10 steps", "a larger inv_update_steps"),
+        (
+            {"refresh_warmup_steps": 2, "inv_update_steps": lambda step: 5},
+            "one comes at every step until step 2, then as inv_update_steps says",
+            "a smaller refresh_warmup_steps",
+        ),
+        (
+            {"refresh_warmup_steps": 7, **AUTO},
+            "one comes at every step until step 7, then as overhead=0.1 allows",
+            "a smaller refresh_warmup_steps",
+        ),
+        (
+            {"refresh_warmup_steps": 0, **AUTO},
+            "one comes at every step until step 5, then as overhead=0.1 allows",
+            "a number for inv_update_steps ends this",
+        ),
+    ],
+)
+def test_how_long_it_goes_on_and_what_changes_it(
+    options: dict[str, Any], when: str, remedy: str
+) -> None:
+    ((step, message),) = told(KAISA, 1001.0, 2, **options)
+    assert step == 0
+    assert f" s: {when}; {remedy}" in message
+    assert "solver='inverse' is cheaper, skip_layers" in message
+
+
+def test_a_device_is_waited_for_where_a_refresh_is_due_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its queue is emptied, lest the passes count as the refresh's."""
+    waits: list[int] = []
+
+    class Device(HostClock):
+        def settle(self) -> None:
+            waits.append(run.steps)
+
+    run = Run(**NO_BUDGET, refresh_warmup_steps=2)
+    monkeypatch.setattr(curvature, "clock_of", lambda _: Device(run.time))
+    run.go(22)
+    assert waits == [0, 1, 10, 20]

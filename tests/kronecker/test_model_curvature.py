@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import math
+import pickle
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import torch
 from contract import each_kronecker, make, same, take
 from models import ZOO
 from ranks import shard
+from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DPKFAC, KAISA, DistKFAC, KroneckerCurvature, SecondOrderError
@@ -358,6 +360,45 @@ def test_laplace_gets_the_blocks_of_weights_and_of_biases(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"have no Kronecker factors for KronLaplace, '2.weight'"):
         optimizer.curvature().write_laplace(tmp_path / "x", model, examples=1, outputs=3)
     assert not (tmp_path / "x").exists()
+
+
+def test_laplace_of_a_module_is_its_part_of_the_whole(tmp_path: Path) -> None:
+    """The two hidden layers are alike, so that names and shapes alone could not tell which."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)), nn.Linear(5, 3)
+    ).double()
+    optimizer = KAISA(model, lr=0.1)
+    cross_entropy(model(torch.randn(9, 5).double()), torch.arange(9) % 3).backward()
+    optimizer.step()
+    curvature, N = optimizer.curvature(), 77
+
+    def written(part: nn.Module) -> dict[str, Any]:
+        curvature.write_laplace(tmp_path / "la.pt", part, examples=N, outputs=3)
+        return torch.load(tmp_path / "la.pt")
+
+    whole = written(model)
+    for part, start in ((model[0], 0), (model[1], 2), (model[1][0], 2), (model[2], 4)):
+        state, count = written(part), len(list(part.parameters()))
+        assert torch.equal(state["mean"], torch.nn.utils.parameters_to_vector(part.parameters()))
+        assert len(state["H"]) == count
+        for found, expected in zip(state["H"], whole["H"][start : start + count], strict=True):
+            assert all(map(torch.equal, found, expected))
+    assert torch.equal(written(torch.compile(model, backend="eager"))["mean"], whole["mean"])
+    assert torch.equal(written(copy.deepcopy(model))["mean"], whole["mean"])  # by its names
+    message = r"'weight' first: it is no parameter of these layers, by itself or by its name; "
+    with pytest.raises(ValueError, match=message):
+        written(copy.deepcopy(model[2]))
+    curvature = pickle.loads(pickle.dumps(curvature))
+    assert torch.equal(written(model)["mean"], whole["mean"])
+
+
+def test_laplace_of_the_last_layer_needs_no_factors_of_the_others(tmp_path: Path) -> None:
+    model, optimizer = trained("convolution")
+    curvature = optimizer.curvature()
+    last = list(model.modules())[-1]
+    curvature.write_laplace(tmp_path / "la.pt", last, examples=5, outputs=3)
+    assert len(torch.load(tmp_path / "la.pt")["H"]) == len(list(last.parameters()))
 
 
 def test_a_curvature_of_some_layers_is_one() -> None:

@@ -18,6 +18,7 @@ from contract import (
     assert_same_factors,
     curvature_of,
     each_kronecker,
+    each_of_five,
     each_system,
     factors,
     make,
@@ -112,6 +113,37 @@ def test_a_step_in_one_graph_is_refused_with_the_reason() -> None:
     step = torch.compile(optimizer.step, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="compile the model, or the function around the step"):
         step()
+
+
+@each_of_five
+def test_a_training_step_in_one_graph_is_refused_with_the_remedy(System: Any) -> None:
+    """Whichever of the optimizer's methods comes first in the graph."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    x, y = BATCHES[0]
+
+    def zeroed_first() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def zeroed_last() -> None:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    remedy = "compile the model, or the function around the step without fullgraph"
+    for step in (zeroed_first, zeroed_last):
+        torch._dynamo.reset()
+        # By default torch refuses any backward in a graph, whatever the optimizer.
+        with (
+            torch._dynamo.config.patch(trace_autograd_ops=True),
+            pytest.raises(Exception, match=remedy),
+        ):
+            torch.compile(step, backend="eager", fullgraph=True)()
+    with pytest.raises(Exception, match=remedy):
+        torch.compile(zeroed_first, backend="eager", fullgraph=True)()
+    assert optimizer.statistics()["step"] == 0
 
 
 def test_a_training_step_compiled_as_a_whole() -> None:

@@ -31,7 +31,10 @@ NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
 
 
 def runs_between_graphs(step: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a step: ``torch.compile`` leaves it and all that it calls as they are."""
+    """Decorate a step, or what goes with it: ``torch.compile`` leaves all that it calls as it is.
+
+    Under ``fullgraph=True``, which cannot, torch's error gives the reason.
+    """
     disabled = torch.compiler.disable(
         step,
         reason="a second-order step exchanges and decomposes factors in Python, between graphs: "

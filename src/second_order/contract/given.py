@@ -13,6 +13,7 @@ from second_order.contract.groups import (
     loose,
     materialised,
     members_of,
+    refuse_meta,
     trainable,
 )
 from second_order.contract.sharding import check_sharding
@@ -101,7 +102,8 @@ def what_is_given(
     Raises:
         TypeError: For two models, a missing model, an argument of another type, or parameters that
             are sharded otherwise than by FSDP2.
-        ValueError: If none of the parameters is the model's.
+        ValueError: If none of the parameters is the model's, or one that trains is on the meta
+            device.
     """
     known = model is not None or isinstance(params_or_model, nn.Module)
     named = isinstance(params_or_model, nn.Module)
@@ -123,6 +125,7 @@ def what_is_given(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not a torch.nn.Module")
     inner, under_ddp = look_through(model)
+    refuse_meta(name, members_of(groups), inner)
     if known:
         check_sharding(inner)
     strange = check_ownership(name, base, members_of(groups), inner)

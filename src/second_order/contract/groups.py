@@ -17,6 +17,7 @@ __all__ = [
     "members_of",
     "named_like",
     "outline_of",
+    "refuse_meta",
     "rename_assigned",
     "shallow",
     "trainable",
@@ -93,6 +94,28 @@ def check_ownership(name: str, base: str, params: Sequence[Tensor], model: nn.Mo
             f"another one"
         )
     return [str(tuple(p.shape)) for p in strange]
+
+
+def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
+    """Raise ValueError if a parameter that trains is on the meta device.
+
+    Materialising puts other tensors in the place of a model's parameters: an optimizer that has
+    been made before would go on with those that have no numbers.
+
+    Args:
+        name: Name of the optimizer.
+        params: The parameters to be optimized.
+        model: The model that names them.
+    """
+    unmade = [p for p in params if p.device.type == "meta" and p.requires_grad]
+    if unmade:
+        names = {id(p): known for known, p in model.named_parameters()}
+        which = f"parameter {names.get(id(unmade[0]), '(not in the model)')!r}"
+        raise ValueError(
+            f"{which} is on the meta device, and has no numbers: materialise first, by "
+            f"model.to_empty(device=...) and what fills it, then make {name}; with FSDP2: "
+            f"fully_shard(model), model.to_empty(device=...), then {name}"
+        )
 
 
 def named_like(

@@ -28,10 +28,12 @@ from second_order.distributed.agreement import mean_over
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
 from second_order.options import AUTO, check_interval, value_at
+from second_order.stages import ELSEWHERE
 from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
 
 __all__ = ["SAVED", "Budget", "Cadence", "check_saved_intervals", "intervals"]
 
+COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
 LONGEST = 1000  # steps at most: older curvature is no guide, whatever the next refresh costs
 FEWEST, MOST = 5, 20  # number of steps that are measured
 
@@ -279,6 +281,34 @@ class Cadence:
         every = value_at(getattr(self._options, option), step)
         check_interval(f"{option} at step {step}: {option}", every)
         return int(every)
+
+    def tell_of_cost(self) -> None:
+        """Warn, once, if the refresh of the step that ends took as long as many steps of the base.
+
+        Seconds are the host's; a device has been waited for before the refresh.
+        """
+        training, options = self._training, self._options
+        base = training.meter.spent(ELSEWHERE, "average_gradients", "base")
+        refresh = training.meter.spent("solve", "solve_exchange")
+        if training.steps == 0 and training.device.type != "cpu":
+            return  # its libraries are loaded
+        if refresh < max(SHORT, COSTLY * base) or not training.first_time("cost of a refresh"):
+            return
+        every = options.inv_update_steps
+        then = f"every {every} steps" if isinstance(every, int) else "as inv_update_steps says"
+        then = f"as overhead={options.overhead} allows" if every == AUTO else then
+        when, remedy = f"one comes {then}", "a larger inv_update_steps makes them rarer"
+        if training.steps + 1 < self._dense_until:
+            when = f"one comes at every step until step {self._dense_until}, then {then}"
+            remedy = "a smaller refresh_warmup_steps ends this sooner"
+            if options.refresh_warmup_steps < self._dense_until:  # the budget measures
+                remedy = "a number for inv_update_steps ends this"
+        cheaper = "solver='inverse' is cheaper, " if options.solver == "eigen" else ""
+        training.warn(
+            f"a refresh of the inverses took {refresh:.3g} s, and a step of {training.base_name} "
+            f"alone {base:.2g} s: {when}; {remedy}, {cheaper}skip_layers=[...] spares the widest "
+            f"layers"
+        )
 
     def updated(self) -> None:
         """Take note that the averages have been updated at this step."""

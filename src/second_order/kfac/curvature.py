@@ -56,7 +56,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
 from second_order.stages import Meter
-from second_order.stopwatch import Account
+from second_order.stopwatch import Account, clock_of
 
 __all__ = ["KFACCurvature"]
 
@@ -214,8 +214,10 @@ class KFACCurvature(Curvature):
         with self.training.meter.stage("statistics"), on(Account.STATISTICS):
             coming = self.take_statistics()
             self._take_gradients(averaged)
+        due = self._cadence.due("inv_update_steps")
+        if due:  # what the passes have queued is not the refresh's
+            clock_of(self.training.device).settle()
         with self.training.meter.stage("solve"), on(Account.REFRESH):
-            due = self._cadence.due("inv_update_steps")
             news = [] if self.helpers is None else self.helpers.news()
             arriving = partial(_arriving, coming)
             try:
@@ -339,6 +341,7 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             threads = self.solves.threads
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
+        self._cadence.tell_of_cost()
         self.budget.lap(working=bool(self.plan))
 
     def averaging_processes(self) -> int:

@@ -87,7 +87,8 @@ def fitted_curvature(
             f"before close()"
         )
     names = _names(training)
-    return KroneckerCurvature(found, names, {n: why for n, why in uncovered.items() if n in names})
+    uncovered = {name: why for name, why in uncovered.items() if name in names}
+    return KroneckerCurvature(found, names, uncovered, members_of(training.groups))
 
 
 def _names(training: Training) -> list[str]:

@@ -101,13 +101,14 @@ def write_laplace(
     path: Path,
     model: nn.Module,
     *,
+    known: Mapping[int, str],
     examples: int,
     outputs: int,
     likelihood: str,
     prior_precision: float,
     loss: float,
 ) -> None:
-    """Write the state of laplace-torch's ``KronLaplace`` for a model.
+    """Write the state of laplace-torch's ``KronLaplace`` for a model, or for a module of it.
 
     It has no blocks of weight and bias together: what is between the two is left out.
 
@@ -115,7 +116,9 @@ def write_laplace(
         layers: The layers' curvature, by name.
         uncovered: Why a parameter has no curvature, by its name.
         path: The file.
-        model: The model, whose parameters are the mean.
+        model: The model, whose parameters are the mean; or a module of it, or around it.
+        known: Names of the layers' parameters, by their ids; others go by what ``model`` calls
+            them.
         examples: N, the number of examples of the data set.
         outputs: Number of outputs of the model.
         likelihood: "classification" or "regression".
@@ -128,13 +131,18 @@ def write_laplace(
     blocks: dict[str, list[Tensor]] = {}
     for layer in layers.values():
         blocks |= _blocks_of(layer, examples)
-    wanted = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    wanted = {known.get(id(p), name): p.detach() for name, p in named}
     missing = [name for name in wanted if name not in blocks]
     if missing:
-        why = uncovered.get(missing[0], "its layer has no factors of the form [G, A]")
+        name = missing[0]
+        formless = any(name in layer.shapes for layer in layers.values())
+        why = "it is no parameter of these layers, by itself or by its name"
+        why = "its layer has no factors of the form [G, A]" if formless else why
         raise ValueError(
-            f"{len(missing)} parameters have no Kronecker factors for KronLaplace, {missing[0]!r} "
-            f"first: {why}; freeze them, or take the curvature of the other layers alone"
+            f"{len(missing)} parameters have no Kronecker factors for KronLaplace, {name!r} "
+            f"first: {uncovered.get(name, why)}; freeze them, or give a module of the model whose "
+            f"parameters have"
         )
     state = {
         "mean": torch.cat([p.reshape(-1).cpu() for p in wanted.values()]),

@@ -6,9 +6,10 @@ Vectors are dictionaries by parameter name, or lists like the optimizer's parame
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layers: The layers' curvature, by name.
         names: Names of the optimizer's parameters, in their order.
         uncovered: Why a parameter has no curvature here, by its name.
+        params: The parameters that ``names`` are of, by which modules of the model are known; they
+            are not kept alive, and a pickle has none.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layers: Mapping[str, LayerCurvature],
         names: Sequence[str],
         uncovered: Mapping[str, str],
+        params: Sequence[Tensor] = (),
     ) -> None:
         self._layers, self.names = dict(layers), list(names)
+        self._params = list(map(weakref.ref, params))
         self.uncovered = dict(uncovered)
         self._sizes = {n: size for each in layers.values() for n, size in each.shapes.items()}
 
@@ -60,6 +65,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_params": []}
 
     def __repr__(self) -> str:
         said = f", {len(self.uncovered)} without" if self.uncovered else ""
@@ -204,7 +212,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             path: File for ``torch.load``.
-            model: The trained model; its parameters are the mean.
+            model: The trained model, or a module of it, such as its last layer; its parameters are
+                the mean. A copy goes by its parameters' names, which are those of the whole model.
             examples: N of the data set: the factors are written as N F.
             outputs: Number of outputs of the model.
             likelihood: "classification" or "regression".
@@ -214,11 +223,13 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         Raises:
             ValueError: If a parameter that trains has no curvature, or a layer has groups.
         """
+        alive = [(ref(), name) for ref, name in zip(self._params, self.names, strict=False)]
         write_laplace(
             self,
             self.uncovered,
             Path(path),
             model,
+            known={id(p): name for p, name in alive if p is not None},
             examples=examples,
             outputs=outputs,
             likelihood=likelihood,

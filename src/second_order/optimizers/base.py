@@ -51,6 +51,7 @@ from second_order.contract.groups import (
     members_of,
     named_like,
     outline_of,
+    refuse_meta,
     rename_assigned,
     shallow,
 )
@@ -341,6 +342,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, written_by)}
 
+    @runs_between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
         self._take_shards()
@@ -393,6 +395,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return
         check_assigned(groups)
         params, model, before = members_of(groups), self._training.model, self.param_groups
+        refuse_meta(type(self).__name__, params, model)
         check_ownership(type(self).__name__, self._training.base_name, params, model)
         if self._division is not None:
             self._division.mark_assigned(groups, before, model)
@@ -441,6 +444,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return
         division, model, before = self._division, self._training.model, [*self.param_groups]
         group = materialised(param_group)
+        refuse_meta(type(self).__name__, members_of([group]), model)
         self._agree("add a parameter group", [*before, outline_of(group, self.defaults)])
         try:
             for part in [group] if division is None else division.divided(group, model):
