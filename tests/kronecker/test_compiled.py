@@ -166,7 +166,7 @@ class Normalised(nn.Module):
 
 
 def test_what_has_none_of_the_watched_classes_keeps_its_graphs() -> None:
-    """While all that may have a watched layer is compiled anew, by whatever function it is called."""
+    """While all that may have a watched layer is compiled anew, whatever function calls it."""
     made: list[str] = []
 
     def counted(name: str) -> Any:

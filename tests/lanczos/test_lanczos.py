@@ -431,7 +431,7 @@ def test_a_tolerance_that_is_no_number() -> None:
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
 def test_a_loss_that_does_not_depend_on_the_parameters(hvp: Any) -> None:
     """Is an error, where a linear loss has no curvature; a micro-batch may do without them."""
-    (loss, params), other = quadratic(symmetric(range(5))), nn.Parameter(torch.ones(6).double())
+    (loss, _params), other = quadratic(symmetric(range(5))), nn.Parameter(torch.ones(6).double())
     for estimate in (eigenpairs, spectral_density, trace, diagonal):
         with pytest.raises(CurvatureError, match="depends on none of the parameters given"):
             estimate(loss, [other], hvp=hvp)
