@@ -230,12 +230,12 @@ class Hessian:
                 p.data.copy_(w)
 
         try:
-            yield move
-        finally:
             try:
+                yield move
+            finally:
                 put_back()
-            finally:  # an interrupt may cut it short
-                put_back()
+        finally:  # an interrupt may have cut it short
+            put_back()
 
     def _step_along(self, directions: Sequence[Tensor]) -> float:
         """ε for a direction; 0 for one of length 0."""
@@ -332,15 +332,15 @@ class ShardedHessian(Hessian):
         before = [shard.clone() for shard in self._shards]
         total = torch.zeros_like(v)
         try:
-            for sign in (1.0, -1.0):
-                for shard, w, each in zip(self._shards, before, directions, strict=True):
-                    shard.copy_(w).add_(each, alpha=sign * step)
-                total.add_(self._mean_gradient(v.dtype), alpha=sign / (2 * step))
-        finally:
             try:
+                for sign in (1.0, -1.0):
+                    for shard, w, each in zip(self._shards, before, directions, strict=True):
+                        shard.copy_(w).add_(each, alpha=sign * step)
+                    total.add_(self._mean_gradient(v.dtype), alpha=sign / (2 * step))
+            finally:
                 self._move_to(before)
-            finally:  # an interrupt may cut it short
-                self._move_to(before)
+        finally:  # an interrupt may have cut it short
+            self._move_to(before)
         return total
 
     def _move_to(self, shards: Sequence[Tensor]) -> None:

@@ -38,6 +38,7 @@ _DDP_FLAGS = {
 }
 
 
+_CALL = type(torch.autocast_increment_nesting).__call__
 _cuda = torch.backends.cuda
 _SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], object], bool], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled, True),
@@ -66,8 +67,9 @@ class Undisturbed:
         model: The module whose train/eval mode is kept.
     """
 
+    _entered = False
+
     def __init__(self, params: Sequence[Tensor], model: nn.Module | None = None) -> None:
-        self._entered = False
         self._params, self._model = params, model
         self._random = RandomState(params)
         self._gradients = [p.grad for p in params]
@@ -172,5 +174,5 @@ def _about_to_call(aside: weakref.ref[Undisturbed], module: nn.Module, _: Any) -
 
 def _autocast_nesting() -> int:
     """How many contexts of autocast this is in."""
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
+    both = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+    return int([*map(_CALL, both)][1])  # without a line between them
