@@ -2635,8 +2635,8 @@ MUTANTS = [
     _mutant(
         "graphs from before the hooks go on without them",
         "kronecker/compiled.py",
-        "        torch.compiler.reset()",
-        "        pass",
+        "                cast(Any, eval_frame).reset_code(code)",
+        "                pass",
         "compiled::a_whole_graph_gives_the_pairs_of_the_eager_model",
     ),
     _mutant(
@@ -2684,8 +2684,8 @@ MUTANTS = [
     _mutant(
         "a graph's pairs of the data's labels beside those of drawn ones",
         "kronecker/capture.py",
-        "if Capture.sampling or (self._sampler is not None and drawn is None):",
-        "if Capture.sampling:",
+        "if SAMPLING.running or (self._sampler is not None and drawn is None):",
+        "if SAMPLING.running:",
         "compiled_drawn::a_whole_graph_draws_what_the_eager_model_draws",
     ),
     _mutant(

@@ -43,7 +43,7 @@ BELOW: dict[str, set[str]] = {
     "stages": set(),
     "stopwatch": set(),
     "kronecker": {"errors", "farewell", "files", "patterns", "sharded", "stages"},
-    "lanczos": {"errors", "distributed", "sharded", "patterns"},
+    "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},
     "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},

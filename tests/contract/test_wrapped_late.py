@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -50,3 +51,26 @@ def test_a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains(
     for gone, loss in world.run(passes, 3, System):
         assert gone == 1  # the hook, once it has seen who runs the model
         assert loss > 0
+
+
+def dropped(rank: int, world_size: int, System: Any) -> list[int]:
+    """The hooks on the model with an optimizer, and after several that nobody has any more."""
+    model = CASE.model()
+
+    def hooks() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    found = []
+    for _ in range(3):
+        optimizer = optimizer_of(System, model, gradient_averaging=False, **HELPED[System])
+        found.append(hooks())
+        del optimizer
+        gc.collect()
+    return [found[0], found[-1], hooks()]
+
+
+@each_with_helpers
+def test_hooks_go_with_an_optimizer_that_nobody_has(world: World, System: Any) -> None:
+    """On helpers too, where no pass may ever train."""
+    for first, last, left in world.run(dropped, 2, System):
+        assert (last, left) == (first, 0)

@@ -154,6 +154,51 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
 
 
+class Normalised(nn.Module):
+    """A module with no layer that is watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).tanh()
+
+
+def test_what_has_none_of_the_watched_classes_keeps_its_graphs() -> None:
+    """While all that may have a watched layer is compiled anew, whatever function calls it."""
+    made: list[str] = []
+
+    def counted(name: str) -> Any:
+        return lambda graph, _: made.append(name) or graph.forward
+
+    model, twin, other = MLP.model(), MLP.model(), Normalised()
+    functions = {
+        "model": torch.compile(model, backend=counted("model")),
+        "call": torch.compile(lambda each, x: each(x), backend=counted("call")),
+        "plain": torch.compile(lambda x: x.sin() + 1, backend=counted("plain")),
+        "other": torch.compile(other, backend=counted("other")),
+    }
+    x = torch.randn(3, 5)
+
+    def run() -> list[str]:
+        made.clear()
+        functions["model"](X).sum().backward()
+        functions["call"](model, X).sum().backward()
+        functions["plain"](x)
+        functions["other"](x)
+        return sorted(made)
+
+    assert run() == ["call", "model", "other", "plain"]
+    assert run() == []
+    _capture, recorder = watched(model)
+    assert run() == ["call", "model"]
+    assert len(recorder.pairs) == 6
+    _other, second = watched(twin)  # which the graph of a model of its kind would serve
+    functions["call"](twin, X).sum().backward()
+    assert len(second.pairs) == 3
+
+
 def test_a_copy_of_a_compiled_model_gives_nothing() -> None:
     model = MLP.model()
     _capture, recorder = watched(model)

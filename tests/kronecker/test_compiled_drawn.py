@@ -7,6 +7,8 @@ own hooks. The graph of a class of one's own is that of its forward, and has not
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -191,6 +193,60 @@ def test_two_captures_get_their_own_gradients(kind: str) -> None:
     for pair in (*empirical.pairs, *its.pairs):
         pair.pass_id = 0
     assert_same_pairs(empirical, model, its, twin)
+
+
+class Interrupted(Own):
+    """Calls a function in the first backward pass that comes through."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.functions = [function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        output.register_hook(lambda _: self.functions.pop()() if self.functions else None)
+        return output
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_training_in_another_thread_keeps_its_pairs(compiles: bool) -> None:
+    """While labels are drawn: a pass is known by its number, not by the time at which it runs."""
+    other = built("own class")
+    capture, recorder = watched(other, None)
+    forward = whole(other, "eager") if compiles else other
+
+    def train() -> None:
+        thread = threading.Thread(target=lambda: cross_entropy(forward(X), Y).backward())
+        thread.start()
+        thread.join()
+
+    model = Interrupted(train).double()
+    _capture, drawn = watched(model)
+    loss = cross_entropy(model(X), Y)
+    assert (len(recorder.pairs), len(drawn.pairs)) == (5, 0)
+    loss.backward()
+    assert (len(recorder.pairs), len(drawn.pairs)) == (5, 5)
+    assert capture.enabled
+
+
+def test_the_compilers_setting_is_put_back_when_nobody_draws_labels() -> None:
+    config: Any = torch._functorch.config
+    before = config.donated_buffer
+    model = built("own class")
+    first, second = KAISA(model, lr=0.1, fisher="sampled"), watched(built("own class"))
+    assert not config.donated_buffer
+    first.close()
+    assert not config.donated_buffer
+    first = KAISA(model, lr=0.1, fisher="sampled")
+    del second
+    gc.collect()
+    assert not config.donated_buffer
+    del first
+    gc.collect()
+    assert config.donated_buffer == before
+    with config.patch(donated_buffer=False):
+        KAISA(model, lr=0.1, fisher="sampled").close()
+        assert not config.donated_buffer
 
 
 @pytest.mark.parametrize("kind", ["container", "own class"])

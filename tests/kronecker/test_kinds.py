@@ -618,6 +618,20 @@ def test_the_worked_example_of_the_docs_runs() -> None:
     assert {row.detail for row in rows} == {"exact 8²", "A 9², G 3²"}
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm])
+@pytest.mark.parametrize(
+    "how", [{"gain": lambda module, x: x}, {"rows": lambda module, x, d: (x, d)}]
+)
+def test_the_rules_of_torchs_own_layers_stay(kind: Any, how: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=f"torch's {kind.__name__} has a rule.*a class of your own"
+    ):
+        second_order.register_layer(kind, **how)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    rows = KAISA(model, lr=0.1, exact_blocks=True).summary().rows
+    assert {row.detail for row in rows} == {"A 4², G 4²", "exact 8²"}
+
+
 def test_what_cannot_be_registered_is_refused() -> None:
     register: Any = second_order.register_layer
     for kind in (nn.Module, int, nn.Linear(2, 2), "Linear"):

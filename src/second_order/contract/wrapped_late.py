@@ -6,6 +6,7 @@ over all ranks, and a helper's gradients would be averaged into those of the wor
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from second_order.contract.training import Training
 from second_order.distributed.collectives import World
 from second_order.distributed.roles import Roles, option_of
 from second_order.sharded import ddp_under_way
@@ -24,24 +26,25 @@ __all__ = ["FirstPass", "refuse_ddp_over_helpers"]
 H = TypeVar("H", bound="FirstPass")
 
 
-def refuse_ddp_over_helpers(model: nn.Module, roles: Roles, everybody: World) -> FirstPass:
+def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:
     """Make the model's first pass with gradients raise, if it is in a DDP over helpers' ranks.
 
+    The hook on the model goes by itself with the first such pass, which a helper need not have, or
+    with the training.
+
     Args:
-        model: The model, without wrappers.
+        training: The training, which keeps the hook.
         roles: The ranks of each role.
         everybody: The world of all these ranks.
-
-    Returns:
-        The hook on the model, which goes by itself with the first such pass.
     """
     places, role = everybody.global_ranks, roles.helper_role
     workers, helpers = (
         frozenset(places[r] for r in ranks) for ranks in (roles.workers, roles.helpers)
     )
     hook = FirstPass(workers, helpers, f"role {role!r} ({option_of(role)}={len(helpers)})")
-    hook.handle = model.register_forward_pre_hook(hook)
-    return hook
+    hook.handle = training.model.register_forward_pre_hook(hook)
+    training.first_pass = hook
+    weakref.finalize(training, hook.remove).atexit = False
 
 
 class FirstPass:

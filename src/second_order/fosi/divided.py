@@ -206,7 +206,7 @@ class _Team(Divided):
         if self.vector.sharded:
             self.vector.restart()  # whose rows are those of this kind of processes
         if training.known:
-            training.first_pass = refuse_ddp_over_helpers(training.model, self._roles, everybody)
+            refuse_ddp_over_helpers(training, self._roles, everybody)
         await_connections(everybody, [line.mailbox], [line.store])
         self.line = line
         line.tell(training)

@@ -71,7 +71,7 @@ def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[Store | N
     stores = [open_store(world, host) for host in roles.helpers]
     training.world = roles.team(world)
     training.averages = training.averages and training.world.size > 1
-    training.first_pass = refuse_ddp_over_helpers(training.model, roles, world)
+    refuse_ddp_over_helpers(training, roles, world)
     return roles, stores
 
 

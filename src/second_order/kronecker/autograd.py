@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from second_order.sharded import FSDPParams
 
 __all__ = [
     "Kept",
+    "Passes",
     "as_used",
     "device_type",
     "differentiable_tensors",
@@ -53,6 +55,38 @@ class Kept:
     def saved_tensors(self) -> tuple[Tensor]:
         """The input."""
         return (self.x,)
+
+
+class Passes:
+    """Backward passes of one kind, known by the numbers that autograd gives them.
+
+    A backward pass runs in the thread that asks for it, and in one for each device; others may run
+    beside it in other threads, which a flag would take for it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: set[int] = set()
+
+    @contextmanager
+    def beginning_at(self, root: Tensor) -> Iterator[None]:
+        """A block whose backward passes from a tensor are of this kind."""
+        begun: list[int] = []
+
+        def begin(_: Tensor) -> None:
+            begun.append(torch._C._current_graph_task_id())
+            self._numbers.update(begun)
+
+        hook = root.register_hook(begin)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._numbers.difference_update(begun)
+
+    @property
+    def running(self) -> bool:
+        """Whether the pass that calls is one of them."""
+        return torch._C._current_graph_task_id() in self._numbers
 
 
 def save(x: Tensor) -> Any:

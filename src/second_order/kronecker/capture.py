@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from second_order.kronecker.attention import (
 )
 from second_order.kronecker.autograd import (
     Kept,
+    Passes,
     as_used,
     device_type,
     differentiable_tensors,
@@ -57,9 +58,11 @@ from second_order.kronecker.autograd import (
     save,
 )
 from second_order.kronecker.compiled import (
+    forget_all_graphs,
     forget_graphs,
     frames_compiled,
     keep_saved_tensors,
+    let_saved_tensors_go,
 )
 from second_order.kronecker.drawn import NOTHING_DRAWN, Draws
 from second_order.kronecker.hooks import (
@@ -136,6 +139,9 @@ class PairConsumer(Protocol):
         """
 
 
+SAMPLING = Passes()
+"""The passes for the sampled Fisher, whoever runs them: their gradients are nobody else's."""
+
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
 
@@ -177,7 +183,7 @@ def _node_hook(
     capture: weakref.ref[Capture], call: _Call, output: int, gradients: tuple[Any, ...]
 ) -> None:
     alive, gradient = capture(), gradients[output]
-    if alive is None or Capture.sampling or not call.saved or gradient is None:
+    if alive is None or SAMPLING.running or not call.saved or gradient is None:
         return
     with alive.timed():
         _take_gradient(alive, call, gradient)
@@ -233,7 +239,7 @@ def _delivery_hook(
     gradient: Tensor,
 ) -> None:
     alive = capture()
-    if alive is None or Capture.sampling:
+    if alive is None or SAMPLING.running:
         return
     with alive.timed():
         reached = {module: reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
@@ -264,15 +270,11 @@ class Capture:
             well in the output's place; None if that is not one tensor.
 
     Attributes:
-        sampling: Whether a backward pass for the sampled Fisher is running, whoever runs it: the
-            gradients in it are nobody else's.
         timed: Makes the context manager around the work of a hook.
         fsdp: What FSDP2 does with the model's parameters.
         root_calls: Number of outputs of the root that labels were drawn from.
         missed: By layer, why its last lost pair did not count.
     """
-
-    sampling: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -331,9 +333,11 @@ class Capture:
             new += [self._watch(root, kind) for kind in (RootPreHook, RootHook)]
         release(before)
         if self._sampler is not None and layers:
-            keep_saved_tensors()
-        if any(new):
-            forget_graphs()
+            keep_saved_tensors(id(self._watches))
+            if any(new):
+                forget_all_graphs()  # none of them may have kept what another backward needs
+        elif any(new):
+            forget_graphs(self._watched)
 
     def _watch(self, module: nn.Module, kind: type[WatchHook]) -> bool:
         """Watch a module by its hook of a kind; returns whether the hook is new."""
@@ -359,12 +363,13 @@ class Capture:
         finally:
             put_back(away)
             if frames_compiled() != compiled:  # graphs from within the block know of no hooks
-                forget_graphs()
+                forget_graphs(self._watched)
 
     def _dismiss(self) -> None:
         """Watch nothing any more; hooks that serve nobody remain until they are released."""
         for watch in self._watches:
             watch.gone = True
+        let_saved_tensors_go(id(self._watches))
         self._watches.clear()
         self._watched.clear()
         self._observed = weakref.WeakSet()
@@ -524,11 +529,12 @@ class Capture:
         # The anchors are those of compiled layers, whose pairs come while this pass runs.
         ends: list[Any] = [edge for *_, edge in pending]
         ends += [watch.outlet.anchor for watch in self._watches]
-        Capture.sampling, self._from_graphs = True, []
+        self._from_graphs = pairs = []
         try:
-            gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                loss, ends, retain_graph=True, allow_unused=True
-            )
+            with SAMPLING.beginning_at(loss):
+                gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                    loss, ends, retain_graph=True, allow_unused=True
+                )
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
@@ -537,7 +543,7 @@ class Capture:
                 "checkpoint(..., use_reentrant=False), or fisher='empirical'"
             ) from error
         finally:
-            pairs, Capture.sampling, self._from_graphs = self._from_graphs, False, None
+            self._from_graphs = None
         found = [
             (call, call.pair(call.saved[0].saved_tensors[0].detach(), gradient))
             for (call, _), gradient in zip(pending, gradients, strict=False)
@@ -571,7 +577,7 @@ class Capture:
         """Take a pair that the backward of a compiled graph delivers."""
         if self._from_graphs is not None:  # a graph uses the memory of a pair again
             self._from_graphs.append((module, x.clone(), ALONE, gradient.clone()))
-        if Capture.sampling or (self._sampler is not None and drawn is None):
+        if SAMPLING.running or (self._sampler is not None and drawn is None):
             return
         with self.timed():
             if not reaches_parameters(module, self.fsdp):
@@ -608,6 +614,7 @@ def _draws_of(capture: weakref.ref[Capture], reads: Callable[[Any], Tensor | Non
 
 def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
     """Release the modules of a capture that is no more."""
+    let_saved_tensors_go(id(watches))
     for watch in watches:
         watch.gone = True
     release(modules)

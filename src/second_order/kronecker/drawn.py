@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from second_order.kronecker.autograd import differentiable_tensors
-from second_order.kronecker.compiled import Drawing, numbered, outlet_of
+from second_order.kronecker.compiled import DRAWING, numbered, outlet_of
 from second_order.sharded import ddp_under_way
 
 __all__ = ["NOTHING_DRAWN", "Draws", "begins", "ends", "is_inside", "through"]
@@ -155,7 +155,7 @@ class _HandOver(torch.autograd.Function):
         call, *kept = ctx.saved_tensors
         xs, ds, anchors = (kept[i * ctx.pairs : (i + 1) * ctx.pairs] for i in range(3))
         nothing = [None] * ctx.pairs
-        if Drawing.under_way:
+        if DRAWING.running:
             return (None, None, None, *gradients, *nothing, *nothing, *nothing)
         # Of what has arrived nothing is used; but without it a compiler would not wait for it.
         zeros = [
@@ -178,7 +178,7 @@ def _drawn(
     gradient, call, first = torch.ops.second_order.draw(
         read.detach(), outputs[0].detach(), anchor.detach()
     )
-    with Drawing():
+    with DRAWING.beginning_at(read):
         gradients: Sequence[Tensor | None] = torch.autograd.grad(
             read, layers, gradient, retain_graph=True, allow_unused=True
         )

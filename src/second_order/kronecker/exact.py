@@ -26,7 +26,7 @@ from second_order.kronecker.layers import (
     is_convolution,
 )
 
-__all__ = ["GAINS", "ExactBlock", "Gain", "is_normalisation", "names_of_gain"]
+__all__ = ["GAINS", "NORMALISATIONS", "ExactBlock", "Gain", "is_normalisation", "names_of_gain"]
 
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor, nn
 
 import second_order.kronecker.kinds  # noqa: F401 - its rules come before a user's, not after
-from second_order.kronecker.exact import GAINS, Gain
+from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
 from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
@@ -38,8 +38,9 @@ def register_layer(
 ) -> None:
     """Tell how a class of modules computes, so that KAISA, DPKFAC and DistKFAC precondition it.
 
-    Subclasses are taken for it if they keep its ``forward``. A later call replaces an earlier one.
-    Register on every process, before the optimizer is made.
+    Subclasses are taken for it if they keep its ``forward``. A later call replaces an earlier one;
+    torch's own layers that have a rule keep it. Register on every process, before the optimizer is
+    made.
 
     A product: the output's rows are ``W x + b`` of rows x, so that the weight's gradient is the sum
     of d xᵀ over rows. It gets Kronecker factors, as a Linear has.
@@ -60,12 +61,18 @@ def register_layer(
 
     Raises:
         TypeError: If ``kind`` is no class of modules, or a function is none.
-        ValueError: If the class is both a product and a gain.
+        ValueError: If the class is both a product and a gain, or one of torch's with a rule.
     """
     given: Any = kind
     if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
+        )
+    ruled = kind in KINDS or issubclass(kind, NORMALISATIONS)
+    if ruled and kind.__module__.startswith("torch."):
+        raise ValueError(
+            f"register_layer: torch's {kind.__name__} has a rule, which every optimizer of this "
+            f"process uses; register a class of your own, with a forward of its own"
         )
     for name, function in (("rows", rows), ("gain", gain)):
         if function is not None and not callable(function):

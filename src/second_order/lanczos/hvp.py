@@ -31,7 +31,7 @@ from second_order.lanczos.closure import (
 )
 from second_order.lanczos.differentiable import derivatives, explained
 from second_order.lanczos.linearised import Graph, Parts, linearised, outputs_curvature
-from second_order.lanczos.undisturbed import RandomState, undisturbed
+from second_order.lanczos.undisturbed import Undisturbed
 from second_order.sharded import dtypes_of_passes, local
 
 __all__ = ["Hessian", "LossFn", "ProductMode", "ShardedHessian", "check_closure"]
@@ -108,11 +108,10 @@ class Hessian:
 
     def __enter__(self) -> Hessian:
         check_closure(self._loss_fns)  # here, where all processes hear of it
-        self._aside = undisturbed(self.params, self._model)
-        self._modules = self._aside.__enter__()
-        self.examples = self.loss = 0.0
+        self._aside = Undisturbed(self.params, self._model)
         try:
-            self._random = RandomState(self.params)
+            self._aside.__enter__()
+            self.examples = self.loss = 0.0
             if self._mode == "retained":
                 self._graphs = [self._linearised(f) for f in self._loss_fns]
         except BaseException:
@@ -121,8 +120,11 @@ class Hessian:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._graphs = []
-        self._aside.__exit__(None, None, None)
+        try:
+            self._graphs = []
+            self._aside.__exit__()
+        finally:
+            self._aside.__exit__()
 
     def product(self, v: Tensor) -> Tensor:
         """H v times :attr:`examples`: sums over batches, micro-batches and processes add up.
@@ -151,7 +153,7 @@ class Hessian:
             else:
                 self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
-                    self._rewind()
+                    self._aside.rewind()
                     examples, graph = self._linearised(loss_fn)
                     parts = graph.product(directions, retain=False)
                     total = self._add(total, parts, examples, v.dtype)
@@ -181,7 +183,7 @@ class Hessian:
                 move(directions, sign * step)
                 self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
-                    self._rewind()
+                    self._aside.rewind()
                     found = self._evaluate(loss_fn)
                     gradients = self._reached(derivatives([found.loss], self.params, twice=False))
                     factor = sign * found.examples / (2 * step)
@@ -200,14 +202,14 @@ class Hessian:
             for sign in (1.0, -1.0):
                 move(directions, sign * step)
                 for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
-                    self._rewind()
+                    self._aside.rewind()
                     outputs = [z.detach() for z in self._called(loss_fn).roots]
                     pairs = zip(terms, outputs, strict=bool(terms))
                     terms[:] = [(a - b) / (2 * step) for a, b in pairs] or outputs
         total: Tensor | None = None
         self.examples = self.loss = 0.0
         for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
-            self._rewind()
+            self._aside.rewind()
             found = self._evaluate(loss_fn)
             bent = outputs_curvature(found)(terms)
             parts = self._reached(derivatives(found.roots, self.params, bent, twice=False))
@@ -223,11 +225,17 @@ class Hessian:
             for p, w, v in zip(self.params, before, directions, strict=True):
                 p.data.copy_(w).add_(v, alpha=step)
 
-        try:
-            yield move
-        finally:
+        def put_back() -> None:
             for p, w in zip(self.params, before, strict=True):
                 p.data.copy_(w)
+
+        try:
+            try:
+                yield move
+            finally:
+                put_back()
+        finally:  # an interrupt may have cut it short
+            put_back()
 
     def _step_along(self, directions: Sequence[Tensor]) -> float:
         """ε for a direction; 0 for one of length 0."""
@@ -249,7 +257,7 @@ class Hessian:
         """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
         self.examples = self.loss = 0.0
         for loss_fn in self._loss_fns:
-            self._rewind()
+            self._aside.rewind()
             self._evaluate(loss_fn)
 
     def _called(self, loss_fn: LossFn) -> Evaluation:
@@ -265,11 +273,6 @@ class Hessian:
         self.examples += examples
         self.loss += examples * loss.detach().double()
         return found
-
-    def _rewind(self) -> None:
-        """Set random state and buffers back to those of the first evaluation."""
-        self._random.restore()
-        self._modules.rewind()
 
     def _linearised(self, loss_fn: LossFn) -> tuple[float, Graph]:
         """The number of examples of a batch, and what multiplies by its curvature."""
@@ -329,14 +332,20 @@ class ShardedHessian(Hessian):
         before = [shard.clone() for shard in self._shards]
         total = torch.zeros_like(v)
         try:
-            for sign in (1.0, -1.0):
-                for shard, w, each in zip(self._shards, before, directions, strict=True):
-                    shard.copy_(w).add_(each, alpha=sign * step)
-                total.add_(self._mean_gradient(v.dtype), alpha=sign / (2 * step))
-        finally:
-            for shard, w in zip(self._shards, before, strict=True):
-                shard.copy_(w)
+            try:
+                for sign in (1.0, -1.0):
+                    for shard, w, each in zip(self._shards, before, directions, strict=True):
+                        shard.copy_(w).add_(each, alpha=sign * step)
+                    total.add_(self._mean_gradient(v.dtype), alpha=sign / (2 * step))
+            finally:
+                self._move_to(before)
+        finally:  # an interrupt may have cut it short
+            self._move_to(before)
         return total
+
+    def _move_to(self, shards: Sequence[Tensor]) -> None:
+        for shard, w in zip(self._shards, shards, strict=True):
+            shard.copy_(w)
 
     def _lengths(self, parts: Sequence[Tensor]) -> float:
         """The length of a vector of which this process has some rows."""
@@ -351,7 +360,7 @@ class ShardedHessian(Hessian):
         self.examples = self.loss = 0.0
         with torch.enable_grad(), self._outside_autocast():
             for loss_fn in self._loss_fns:
-                self._rewind()
+                self._aside.rewind()
                 found = self._evaluate(loss_fn)
                 with explained():
                     (found.loss * found.examples).backward()

@@ -27,13 +27,11 @@ Bend: TypeAlias = Callable[[Parts], list[Tensor]]
 
 
 class Graph(Protocol):
-    """A batch's curvature at parameters.
+    """A batch's curvature at parameters."""
 
-    Attributes:
-        gradients: The first derivatives, None for a parameter that the loss does not depend on.
-    """
-
-    gradients: Parts
+    @property
+    def gradients(self) -> Parts:
+        """The first derivatives; None for a parameter that the loss does not depend on."""
 
     def product(self, directions: Sequence[Tensor], *, retain: bool) -> Parts:
         """Multiply by a vector.

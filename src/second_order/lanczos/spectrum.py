@@ -346,20 +346,21 @@ class Measured:
             error = caught
         space = self._space()
         space.error = error
-        self._plain = torch.autocast(self._hessian.params[0].device.type, enabled=False)
         try:
             space.raise_together()
+            torch.set_autocast_enabled(self._hessian.params[0].device.type, False)
+            self._entered = space
+            return space
         except BaseException:
             if error is None:
                 self._hessian.__exit__()
             raise
-        self._plain.__enter__()
-        self._entered = space
-        return space
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._plain.__exit__(None, None, None)
-        self._hessian.__exit__()
+        try:
+            self._hessian.__exit__()
+        finally:  # an interrupt may cut it short
+            self._hessian.__exit__()
         failed = self._entered.error
         if error is not None and failed is not None and error is not failed:
             raise failed from error  # what has failed here is why others do not answer

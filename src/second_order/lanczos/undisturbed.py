@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["RandomState", "undisturbed"]
+__all__ = ["RandomState", "Undisturbed"]
 
 
 class RandomState:
@@ -38,16 +38,82 @@ _DDP_FLAGS = {
 }
 
 
-class _Modules:
-    """The modules called, with their earlier state: buffers, DDP's reducer, cuDNN's RNNs."""
+_CALL = type(torch.autocast_increment_nesting).__call__
+_cuda = torch.backends.cuda
+_SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], object], bool], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled, True),
+    # Fused attention has no second derivative.
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp, False),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp, False),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp, False),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp, True),
+)
+"""What says how a setting of torch's is, what sets it, and how it is while a loss is evaluated."""
 
-    def __init__(self) -> None:
+
+class Undisturbed:
+    """Evaluate and differentiate inside, and find everything as before outside.
+
+    Put back are torch's random state and settings, every buffer of every module that is called,
+    ``.grad`` of the parameters, the state of DistributedDataParallel's reducer, and ``training`` of
+    ``model`` and its parts. Attention runs without fused kernels inside.
+
+    An interrupt (Ctrl-C) may come before any line, those that enter and leave included. So all is
+    read before any of it is set, and put back again where an interrupt has cut that short; where it
+    has come before the first line of leaving, with the object itself.
+
+    Args:
+        params: The parameters to differentiate with respect to.
+        model: The module whose train/eval mode is kept.
+    """
+
+    _entered = False
+
+    def __init__(self, params: Sequence[Tensor], model: nn.Module | None = None) -> None:
+        self._params, self._model = params, model
+        self._random = RandomState(params)
+        self._gradients = [p.grad for p in params]
+        self._modes = {} if model is None else {m: m.training for m in model.modules()}
+        self._cudnn = torch.backends.cudnn.enabled
+        self._settings = [setting() for setting, _, _ in _SETTINGS]
+        self._device = params[0].device.type if params else "cpu"
+        self._autocast = (
+            torch.is_autocast_enabled(self._device),
+            torch.get_autocast_dtype(self._device),
+            torch.is_autocast_cache_enabled(),
+        )
+        self._nesting = _autocast_nesting()
         self._seen: set[int] = set()
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         self._ddp: list[tuple[DistributedDataParallel, str, bool]] = []
-        self._cudnn = torch.backends.cudnn.enabled
+        self._hook = partial(_about_to_call, weakref.ref(self))
 
-    def about_to_call(self, module: nn.Module, _: Any) -> None:
+    def __enter__(self) -> Undisturbed:
+        try:
+            self._entered = True
+            if self._model is not None:  # compiled code may call it unseen
+                self.about_to_call(self._model)
+            register_module_forward_pre_hook(self._hook)
+            for p in self._params:
+                p.grad = None
+            for _, put, inside in _SETTINGS:
+                put(inside)
+            return self
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._put_back()
+        finally:
+            self._put_back()
+
+    def __del__(self) -> None:
+        self._put_back()
+
+    def about_to_call(self, module: nn.Module) -> None:
+        """Note the state of a module and its parts, once."""
         if torch.compiler.is_compiling() or id(module) in self._seen:
             return
         for part in module.modules():
@@ -66,51 +132,47 @@ class _Modules:
                         self._ddp.append((part, flag, getattr(part, flag)))
                         setattr(part, flag, value)
 
-    def put_back(self) -> None:
-        torch.backends.cudnn.enabled = self._cudnn
-        for ddp, flag, value in self._ddp:
-            setattr(ddp, flag, value)
-        self.rewind()
-
     def rewind(self) -> None:
-        """Set the buffers back, unseen by the version counters: a graph outside may hold them."""
+        """Set random state and buffers back to those of the first evaluation.
+
+        Buffers unseen by the version counters: a graph outside may hold them.
+        """
+        self._random.restore()
         for place, name, buffer, value in self._buffers:
             buffer.data.copy_(value)
             place[name] = buffer
 
+    def _put_back(self) -> None:
+        if not self._entered:
+            return
+        for key in [k for k, hook in _global_forward_pre_hooks.items() if hook is self._hook]:
+            del _global_forward_pre_hooks[key]
+        for (_, put, _), before in zip(_SETTINGS, self._settings, strict=True):
+            put(before)
+        enabled, dtype, cached = self._autocast
+        torch.set_autocast_enabled(self._device, enabled)
+        torch.set_autocast_dtype(self._device, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+        torch.backends.cudnn.enabled = self._cudnn
+        for ddp, flag, value in self._ddp:
+            setattr(ddp, flag, value)
+        self.rewind()
+        for p, gradient in zip(self._params, self._gradients, strict=True):
+            p.grad = gradient
+        for part, training in self._modes.items():
+            part.training = training
+        self._entered = False
 
-@contextmanager
-def undisturbed(params: Sequence[Tensor], model: nn.Module | None = None) -> Iterator[_Modules]:
-    """Evaluate and differentiate inside, and find everything as before outside.
 
-    Put back are torch's random state, every buffer of every module that is called, ``.grad`` of the
-    parameters, the state of DistributedDataParallel's reducer, and ``training`` of ``model`` and
-    its parts. Attention runs without fused kernels inside, which have no second derivative.
+def _about_to_call(aside: weakref.ref[Undisturbed], module: nn.Module, _: Any) -> None:
+    alive = aside()
+    if alive is not None:
+        alive.about_to_call(module)
 
-    Args:
-        params: The parameters to differentiate with respect to.
-        model: The module whose train/eval mode is kept.
 
-    Yields:
-        The modules called, which can put buffers back for another evaluation.
-    """
-    random, modules = RandomState(params), _Modules()
-    gradients = [p.grad for p in params]
-    modes = {} if model is None else {part: part.training for part in model.modules()}
-    with ExitStack() as stack:
-        stack.callback(random.restore)
-        stack.callback(modules.put_back)
-        if model is not None:  # compiled code may call it unseen
-            modules.about_to_call(model, None)
-        handle = register_module_forward_pre_hook(modules.about_to_call)
-        stack.callback(handle.remove)
-        try:
-            for p in params:
-                p.grad = None
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                yield modules
-        finally:
-            for p, gradient in zip(params, gradients, strict=True):
-                p.grad = gradient
-            for part, training in modes.items():
-                part.training = training
+def _autocast_nesting() -> int:
+    """How many contexts of autocast this is in."""
+    both = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+    return int([*map(_CALL, both)][1])  # without a line between them
