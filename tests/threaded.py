@@ -117,13 +117,13 @@ def threads_of(name: str = "second_order inverses") -> int:
 
 
 class Delayed(ReferenceKFAC):
-    """A solve is put to use `staleness` steps after its factors, and the next one begun after that.
+    """A solve is put to use `staleness` steps after its factors, and the next one begun then.
 
     But for the first, which is put to use at once.
     """
 
     def update_inverses(self) -> None:
-        if not self.snapshots or self.snapshots[-1].ready < self.steps:
+        if not self.snapshots or self.snapshots[-1].ready <= self.steps:
             super().update_inverses()
 
 

@@ -194,6 +194,18 @@ def test_copies_by_a_sum_keep_every_bit(world: pool.World) -> None:
     assert len(set(first)) == 1
 
 
+def narrow(rank: int, world_size: int) -> list[float]:
+    total = torch.tensor([256.0 if rank == 0 else 1.0])
+    with patch.object(collectives, "goes_by_sum", lambda *_: True):
+        World().wired(torch.bfloat16).reduce([total], [1]).wait()
+    return total.tolist()
+
+
+def test_narrow_messages_add_up_wide_by_a_sum(world: pool.World) -> None:
+    """1 is half of a spacing at 256 in bfloat16."""
+    assert world.run(narrow, 4) == [[256.0], [259.0], [1.0], [1.0]]
+
+
 def hooked_future(rank: int, world_size: int) -> tuple[list[torch.Tensor], bool, bool]:
     tensors = addends(rank)
     with patch.object(shares, "SMALL_BYTES", 0):

@@ -78,6 +78,43 @@ def test_a_certain_staleness_is_a_loop_with_inverses_of_that_age(
         assert same(train(solver=solver, inverse_threads=3, **options), found), "it depends on them"
 
 
+def ages(every: int, staleness: int, steps: int) -> list[int]:
+    """After each step, the age of the factors that the inverse in use was made from."""
+    used = under_way = None
+    found = []
+    for step in range(steps):
+        if under_way is None and step % every == 0:
+            under_way = step
+        if under_way is not None and (used is None or step - under_way >= staleness):
+            again = under_way < step and step % every == 0
+            used, under_way = under_way, step if again else None
+        assert used is not None
+        found.append(step + 1 - used)
+    return found
+
+
+@pytest.mark.parametrize("exactly", [True, False])
+@pytest.mark.parametrize(
+    ("every", "staleness"), [(1, 0), (1, 1), (1, 3), (2, 2), (2, 4), (3, 3), (3, 2), (2, 3), (4, 0)]
+)
+def test_a_layer_that_is_due_when_it_lands_is_launched_again(
+    every: int, staleness: int, exactly: bool
+) -> None:
+    """With the factors of that step; it would wait for the next interval with the old ones."""
+    model, gate, found = CASE.model(), Gate(), []
+    options = {"max_staleness": staleness, "inv_update_steps": every, "deterministic": exactly}
+    with solving(gate), gate.open_when_waited_for(), distkfac(model, **options) as optimizer:
+        for step in range(6 * every):
+            go(model, optimizer, CASE, [BATCHES[step % len(BATCHES)]])
+            (age,) = set(optimizer.staleness.values())
+            found.append(age)
+        gate.open()
+    assert found == ages(every, staleness, 6 * every)
+    if staleness % every == 0:
+        oldest = staleness + max(every, staleness)
+        assert set(found[-every:]) <= set(range(staleness + 1, oldest + 1))
+
+
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_never_more_than_so_many_steps_under_way(staleness: int) -> None:
     """Solved when waited for, and not before: the same as with that staleness exactly."""
@@ -133,7 +170,7 @@ def test_without_a_bound_nobody_waits_after_the_warm_up() -> None:
     )
     assert optimizer.delays == dict.fromkeys(LAYERS, 4), "from step 2 to step 6"
     assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
-    age = "inverses are 5 to 5 steps old; the last solves took 4 to 4 steps; 0 under way"
+    age = "inverses are 5 to 5 steps old; the last solves took 4 to 4 steps; 3 under way"
     assert age in str(optimizer.summary())
     optimizer.close()
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerated import noted
+from contract import take
 from models import ZOO
+from placed import network
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, vector
 from reference import cross_entropy, dense_solve, empirical_fisher
 from threaded import (
@@ -127,6 +129,32 @@ def test_exact_blocks_of_many_processes_are_dense_solves_of_the_whole_batch(worl
             gradient = parameters_to_gradient(model.get_submodule(name))
             expected = dense_solve(F, gradient, OPTIONS["damping"])
             torch.testing.assert_close(step, expected, rtol=1e-8, atol=1e-10)
+
+
+def kept(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of storages that inverses and their dampings keep alive; those that are told."""
+    model = network([40, 30, 20, 10])
+    with distkfac(model, **options) as optimizer:
+        for _ in range(3):
+            take(model, optimizer, (torch.randn(4, 40).double(), torch.zeros(4).long()))
+        solves, blocks = optimizer._curvature.solves, optimizer._curvature.layers.blocks
+        inverses = [block.inverse for block in blocks if block.inverse is not None]
+        numbers = [x for x in solves.dampings.values() if isinstance(x, Tensor)]
+        tensors = [*numbers, *(tensor for inverse in inverses for tensor in inverse.tensors)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        told = optimizer.summary().inverse_bytes
+        return sum(storage.nbytes() for storage in storages.values()), told
+
+
+@pytest.mark.parametrize("scale", ["newton", "gradient"])
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+def test_a_rank_keeps_no_message_beside_its_inverses(world: World, solver: str, scale: str) -> None:
+    """What has come along with decompositions, as γ, is no view of them."""
+    options = {"solver": solver, "max_staleness": 0, "preconditioner_scale": scale}
+    for symmetric in True, False:
+        for alive, told in world.run(kept, 2, {**options, "symmetry_aware": symmetric}):
+            assert told > 0
+            assert alive <= 1.05 * told, "eigenvalues beside their products, and γ"
 
 
 def scheduled(

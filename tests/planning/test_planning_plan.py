@@ -49,7 +49,7 @@ def planned(world_size: int | Sequence[int] = 8, **given: Any) -> second_order.P
 def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
     found = planned()
     names = [choice.name for choice in found.choices]
-    assert len(names) == len(set(names)) == 2 * (8 + 1 + 1)
+    assert len(names) == len(set(names)) == 2 * (8 + 2 + 1)
     assert {"KAISA MEM-OPT, eigen", "KAISA COMM-OPT, reduce, inverse", "DPKFAC, eigen"} <= set(
         names
     )
@@ -95,7 +95,7 @@ def test_memory_is_honoured() -> None:
     )
     nothing = planned(memory="1KB")
     assert nothing.recommended is None
-    assert "none of 20 settings fits into 1 KB" in nothing.reason
+    assert "none of 22 settings fits into 1 KB" in nothing.reason
     assert planned().memory == 10**9, "the machine's, where nothing is said"
 
 
@@ -119,7 +119,7 @@ def test_intervals_by_budget_keep_to_it() -> None:
     assert found.recommended is not None
     assert found.recommended.keywords["inv_update_steps"] == 1, "for the first of the intervals"
     auto = [c for c in found.choices if c.keywords["inv_update_steps"] == "auto"]
-    assert len(auto) == 20
+    assert len(auto) == 22
     for each in auto:
         due = sum(s for k, s in each.stages.items() if k.startswith(("statistics", "solve")))
         assert due <= 0.15 * found.base * 1.1
@@ -136,7 +136,7 @@ def test_a_plan_is_json() -> None:
         assert {"seconds", "operations", "bytes_handed_over", "bytes_moved", "memory"} <= set(row)
     assert Machine.of_json(found["machine"]) == MACHINE
     assert Interconnect.of_json(found["network"]) == NODES
-    assert len(found["choices"]) == 20
+    assert len(found["choices"]) == 22
 
 
 def test_the_model_is_left_as_it_was() -> None:

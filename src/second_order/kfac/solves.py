@@ -7,7 +7,8 @@ install   decompositions go to the gradient workers of the layers that are solve
           use by all of them at this step; the others keep what they have, or nothing
 
 At once, a layer lands at the step that submits it. On threads it is under way from then on, and is
-not submitted again until it has landed; one without an inverse is waited for.
+not submitted again until it has landed: at that step if it is due; one without an inverse is waited
+for.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ class Solves:
         heard: Sequence[float] = news
         hopeless: list[str] = []
         silent: list[KroneckerBlock] = []
+        under_way = list(self.flights)
         for part in self._parts(due):
             for arrived in arriving(part):
                 with self._training.meter.stage("launch"):
@@ -196,6 +198,9 @@ class Solves:
             silent += [block for block in landed if block.state.silent]
         if due:
             self.wanted = False
+            with self._training.meter.stage("launch"):
+                again = [b for b in under_way if b not in self.flights and b.solved]
+                self._submit(again, damping)
         return heard, hopeless, silent
 
     def _parts(self, due: bool) -> Iterable[list[KroneckerBlock]]:
@@ -515,7 +520,9 @@ class Solves:
                 parts = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
                 known, scale = self.flights[block].damping, self.flights[block].scale
                 if travels:  # decompositions are rounded on their solver as they are by being sent
-                    told = [x.to(options.inv_dtype) for x in parts["A"][: 2 if scaled else 1]]
+                    heads = parts["A"][: 2 if scaled else 1]
+                    # Copies: a view would keep the whole message as long as the inverse.
+                    told = [x.to(options.inv_dtype, copy=True) for x in heads]
                     parts["A"] = parts["A"][len(told) :]
                     known, scale = told[0], told[1] if scaled else None
                 assert known is not None

@@ -467,6 +467,8 @@ def _settings(system: str, world_size: int) -> Iterable[tuple[str, dict[str, Any
     """The settings of a system on so many ranks, in words and as keywords."""
     if system != "KAISA":
         yield "", {}
+        if system == "DPKFAC" and world_size > 1:
+            yield "all_reduce", {"gradient_exchange": "all_reduce"}
         return
     for workers in workers_of(world_size):
         name = "HYBRID " + f"1/{world_size // workers}"
