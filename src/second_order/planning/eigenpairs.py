@@ -444,10 +444,12 @@ class PairCase:
     def _base_bytes(self, rank: int) -> int:
         if not self._rows or self.workers == 1:
             return self.network.base_bytes
-        pieces = (
+        pieces = [
             torch.empty(piece.size, dtype=piece.param.dtype, device="meta")
             for piece in self._layout.of(rank)
-        )
+        ]
+        if not pieces:  # as with more ranks than parameters
+            return 0
         return base_state_bytes(self.planned.base, pieces, **self._base_kwargs)
 
 

@@ -284,9 +284,10 @@ class Planner:
         comparable = [c for c in choices if first.items() <= c.keywords.items()]
         best, reason = recommended(comparable or choices, self.memory)
         if comparable and self.paired:
+            others = " and ".join(self.paired)
             reason += (
-                f"; {' and '.join(self.paired)} have another curvature, and seconds of a step do "
-                f"not compare progress: none of them is recommended"
+                f"; {others} {'have' if len(self.paired) > 1 else 'has'} another curvature: "
+                f"seconds of a step do not tell which makes more progress"
             )
         return Plan(
             world_size,
