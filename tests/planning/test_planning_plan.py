@@ -213,6 +213,7 @@ def test_buffers_that_are_replaced_or_expanded_are_there_afterwards() -> None:
         ({"refresh": "trace"}, "not in the model of costs"),
         ({"exchange_dtype": torch.bfloat16}, "not in the model of costs"),
         ({"stats_workers": 1}, "not in the model of costs"),
+        ({"hvp": "differences"}, "not in the model of costs"),
     ],
 )
 def test_what_a_plan_does_not_know_is_refused_by_name(option: Any, said: str) -> None:

@@ -225,7 +225,7 @@ def _check_options(shared: Mapping[str, Any]) -> None:
             )
     if "layout" in shared:
         raise ValueError("options['layout'] is planned: DHO2's rows and columns; leave it out")
-    for name in ("debug", "exchange_dtype", "refresh", "stats_workers", "trace_bounds"):
+    for name in ("debug", "exchange_dtype", "hvp", "refresh", "stats_workers", "trace_bounds"):
         if name in shared:
             raise ValueError(
                 f"options[{name!r}] is not in the model of costs, which counts every message "
