@@ -134,6 +134,13 @@ MUTANTS = [
         "agreement::ranks_know_whether_they_have_the_same_words",
     ),
     _mutant(
+        "rounds that do not reach every rank",
+        "distributed/collectives.py",
+        "distance *= 2",
+        "distance *= 3",
+        "agreement::every_rank_hears_of_each_other_in_rounds",
+    ),
+    _mutant(
         "a place without a word taken for a word",
         "distributed/collectives.py",
         "(least, least) if word is None",

@@ -513,17 +513,34 @@ WORDS: list[tuple[list[list[int | None]], bool]] = [
 ]
 
 
-def compared(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+def compared(rank: int, world_size: int, ring_ranks: int) -> tuple[list[tuple[bool, bool]], int]:
     world = collectives.World()
-    mine = [words[rank] for words, _ in WORDS]
-    return [(world.aside().same(words), world.same(words)) for words in mine]
+    mine = [words[min(rank, 2)] for words, _ in WORDS]
+    with replaced(collectives, {"RING_RANKS": ring_ranks}), counted("isend") as counts:
+        found = [(world.aside().same(words), world.same(words)) for words in mine]
+    return found, counts["isend"]
 
 
-def test_ranks_know_whether_they_have_the_same_words(world: World) -> None:
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_ranks_know_whether_they_have_the_same_words(world: World, world_size: int) -> None:
     """The least and the greatest words among them, and places where a rank has none."""
     expected = [(same, same) for _, same in WORDS]
-    assert world.run(compared, 3) == [expected] * 3
+    assert world.run(compared, world_size, 8) == [(expected, 0)] * world_size
+    messages = 2 * len(WORDS) * 2  # in two rounds each
+    assert world.run(compared, world_size, 2) == [(expected, messages)] * world_size
     assert all(collectives.World.alone().same(words[0]) for words, _ in WORDS)
+
+
+def odd_one(rank: int, world_size: int, odd: int) -> bool:
+    with replaced(collectives, {"RING_RANKS": 1}):
+        return collectives.World().same([int(rank == odd)])
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_every_rank_hears_of_each_other_in_rounds(world: World, world_size: int) -> None:
+    for odd in range(world_size):
+        assert world.run(odd_one, world_size, odd) == [False] * world_size
+    assert world.run(odd_one, world_size, world_size) == [True] * world_size
 
 
 def same_word(rank: int, world_size: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DPKFAC, KAISA
-from second_order.distributed import shares
+from second_order.distributed import collectives, shares
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,6 +97,37 @@ def test_the_owner_hook_sends_by_shares_as_directly(world: World) -> None:
     for (expected, before), (found, after) in zip(directly, by_shares, strict=True):
         assert all(map(torch.equal, found, expected))
         assert after["all_to_all_single"] > before["all_to_all_single"]
+
+
+def train_by_sums(
+    rank: int, world_size: int, by_sum: bool
+) -> list[tuple[list[Tensor], Counter[str]]]:
+    """DPKFAC with its hook and without, and KAISA, whose factors and results have owners."""
+    intervals = {"inv_update_steps": 2, **BASES["SGD"]}
+    found = []
+    with patch.object(collectives, "goes_by_sum", lambda _, whole: by_sum and whole > 0):
+        hooked = train_hooked(rank, world_size, {"bucket_cap_mb": 0.0001}, intervals)
+        found.append((hooked[0], hooked[2]))
+        for System, more in (
+            (DPKFAC, {}),
+            (KAISA, {"grad_worker_fraction": 0.0, "factor_exchange": "reduce"}),
+        ):
+            model = MLP.model()
+            optimizer = System(model, **{**OPTIONS, **intervals, **more})
+            batches = [shard(batch, rank, world_size) for batch in BATCHES]
+            with counted() as counts:
+                found.append((go(model, optimizer, MLP, batches), counts))
+    return found
+
+
+def test_by_sums_trajectories_are_those_of_messages_to_owners(world: World) -> None:
+    directly = world.run(train_by_sums, 3, False)
+    by_sums = world.run(train_by_sums, 3, True)
+    for which in range(3):
+        expected = agreed([each[which][0] for each in directly])
+        assert_same_trajectory(agreed([each[which][0] for each in by_sums]), expected)
+        assert all(each[which][1]["all_to_all_single"] > 0 for each in directly)
+        assert all(each[which][1]["all_to_all_single"] == 0 for each in by_sums)
 
 
 def frozen_for_a_step(rank: int, world_size: int, hooked: bool) -> list[Tensor]:

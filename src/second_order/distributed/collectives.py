@@ -41,6 +41,10 @@ __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
 
 BUCKET_BYTES = 64 * 2**20
 
+RING_RANKS = 8
+"""Number of ranks up to which gloo's all-reduce serves for a few words: it goes along a ring, where
+each of 2 (P - 1) messages waits for the one before."""
+
 
 @dataclass(frozen=True)
 class Delivery:
@@ -532,6 +536,8 @@ class World:
     def same(self, words: Sequence[int | None]) -> bool:
         """Whether ranks have the same words of 64 bits; an all-reduce of 16 bytes for each.
 
+        Among many ranks it takes ⌈log₂ P⌉ rounds of one message each.
+
         Args:
             words: As many on every rank; None where this rank has none, and some other has.
         """
@@ -541,8 +547,28 @@ class World:
         least = -(2**63)
         both = [(least, least) if word is None else (word, ~word) for word in words]
         greatest = torch.tensor(both, dtype=torch.int64, device="cpu")
-        self.all_reduce_max([greatest]).wait()
+        if self.size > RING_RANKS:
+            self._exchange_in_rounds(greatest)
+        else:
+            self.all_reduce_max([greatest]).wait()
         return all(most == ~of_least for most, of_least in greatest.tolist())
+
+    def _exchange_in_rounds(self, greatest: Tensor) -> None:
+        """Take each element's maximum over ranks, in place: over ever more ranks before this."""
+        assert self.group is not None
+        other, distance = torch.empty_like(greatest), 1
+        while distance < self.size:
+            before, after = (
+                dist.get_global_rank(self.group, (self.rank + step) % self.size)
+                for step in (-distance, distance)
+            )
+            sent(greatest.nbytes)
+            going = dist.isend(greatest, after, group=self.group)
+            dist.recv(other, before, group=self.group)
+            if going is not None:
+                going.wait()
+            torch.maximum(greatest, other, out=greatest)
+            distance *= 2
 
 
 def _parts(flat: Tensor, parts: Iterable[slice]) -> Tensor:

@@ -25,7 +25,7 @@ from second_order.fosi.presets import PRESETS
 from second_order.fosi.sharded_base import works_by_element
 from second_order.lanczos.vector_space import row_bounds
 from second_order.options import AUTO, check_choice, value_at
-from second_order.planning.counts import WORDS, Share, alike_of
+from second_order.planning.counts import Share, alike_of, compared
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.messages import (
@@ -328,7 +328,7 @@ class PairCase:
 
     def _step(self, rank: int) -> list[Transfer]:
         team = self._team
-        found = [all_reduced("compare", team, WORDS, 1, host=True)]
+        found = [compared(team)]
         if self._rows:
             buckets = buckets_of(self._gradients, self.workers)
             found += summed("average_gradients", team, rank, buckets)
