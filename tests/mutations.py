@@ -2963,8 +2963,8 @@ MUTANTS = [
     _mutant(
         "ranks of unlike shares taken for equal",
         "planning/messages.py",
-        "return self.share(here) if self.by_shares else ()",
-        "return ()",
+        "found[1], found[2:] = self._mine, self._shares",
+        "found[1] = self._mine",
         "planning_counts::equal_ranks_are_counted_once_and_none_is_left_out",
     ),
     _mutant(
@@ -2988,7 +2988,49 @@ MUTANTS = [
         "(least, rank)",
         "planning_ranks::gradients_of_no_layer_go_where_there_is_least",
     ),
+    _mutant(
+        "ranks that keep unlike factors taken for equal",
+        "planning/counts.py",
+        "tuple((layer.shape, letter, layer.hooked) for layer, letter in kept),",
+        "(),",
+        "planning_many_ranks::ranks_alike_cost_what_each_alone_would",
+    ),
+    _mutant(
+        "eigenvectors planned whole on every rank",
+        "planning/eigenpairs.py",
+        "return bounds[rank + 1] - bounds[rank], self.pairs",
+        "return self.size, self.pairs",
+        "planning_eigenpairs::the_plan_has_rows_columns_and_accelerators",
+    ),
+    _mutant(
+        "a step along eigenvectors that sends no sums",
+        "planning/eigenpairs.py",
+        "size = self.pairs if self._rows else self.size",
+        "size = 0",
+        "planning_eigenpairs::processes_send_and_keep_what_is_counted",
+    ),
     # Times and choices of plans.
+    _mutant(
+        "solves on threads planned as free where no core is idle",
+        "planning/machine.py",
+        'return self.device != "cpu" if self.spare_cores is None else self.spare_cores > 0',
+        "return True",
+        "planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is",
+    ),
+    _mutant(
+        "refreshes without products",
+        "planning/eigenpairs.py",
+        "seconds = PRODUCT * passes * (case.products + 1)",
+        "seconds = PRODUCT * passes",
+        "planning_eigenpairs::a_refresh_takes_its_products_and_comes_as_its_budget_says",
+    ),
+    _mutant(
+        "workers that wait for no accelerator",
+        "planning/eigenpairs.py",
+        "StepTimes({} if a else d, hidden)",
+        "StepTimes({} if a else d)",
+        "planning_eigenpairs::workers_wait_for_accelerators_that_take_longer_than_an_epoch",
+    ),
     _mutant(
         "sums between nodes of all the data",
         "planning/interconnect.py",

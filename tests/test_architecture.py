@@ -55,7 +55,9 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
         *("distributed", "stopwatch"),
     },
-    "planning": {"kronecker", "distributed", "kfac", "options", "contract", "stages"},
+    "planning": {
+        *("kronecker", "lanczos", "distributed", "kfac", "fosi", "options", "contract", "stages"),
+    },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded", "planning"),

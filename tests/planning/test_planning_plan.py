@@ -14,6 +14,7 @@ from torch import nn
 import second_order
 from second_order import KAISA, Interconnect, Machine
 from second_order.__main__ import main
+from second_order.planning import calibration
 from second_order.planning import plan as planning
 from second_order.planning.calibration import calibrate
 from second_order.planning.choices import Choice, bytes_of, recommended
@@ -49,7 +50,7 @@ def planned(world_size: int | Sequence[int] = 8, **given: Any) -> second_order.P
 def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
     found = planned()
     names = [choice.name for choice in found.choices]
-    assert len(names) == len(set(names)) == 2 * (8 + 2 + 1)
+    assert len(names) == len(set(names)) == 2 * (8 + 2 + 1) + 2 + 1, "rows, columns, accelerators"
     assert {"KAISA MEM-OPT, eigen", "KAISA COMM-OPT, reduce, inverse", "DPKFAC, eigen"} <= set(
         names
     )
@@ -57,7 +58,8 @@ def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
     seconds = [choice.seconds for choice in found.choices]
     assert seconds == sorted(seconds)
     assert found.recommended is not None
-    assert found.recommended.seconds <= 1.03 * seconds[0]
+    of_factors = [c.seconds for c in found.choices if "solver" in c.keywords]
+    assert found.recommended.seconds <= 1.03 * of_factors[0]
     assert found.reason.startswith(f"recommended: {found.recommended.name}: ")
     assert all(choice.seconds > found.base > 0 for choice in found.choices)
     assert str(found).count("recommended") == 2, "in its row, and below the table"
@@ -114,29 +116,62 @@ def test_of_similar_settings_the_smallest_is_recommended() -> None:
     assert "1 do not fit into 60 B, 1 of them faster" in reason
 
 
+def test_solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is() -> None:
+    """On one core DistKFAC is no faster than KAISA that solves as much at once."""
+    heavy = replace(MACHINE, eigh=replace(MACHINE.eigh, points=((64.0, 5e-3),)))
+    for ranks in (1, 8):
+        given: dict[str, Any] = {"solvers": ["eigen"], "systems": ["KAISA", "DistKFAC"]}
+        by = {}
+        for spare in (0, 1):
+            found = planned(ranks, machine=replace(heavy, spare_cores=spare), **given)
+            assert found.recommended is not None
+            by[spare] = next(c for c in found.choices if c.system == "DistKFAC")
+            at_once = next(c for c in found.choices if c.name == "KAISA COMM-OPT, eigen")
+            assert (found.recommended.system == "DistKFAC") == bool(spare)
+            assert ("no core is left to DistKFAC's threads" in found.reason) == (not spare)
+        idle, busy = by[1], by[0]
+        assert busy.shared == busy.stages["solve"] == idle.hidden > 0.0
+        assert idle.shared == busy.hidden == 0.0
+        assert busy.seconds == pytest.approx(sum(idle.stages.values()) + busy.shared)
+        assert busy.stages["solve"] >= at_once.stages["solve"] * 0.999
+    nobody_knows = replace(heavy, spare_cores=None)
+    assert not nobody_knows.solves_beside, "a CPU trains on all its cores"
+    assert replace(nobody_knows, device="cuda").solves_beside
+
+
+def test_idle_cores_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "own_cores", lambda: 3)
+    for threads, spare in ((1, 2), (3, 0), (4, 0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert calibration._spare_cores(torch.device("cpu")) == spare
+    assert calibration._spare_cores(torch.device("cuda")) == 2, "one runs Python"
+
+
 def test_intervals_by_budget_keep_to_it() -> None:
     found = planned(intervals=[(1, 1), "auto"])
     assert found.recommended is not None
     assert found.recommended.keywords["inv_update_steps"] == 1, "for the first of the intervals"
-    auto = [c for c in found.choices if c.keywords["inv_update_steps"] == "auto"]
+    auto = [c for c in found.choices if c.keywords.get("inv_update_steps") == "auto"]
     assert len(auto) == 22
     for each in auto:
         due = sum(s for k, s in each.stages.items() if k.startswith(("statistics", "solve")))
         assert due <= 0.15 * found.base * 1.1
-    few, often = (planned(intervals=[pair]).choices for pair in ((1, 1), (10, 100)))
+    of_factors: dict[str, Any] = {"systems": ["KAISA", "DPKFAC", "DistKFAC"]}
+    few, often = (planned(intervals=[p], **of_factors).choices for p in ((1, 1), (10, 100)))
     assert min(c.seconds for c in few) > min(c.seconds for c in often)
 
 
 def test_a_plan_is_json() -> None:
     found = json.loads(planned().to_json())
     best = found["recommended"]
-    assert best == {**best, "system": found["choices"][0]["system"]}
+    of_factors = [c for c in found["choices"] if "solver" in c["keywords"]]
+    assert best == {**best, "system": of_factors[0]["system"]}
     assert sum(row["ranks_alike"] for row in best["ranks"]) == 8
     for row in best["ranks"]:
         assert {"seconds", "operations", "bytes_handed_over", "bytes_moved", "memory"} <= set(row)
     assert Machine.of_json(found["machine"]) == MACHINE
     assert Interconnect.of_json(found["network"]) == NODES
-    assert len(found["choices"]) == 22
+    assert len(found["choices"]) == 25
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -178,6 +213,7 @@ def test_buffers_that_are_replaced_or_expanded_are_there_afterwards() -> None:
         ({"refresh": "trace"}, "not in the model of costs"),
         ({"exchange_dtype": torch.bfloat16}, "not in the model of costs"),
         ({"stats_workers": 1}, "not in the model of costs"),
+        ({"hvp": "differences"}, "not in the model of costs"),
     ],
 )
 def test_what_a_plan_does_not_know_is_refused_by_name(option: Any, said: str) -> None:

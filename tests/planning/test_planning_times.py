@@ -185,6 +185,11 @@ def test_intervals_share_out_what_is_not_due_at_every_step() -> None:
     threads = StepTimes({"passes": 8.0}, hidden=100.0)
     assert threads.step(1, 10) == 10.0, "a solve that is longer than its interval is waited for"
     assert threads.step(1, 50) == 8.0
+    assert threads.costs == (0.0, 0.0, 8.0)
+    shared = replace(threads, beside=False)
+    assert shared.step(1, 50) == 10.0, "without a core of its own it is work of the step"
+    assert shared.amortised(1, 50) == {"passes": 8.0, "solve": 2.0}
+    assert shared.costs == (0.0, 100.0, 8.0)
 
 
 @pytest.mark.parametrize("system", PLANNED)
@@ -210,6 +215,7 @@ def test_machines_and_networks_are_json() -> None:
         MACHINE,
         gram=Surface(((8.0, MACHINE.eigh), (64.0, MACHINE.eigh))),
         copies=3e8,
+        spare_cores=2,
         memory=10**9,
         overheads={"solve": Overhead(1.0, 2.0)},
     )
@@ -237,6 +243,7 @@ def test_machines_and_networks_are_json() -> None:
         (lambda: FLAT.timed("gather"), "no formula for 'gather'"),
         (lambda: MACHINE.decomposition("qr", 3), "not one of eigen and inverse"),
         (lambda: replace(MACHINE, device="tpu"), "use 'cpu' or 'cuda'"),
+        (lambda: replace(MACHINE, spare_cores=-1), "0 where all are busy"),
         (lambda: replace(MACHINE, overheads={"solve": Overhead(-1.0)}), "below 0"),
         (lambda: Machine.of_json({"name": "x"}), "a machine without device, products"),
         (lambda: Machine.of_json({"flops": 1e12}), "a machine without eigh"),

@@ -42,7 +42,7 @@ from second_order.planning.network import Layer, Network
 from second_order.planning.systems import Planned
 from second_order.planning.work import Among, Compute, Held, RankWork, StageWork, Transfer, merged
 
-__all__ = ["WORDS", "Case", "Share", "alike_of"]
+__all__ = ["Case", "Share", "alike_of", "compared"]
 
 WORDS = 16  # bytes of the words by which ranks compare what they are about to do
 FLOAT = torch.float32.itemsize
@@ -59,6 +59,12 @@ class Share:
 
     ranks: int
     work: RankWork
+
+
+def compared(among: Among) -> Transfer:
+    """The words by which ranks compare what they are about to do."""
+    rounds = (among.size - 1).bit_length() if among.size > RING_RANKS else 1
+    return all_reduced("compare", among, WORDS * rounds, 1, host=True)
 
 
 def alike_of(kinds: Sequence[Tensor]) -> list[int]:
@@ -129,7 +135,7 @@ class Case:
         stages += [merged("solve", self._solves(rank))] if refresh else []
         transfers: list[Transfer] = []
         if self.ranks > 1:
-            transfers += [self._compared, *self._averaging(rank)]
+            transfers += [compared(self._world), *self._averaging(rank)]
             transfers += self._statistics_travel(rank) if statistics else []
             transfers += self._solutions_travel(rank) if refresh else []
             transfers += self._results_travel(rank)
@@ -280,11 +286,6 @@ class Case:
         return [i for layer in self.network.layers for i in layer.params]
 
     # ---------------------------------------------------------------------------------- messages
-
-    @property
-    def _compared(self) -> Transfer:
-        rounds = (self.ranks - 1).bit_length() if self.ranks > RING_RANKS else 1
-        return all_reduced("compare", self._world, WORDS * rounds, 1, host=True)
 
     def _averaging(self, rank: int) -> list[Transfer]:
         """The plain gradients, and one number a parameter: who has a gradient."""

@@ -25,7 +25,7 @@ from second_order.fosi.presets import PRESETS
 from second_order.fosi.sharded_base import works_by_element
 from second_order.lanczos.vector_space import row_bounds
 from second_order.options import AUTO, check_choice, value_at
-from second_order.planning.counts import WORDS, Share, alike_of
+from second_order.planning.counts import Share, alike_of, compared
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
 from second_order.planning.messages import (
@@ -273,12 +273,13 @@ class PairCase:
     @cached_property
     def _alike(self) -> list[int]:
         """By rank, the lowest rank that does the same."""
-        found = torch.zeros(3, self.ranks, dtype=torch.int64)
+        found = torch.zeros(4, self.ranks, dtype=torch.int64)
         teams = [(0, self.workers), (self.workers, self.ranks - self.workers)]
         kinds = [found]
         for number, (start, count) in enumerate(teams):
             for rank in range(start, start + count):
-                found[:, rank] = torch.tensor([number, *self._sizes(rank)])
+                rows = self._rows_of(rank) if self.computes(rank) else 0
+                found[:, rank] = torch.tensor([number, *self._sizes(rank), rows])
             if number == self._helped and count > 1:  # those that compute eigenpairs
                 for pieces in self._product_pieces(count):
                     parts = torch.zeros(5, self.ranks, dtype=torch.int64)
@@ -296,12 +297,11 @@ class PairCase:
     def _sizes(self, rank: int) -> tuple[int, int]:
         """Elements of the vectors here, and how many of the eigenvectors are."""
         if rank >= self.workers:
-            bounds = row_bounds(self.size, self.ranks - self.workers)
-            return bounds[rank - self.workers + 1] - bounds[rank - self.workers], self.pairs
+            return self._rows_of(rank), self.pairs
         if self._rows:
             bounds = self._layout.bounds
             return bounds[rank + 1] - bounds[rank], self.pairs
-        cuts = row_bounds(self.pairs, self.workers)
+        cuts = self._cuts
         return self.size, cuts[rank + 1] - cuts[rank]
 
     # ---------------------------------------------------------------------------------- messages
@@ -328,7 +328,7 @@ class PairCase:
 
     def _step(self, rank: int) -> list[Transfer]:
         team = self._team
-        found = [all_reduced("compare", team, WORDS, 1, host=True)]
+        found = [compared(team)]
         if self._rows:
             buckets = buckets_of(self._gradients, self.workers)
             found += summed("average_gradients", team, rank, buckets)
@@ -399,9 +399,18 @@ class PairCase:
 
     def _rows_of(self, rank: int) -> int:
         """Elements of the vectors of a refresh on a rank that computes eigenpairs."""
-        first = self.workers if self._helped else 0
-        bounds = row_bounds(self.size, self.ranks - first)
+        bounds, first = self._bounds, self.workers if self._helped else 0
         return bounds[rank - first + 1] - bounds[rank - first]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Where the rows of each rank that computes eigenpairs begin, and n."""
+        return row_bounds(self.size, self.ranks - self.workers if self._helped else self.ranks)
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Where the eigenvectors of each worker begin, and r."""
+        return row_bounds(self.pairs, self.workers)
 
     def stepped(self, rank: int) -> float:
         """The share of the parameters that a rank's base steps."""
@@ -435,10 +444,12 @@ class PairCase:
     def _base_bytes(self, rank: int) -> int:
         if not self._rows or self.workers == 1:
             return self.network.base_bytes
-        pieces = (
+        pieces = [
             torch.empty(piece.size, dtype=piece.param.dtype, device="meta")
             for piece in self._layout.of(rank)
-        )
+        ]
+        if not pieces:  # as with more ranks than parameters
+            return 0
         return base_state_bytes(self.planned.base, pieces, **self._base_kwargs)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from second_order.distributed.assignment import LayerDims
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import dims_of
-from second_order.kronecker.attention import hosts
+from second_order.kronecker.attention import is_attention
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.gradient import GradientBlock
@@ -216,7 +216,8 @@ def _outputs(
             found[module].append((first.shape, batch))
 
     layers = dict.fromkeys(m for block in blocks for m in block.watched)
-    called = {layer: hosts(model, [layer])[0] for layer in layers}
+    inside = {m.out_proj: m for m in model.modules() if is_attention(m)}
+    called = {layer: inside.get(layer, layer) for layer in layers}
     hooks = [host.register_forward_hook(note) for host in dict.fromkeys(called.values())]
     try:
         with torch.no_grad():

@@ -225,7 +225,7 @@ def _check_options(shared: Mapping[str, Any]) -> None:
             )
     if "layout" in shared:
         raise ValueError("options['layout'] is planned: DHO2's rows and columns; leave it out")
-    for name in ("debug", "exchange_dtype", "refresh", "stats_workers", "trace_bounds"):
+    for name in ("debug", "exchange_dtype", "hvp", "refresh", "stats_workers", "trace_bounds"):
         if name in shared:
             raise ValueError(
                 f"options[{name!r}] is not in the model of costs, which counts every message "
@@ -284,9 +284,10 @@ class Planner:
         comparable = [c for c in choices if first.items() <= c.keywords.items()]
         best, reason = recommended(comparable or choices, self.memory)
         if comparable and self.paired:
+            others = " and ".join(self.paired)
             reason += (
-                f"; {' and '.join(self.paired)} have another curvature, and seconds of a step do "
-                f"not compare progress: none of them is recommended"
+                f"; {others} {'have' if len(self.paired) > 1 else 'has'} another curvature: "
+                f"seconds of a step do not tell which makes more progress"
             )
         return Plan(
             world_size,

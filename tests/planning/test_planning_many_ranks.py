@@ -1,0 +1,137 @@
+"""Plans for thousands of ranks end in seconds, and say what each rank alone would have said."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_planning_counts import MODELS
+from torch import nn
+
+import second_order
+from second_order import Interconnect, Machine
+from second_order.__main__ import main
+from second_order.distributed import shares
+from second_order.planning.counts import Case
+from second_order.planning.memory import largest_batch
+from second_order.planning.observation import Observation
+from second_order.planning.plan import peak_memory
+from second_order.planning.systems import PLANNED, workers_of
+from second_order.planning.times import StepTimes, rank_costs, step_times
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEVICE = Machine.given(
+    1e13, eigh={256: 8e-3, 1024: 6e-2}, inverse={256: 4e-4, 1024: 2e-3}, bandwidth=2e12
+)
+PROCESSOR = replace(DEVICE, device="cpu", bandwidth=2e10)
+SEEN = Observation(examples=2, activations=1000, operations=1e6)
+LAYERS, RANKS, SECONDS = 300, 4096, 10.0
+
+
+def deep(widths: list[int]) -> tuple[nn.Module, torch.Tensor]:
+    pairs = list(pairwise(widths))
+    with torch.device("meta"):
+        layers = [m for pair in pairs for m in (nn.Linear(*pair), nn.ReLU())]
+        return nn.Sequential(*layers), torch.empty(32, widths[0])
+
+
+def of_one_shape() -> tuple[nn.Module, torch.Tensor]:
+    return deep([256] * (LAYERS + 1))
+
+
+def of_many_shapes() -> tuple[nn.Module, torch.Tensor]:
+    generator = random.Random(0)
+    return deep([generator.randint(200, 900) for _ in range(LAYERS + 1)])
+
+
+@pytest.mark.parametrize("machine", [DEVICE, PROCESSOR], ids=["device", "processor"])
+def test_hundreds_of_layers_on_thousands_of_ranks_in_seconds(machine: Machine) -> None:
+    """Where no two layers are of one size, too; and ranks agree in little of a step."""
+    model, x = of_many_shapes() if machine is DEVICE else of_one_shape()
+    begun = time.process_time()
+    found = second_order.plan(model, x, RANKS, machine=machine)
+    assert time.process_time() - begun < SECONDS
+    assert len(found.choices) > 36
+    for choice in found.choices:
+        assert choice.stages["compare"] < 0.02 * choice.seconds, choice.name
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def model_and_batch():
+    with torch.device("meta"):
+        layers = [m for _ in range(300) for m in (nn.Linear(64, 64), nn.Tanh())]
+        return nn.Sequential(*layers), torch.empty(32, 64)
+"""
+
+
+def test_the_command_plans_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.py").write_text(SCRIPT, "utf-8")
+    (tmp_path / "machine.json").write_text(json.dumps(DEVICE.as_json()), "utf-8")
+    begun = time.process_time()
+    assert main(["plan", "deep.py", "--world-sizes", "4096", "--machine", "machine.json"]) == 0
+    assert time.process_time() - begun < SECONDS
+    assert "4096 ranks of given" in capsys.readouterr().out
+
+
+class EachAlone(Case):
+    """A case whose ranks are all counted by themselves."""
+
+    @property
+    def _alike(self) -> list[int]:  # type: ignore[override]
+        return list(range(self.ranks))
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("KAISA", {"solver": "eigen", "colocate_factors": False}),
+    ("KAISA", {"factor_exchange": "reduce", "other_matrices": "gradient"}),
+    ("DPKFAC", {"other_matrices": "gradient"}),
+    ("DPKFAC", {"gradient_exchange": "all_reduce"}),
+    ("DistKFAC", {"preconditioner_scale": "gradient"}),
+]
+
+
+@pytest.mark.parametrize("small", [0, shares.SMALL_BYTES])
+@pytest.mark.parametrize(("system", "chosen"), SETTINGS)
+@pytest.mark.parametrize("model", list(MODELS))
+def test_ranks_alike_cost_what_each_alone_would(
+    model: str, system: str, chosen: dict[str, Any], small: int
+) -> None:
+    """Bit for bit, with statistics measured and without."""
+    make, batch = MODELS[model]
+    with torch.device("meta"):
+        net, inputs = make(), batch()
+    links = Interconnect.of_nodes(4, (1e-5, 1e10), (1e-4, 1e9))
+    for ranks in (1, 2, 3, 4, 6, 8, 12, 16, 31, 64):
+        workers = workers_of(ranks, 4) if system == "KAISA" else [0]
+        for each in workers:
+            words = {"grad_worker_fraction": each / ranks} if system == "KAISA" else {}
+            planned = PLANNED[system](**chosen, **words)
+            network = planned.network(net, inputs, momentum=0.9)
+            measured = {layer.name: 1e-3 * i for i, layer in enumerate(network.layers)}
+            with patch.object(shares, "SMALL_BYTES", small):
+                for captured in ({}, measured):
+                    seen: list[tuple[StepTimes, Any]] = []
+                    for kind in (Case, EachAlone):
+                        case = kind(network, planned, ranks, examples=2)
+                        costs = rank_costs(case, PROCESSOR, links, passes=1.0, captured=captured)
+                        assert sum(cost.ranks for cost in costs) == ranks
+                        works = [cost.work for cost in costs]
+                        peak = peak_memory(case, costs, SEEN), largest_batch(1e6, works, 10.0)
+                        seen.append((step_times(costs), peak))
+                    assert seen[0] == seen[1]
+                    assert len(costs) == ranks
