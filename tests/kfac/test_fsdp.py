@@ -314,6 +314,7 @@ class Transposed(nn.Module):
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
+        self.in_features, self.out_features = d_in, d_out
         self.weight = nn.Parameter(torch.randn(d_in, d_out) / d_in**0.5)
         self.bias = nn.Parameter(torch.zeros(d_out))
 

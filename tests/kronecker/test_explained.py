@@ -195,6 +195,8 @@ class Behind(nn.Linear):
 class Square(nn.Module):
     """x W with a square W, which is taken for a Linear's."""
 
+    in_features = out_features = 5
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, 5))
@@ -203,12 +205,11 @@ class Square(nn.Module):
         return x @ self.weight
 
 
-class Wide(Square):
-    """x W, as can be seen by its sizes."""
+class Averaged(nn.Linear):
+    """Of whose output no row is one of its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 4))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flip(-1))[..., :2].repeat(1, 1, 2)
 
 
 class Norm(nn.Module):
@@ -234,7 +235,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "scaled": lambda: Scaled(5, 4),
     "activation": lambda: Behind(5, 4),
     "square": Square,
-    "transposed": Wide,
+    "other sizes": lambda: Averaged(5, 4),
     "no norm": Norm,
 }
 

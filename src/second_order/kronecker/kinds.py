@@ -235,8 +235,9 @@ KINDS[TIED_OUTPUT] = LayerKind(_tied_output_statistics, _entries_by_width, with_
 def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
     """The key of a module's kind, or why it has none.
 
-    A module with a matrix for a weight, of a class that is not known, is taken for a Linear until
-    its first statistics, which show whether it is one: see :mod:`second_order.kronecker.explained`.
+    A module of a class that is not known, whose weight is a matrix of its ``in_features`` and
+    ``out_features``, is taken for a Linear until its first statistics, which show whether it is
+    one: see :mod:`second_order.kronecker.explained`.
     """
     reason = unsupported_reason(module)
     if reason is None:
@@ -271,5 +272,6 @@ def _supposed_kind(module: nn.Module) -> Key | None:
     if any(name in TRANSPOSED_CLASSES for name in names):
         return TRANSPOSED
     sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    told = None not in sizes and tuple(weight.shape) != sizes
-    return "linear" if not told else TRANSPOSED if tuple(weight.shape) == sizes[::-1] else None
+    if tuple(weight.shape) == sizes:
+        return "linear"
+    return TRANSPOSED if tuple(weight.shape) == sizes[::-1] else None
