@@ -405,8 +405,7 @@ def test_unsupported_modules_go_to_the_base_and_are_listed_once(System: Any) -> 
             take(model, optimizer, batch)
         optimizer.summary()
     texts = messages(caught)
-    for name in ("1.norm1 (LayerNorm)", "1.norm2 (LayerNorm)"):
-        assert sum(name in text for text in texts) == 1
+    assert sum("without curvature: 2 norm layers; " in text for text in texts) == 1
     rows = {row.name: row for row in optimizer.summary().rows}
     assert rows["1.norm1"].status == rows["1.norm2"].status == "base"
     assert "LayerNorm" in rows["1.norm1"].detail
