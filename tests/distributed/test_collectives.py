@@ -23,7 +23,9 @@ from second_order.distributed import collectives
 from second_order.distributed.agreement import require_equal
 from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import Delivery, PendingReduction, World
+from second_order.distributed.lent_groups import borrow_group
 from second_order.distributed.parcels import deliver_parts
+from second_order.distributed.reductions import sum_in_order
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -104,6 +106,32 @@ def sum_of_nothing(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_a_sum_of_nothing_ends(world: pool.World) -> None:
     assert world.run(sum_of_nothing, 2) == [(0, 0)] * 2
+
+
+def test_narrow_sums_are_added_wide_in_the_order_of_ranks() -> None:
+    """256 has neighbours two away in bfloat16, where twice 1 more would be nothing."""
+    rows = torch.tensor([[256.0], [1.0], [1.0]])
+    for dtype in (torch.bfloat16, torch.float32):
+        total = sum_in_order(rows.to(dtype), rows)
+        assert (total.dtype, float(total)) == (torch.float32, 258.0)
+    assert sum_in_order(rows.double(), rows).dtype == torch.float64
+
+
+def lent(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether a group that has come back is lent again; and one where a rank has not settled."""
+    first = borrow_group(World())
+    first.give_back()
+    second = borrow_group(World())
+    second.settled = rank > 0
+    second.give_back()
+    third = borrow_group(World())
+    third.give_back()
+    return second.world.group is first.world.group, third.world.group is second.world.group
+
+
+def test_a_group_with_something_under_way_is_not_lent_again(world: pool.World) -> None:
+    """On no rank, as all must use the same one."""
+    assert world.run(lent, 2) == [(True, False)] * 2
 
 
 LARGE = {torch.bfloat16: 256.0, torch.float16: 2048.0}

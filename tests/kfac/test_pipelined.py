@@ -77,6 +77,23 @@ def accumulated(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
+def partly(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
+    """A branch that one micro-batch takes, of two in every other step: as many pairs in each."""
+    model = Branches().double()
+    optimizer = kaisa(model, **options)
+    found = []
+    for step, batch in enumerate(BATCHES):
+        x, y = shard(batch, rank, ranks)
+        optimizer.zero_grad()
+        parts = 2 - step % 2
+        for i, (one, other) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+            model.order = () if i else (0,)
+            (cross_entropy(model(one[:, :5]), other) / parts).backward()
+        optimizer.step()
+        found.append(vector(model))
+    return found
+
+
 def frozen(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """Layers and a bias that are frozen and thaw, also between a pass and its step."""
     model = MLP.model()
@@ -283,7 +300,7 @@ def interleaved(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 SCENES: dict[str, Callable[[int, int, dict[str, Any]], list[Tensor]]] = {
     each.__name__: each
     for each in (
-        *(plain, spaced, accumulated, frozen, ordered, thrown_away),
+        *(plain, spaced, accumulated, partly, frozen, ordered, thrown_away),
         *(in_ddp, by_closure, resumed, rewound, parted, interleaved),
     )
 }
@@ -303,12 +320,15 @@ def logged(log: Log) -> Iterator[None]:
         yield
 
 
-def both(rank: int, ranks: int, name: str, limit: int) -> tuple[list[Tensor], list[Tensor], Log]:
+def both(
+    rank: int, ranks: int, name: str, limit: int, options: dict[str, Any] | None = None
+) -> tuple[list[Tensor], list[Tensor], Log]:
     """The trajectories by either exchange; where the second began its sums, and their sizes."""
     log: Log = []
-    expected = SCENES[name](rank, ranks, {})
+    options = options or {}
+    expected = SCENES[name](rank, ranks, options)
     with replaced(pipeline, {"FUSED_BYTES": limit}), logged(log):
-        return expected, SCENES[name](rank, ranks, {"factor_exchange": "pipelined"}), log
+        return expected, SCENES[name](rank, ranks, {**options, "factor_exchange": "pipelined"}), log
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -328,6 +348,34 @@ def test_with_one_bucket_the_training_is_the_same_bit_for_bit(world: World) -> N
     for name in ("plain", "ordered"):
         results = world.run(both, 2, name, 2**20)
         assert all(torch.equal(a, b) for x, y, _ in results for a, b in zip(x, y, strict=True))
+
+
+def test_sums_of_narrow_factors_are_rounded_before_they_leave(world: World) -> None:
+    """As at the step: they take the bytes of the factors, and not those of what adds them up."""
+    results = world.run(both, 2, "plain", 2**20, {"factor_dtype": torch.bfloat16})
+    assert all(torch.equal(a, b) for x, y, _ in results for a, b in zip(x, y, strict=True))
+
+
+def alternating(rank: int, ranks: int) -> list[int]:
+    """How many numbers travel for steps that take a branch twice and once in turn."""
+    model = Branches().double()
+    found = []
+    with replaced(pipeline, {"FUSED_BYTES": 1}):
+        optimizer = kaisa(model, factor_exchange="pipelined")
+        for step, batch in enumerate(BATCHES):
+            log: Log = []
+            model.order = (0,) if step % 2 else (0, 0)
+            x, y = shard(batch, rank, ranks)
+            with logged(log):
+                run(model, optimizer, (x[:, :5], y))
+            found.append(sum(numel for _, numel in log))
+    return found
+
+
+def test_steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice(world: World) -> None:
+    """What was complete in one of the last two steps is what is waited for."""
+    for found in world.run(alternating, 2):
+        assert len(set(found[2:])) == 1
 
 
 def test_more_ranks_and_larger_buckets_make_the_same_training(world: World) -> None:

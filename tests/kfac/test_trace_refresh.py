@@ -64,6 +64,19 @@ def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[
 # The rule.
 
 
+def test_a_layer_whose_inverse_is_gone_is_watched_anew() -> None:
+    """Of a settled layer too: nothing keeps its inverse."""
+    layer: Any = nn.Linear(2, 2)
+    for verdict, settled in (
+        *((Verdict.SPARED, True), (Verdict.FAILED, True)),  # the inverse stays
+        *((Verdict.FLYING, False), (Verdict.SILENT, False), (Verdict.LOST, False)),
+    ):
+        rule = TraceRefresh((0.1, 0.01))
+        rule.land(layer, Verdict.SETTLED, None)
+        rule.land(layer, verdict, None)
+        assert (layer in rule.settled) == settled
+
+
 def test_moves_are_shares_of_what_was() -> None:
     assert moved(1.1, 1.0) == pytest.approx(0.1)
     assert moved(0.9, 1.0) == pytest.approx(0.1)

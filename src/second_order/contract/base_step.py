@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ __all__ = [
     "runs_between_graphs",
     "set_aside",
     "unhooked_step",
+    "without_gradients",
 ]
 
 P = ParamSpec("P")
@@ -41,6 +43,24 @@ def runs_between_graphs(step: Callable[P, R]) -> Callable[P, R]:
         "compile the model, or the function around the step without fullgraph",
     )
     return cast(Callable[P, R], disabled)
+
+
+def without_gradients(step: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a step: it runs without gradients, and no interrupt (Ctrl-C) leaves them off."""
+
+    @functools.wraps(step)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            try:
+                torch._C._set_grad_enabled(False)
+                return step(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(before)
+        finally:  # it may have been cut short
+            torch._C._set_grad_enabled(before)
+
+    return run
 
 
 def refuse_within_backward(name: str) -> None:

@@ -33,6 +33,7 @@ from second_order.contract.base_step import (
     runs_between_graphs,
     set_aside,
     unhooked_step,
+    without_gradients,
 )
 from second_order.contract.checkpoint import (
     Checkpoint,
@@ -248,7 +249,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @runs_between_graphs
     @warns_at_its_end
-    @torch.no_grad()
+    @without_gradients
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; on a helper, serve the workers until they have taken theirs.
 
