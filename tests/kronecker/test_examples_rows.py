@@ -192,7 +192,7 @@ def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.M
         for index, calls in enumerate(passes):
             for x, d in calls:
                 pair = pair_statistics(cell, x, d, bias=True, approximation="expand", dtype=F64)
-                staged.add(pair, 1.0, index, mean=True)
+                staged.add(pair, 1.0, index, reduction="mean")
         found = staged.sums()
         assert float(found.head[0]) == 8
         return torch.cat([*(f.flatten() for f in found.factors.values()), found.head])
@@ -295,11 +295,11 @@ def test_factors_do_not_depend_on_how_a_batch_with_dead_rows_is_cut(
         pair = pair_statistics(
             module, rows, gradients, bias=True, approximation="expand", dtype=F64
         )
-        staged.add(pair, 1.0, index, mean=True)
+        staged.add(pair, 1.0, index, reduction="mean")
     broken = pair_statistics(
         module, x * torch.nan, d + 1, bias=True, approximation="expand", dtype=F64
     )
-    staged.add(broken, 1.0, parts, mean=True)
+    staged.add(broken, 1.0, parts, reduction="mean")
     live, sums = 12 - len(dead), staged.sums(parts)
     assert int(staged.dropped) == 1
     assert float(sums.head[0]) == live
