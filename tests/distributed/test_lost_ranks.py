@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from second_order import RankMismatchError, SecondOrderError
+from second_order.distributed import collectives
 from second_order.distributed.collectives import Delivery, World
 from second_order.distributed.lost import explained
 
@@ -52,6 +53,20 @@ def test_who_is_left_alone_is_told_why(
     with pytest.raises(SecondOrderError, match="one of them has ended, has raised an") as caught:
         WAYS[way](World.alone(0, 2))
     assert SAID in str(caught.value), "what the backend has said is not lost"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "when waited for"])
+def test_who_is_left_alone_in_rounds_is_told_why(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "RING_RANKS", 1)
+    monkeypatch.setattr(dist, "get_global_rank", lambda _, rank: rank)
+    monkeypatch.setattr(dist, "isend", (lambda *_, **__: Work()) if late else raises)
+    monkeypatch.setattr(dist, "recv", lambda *_, **__: None)
+    world = World.alone(0, 2)
+    world.group = cast("dist.ProcessGroup", "some")
+    with pytest.raises(SecondOrderError, match="does not hear from the others"):
+        world.same([7])
 
 
 def test_errors_of_other_kinds_are_let_through() -> None:

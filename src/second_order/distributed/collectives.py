@@ -533,6 +533,7 @@ class World:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    @explained()
     def same(self, words: Sequence[int | None]) -> bool:
         """Whether ranks have the same words of 64 bits; an all-reduce of 16 bytes for each.
 
