@@ -3087,9 +3087,9 @@ MUTANTS = [
         "planning_ranks::gradients_of_no_layer_go_where_there_is_least",
     ),
     _mutant(
-        "ranks that keep unlike factors taken for equal",
+        "ranks that solve unlike factors taken for equal",
         "planning/counts.py",
-        "tuple((layer.shape, letter, layer.hooked) for layer, letter in kept),",
+        "tuple((layer.shape, letter) for layer, letter in solved),",
         "(),",
         "planning_many_ranks::ranks_alike_cost_what_each_alone_would",
     ),

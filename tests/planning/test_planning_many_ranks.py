@@ -116,7 +116,7 @@ def test_ranks_alike_cost_what_each_alone_would(
     with torch.device("meta"):
         net, inputs = make(), batch()
     links = Interconnect.of_nodes(4, (1e-5, 1e10), (1e-4, 1e9))
-    for ranks in (1, 2, 3, 4, 6, 8, 12, 16, 31, 64):
+    for ranks in (1, 2, 3, 8, 12, 64):
         workers = workers_of(ranks, 4) if system == "KAISA" else [0]
         for each in workers:
             words = {"grad_worker_fraction": each / ranks} if system == "KAISA" else {}

@@ -245,7 +245,7 @@ def recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice |
     best = min(similar, key=lambda choice: (choice.memory, choice.seconds))
     said = f"recommended: {best.name}: {1000 * best.seconds:.3g} ms a step"
     if best is fastest:
-        said += f", the fastest of {len(choices)} settings"
+        said += f", the fastest of {len([c for c in choices if not c.shared] or choices)} settings"
     else:
         said += (
             f", within {SIMILAR:.0%} of the fastest, {fastest.name}, and "
