@@ -117,9 +117,9 @@ def world() -> Iterator[World]:
 
 
 class Launcher(Protocol):
-    """`launch(script, nproc, *args, environment=None)`."""
+    """`launch(script, nproc, *args)`."""
 
-    def __call__(self, script: str | Path, nproc: int, *args: object, **options: Any) -> Launch: ...
+    def __call__(self, script: str | Path, nproc: int, *args: object) -> Launch: ...
 
 
 class TorchRunner(Protocol):
@@ -152,11 +152,9 @@ def launch(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     """Separate processes, one a rank, that the test may kill; see `pool.Launch`."""
     started: list[Launch] = []
 
-    def start(script: str | Path, nproc: int, *args: object, **options: Any) -> Launch:
+    def start(script: str | Path, nproc: int, *args: object) -> Launch:
         directory = tmp_path_factory.mktemp("launch")
-        started.append(
-            Launch(forks, _path(script, directory), nproc, *args, directory=directory, **options)
-        )
+        started.append(Launch(forks, _path(script, directory), nproc, *args, directory=directory))
         return started[-1]
 
     yield start
