@@ -474,7 +474,6 @@ class Launch:
         nproc: int,
         *args: object,
         directory: Path,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
@@ -497,7 +496,6 @@ class Launch:
                     **RANK_ENVIRONMENT,
                     **shared,
                     **own,
-                    **(environment or {}),
                 },
                 "output": str(output),
             }

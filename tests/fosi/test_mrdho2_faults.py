@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,14 +10,13 @@ import torch
 from accelerated import STEPS, base_alone, reference
 from ranks import agreed, assert_same_trajectory
 
-import second_order
-
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Launcher
     from pool import Launch
 
 MOMENTUM = {"momentum": 0.9, "lr": 0.05}
-HERE = f"{Path(__file__).parents[1]}:{Path(second_order.__file__).parents[1]}"
 TIMEOUT = 60.0  # seconds, of what takes a few
 
 # Arguments: directory; epoch in which the accelerators stall; helper_timeout; accelerators.
@@ -69,8 +67,7 @@ GONE = "the accelerators are gone"
 def start(
     launch: Launcher, nproc: int, directory: Path, stalls: int, patience: float, helpers: int = 1
 ) -> Launch:
-    arguments = (directory, stalls, patience, helpers)
-    return launch(SCRIPT, nproc, *arguments, environment={"PYTHONPATH": HERE})
+    return launch(SCRIPT, nproc, directory, stalls, patience, helpers)
 
 
 def result(directory: Path, rank: int) -> tuple[object, list[str], list[tuple[bool, str]]]:

@@ -6,19 +6,17 @@ What one sends that is not finite is among the tests of the pool's ranks.
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from ranks import agreed
 
-import second_order
-
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Launcher
     from pool import Launch
 
-HERE = f"{Path(__file__).parents[1]}:{Path(second_order.__file__).parents[1]}"
 TIMEOUT = 100.0  # seconds, of what takes a few
 STEPS = 16
 
@@ -75,8 +73,7 @@ SCRIPT = """
 
 
 def start(launch: Launcher, nproc: int, directory: Path, patience: float, helpers: int) -> Launch:
-    arguments = (directory, patience, helpers)
-    return launch(SCRIPT, nproc, *arguments, environment={"PYTHONPATH": HERE})
+    return launch(SCRIPT, nproc, directory, patience, helpers)
 
 
 def test_stats_workers_killed_and_stopped(launch: Launcher, tmp_path: Path) -> None:

@@ -7,11 +7,9 @@ import gc
 import io
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -33,6 +31,9 @@ from threaded import (
 from torch import nn
 
 from second_order import DistKFAC
+
+if TYPE_CHECKING:
+    from conftest import Launcher
 
 NEVER = 10**9
 
@@ -260,8 +261,7 @@ def test_closing_does_not_wait_for_what_has_not_begun() -> None:
 
 
 EXIT = """
-import sys, time
-sys.path[:0] = {paths!r}
+import time
 from threaded import BATCHES, CASE, distkfac, solving
 from ranks import go
 from torch import nn
@@ -281,12 +281,9 @@ print("end", flush=True)
 """
 
 
-def test_the_interpreter_ends_in_mid_flight() -> None:
-    """Slow: a process of its own."""
-    script = EXIT.format(paths=[path for path in sys.path if path])
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (found.returncode, found.stderr) == (0, "")
-    solved = found.stdout.partition("end")[2].count("solved")
-    assert solved < 8, "it waits for one solve, and not for sixteen"
+def test_the_interpreter_ends_in_mid_flight(launch: Launcher) -> None:
+    run = launch(EXIT, 1)
+    assert run.wait() == [0], run.output(0)
+    solved = run.output(0).partition("end\n")[2]
+    assert not solved.replace("solved\n", "")
+    assert solved.count("solved") < 8, "it waits for one solve, and not for sixteen"

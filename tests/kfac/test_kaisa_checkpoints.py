@@ -18,7 +18,6 @@ from models import ZOO
 from ranks import agreed, assert_same_trajectory, by_reference, counted, follow, kaisa, train
 from torch import Tensor, nn
 
-import second_order
 from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
@@ -168,8 +167,7 @@ def test_killed_and_resumed_with_another_world_size(
     Two ranks die at step 5; three others go on from the checkpoint of step 3.
     """
     path = tmp_path / "checkpoint"
-    here = f"{Path(__file__).parents[1]}:{Path(second_order.__file__).parents[1]}"
-    run = launch(UNTIL_KILLED, 2, path, environment={"PYTHONPATH": here})
+    run = launch(UNTIL_KILLED, 2, path)
     for rank in range(2):
         run.wait_for("two steps after the checkpoint", rank)
     for rank in range(2):
