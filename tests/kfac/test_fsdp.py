@@ -298,7 +298,7 @@ def test_the_summary_names_the_worker_of_each_layer(world: World) -> None:
     assert len({line.split()[-1] for line in lines[:4]}) == 2, "work is divided"
 
 
-class Gain(nn.Module):
+class OwnNorm(nn.Module):
     """A norm of a class of one's own, whose constructor wants an argument."""
 
     def __init__(self, size: int) -> None:
@@ -327,7 +327,7 @@ def known_by_what_they_compute(
 ) -> tuple[int, Tensor]:
     """The number of preconditioned parameters, and the trajectory; None: nothing is sharded."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Gain(6), Transposed(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(6, 6), OwnNorm(6), Transposed(6, 5), nn.Tanh(), nn.Linear(5, 3))
     model.double()
 
     def shard() -> None:
