@@ -132,18 +132,19 @@ def test_the_table_of_parameters_reads_as_text(System: Any) -> None:
 
 @each_kronecker
 def test_the_bases_rows_tell_why(System: Any) -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3, 3))
 
     model = nn.Sequential(
-        nn.Linear(3, 3), nn.LayerNorm(3), Scaled(3, 3), nn.Linear(3, 3),
+        nn.Linear(3, 3), nn.LayerNorm(3), Own(), nn.Linear(3, 3),
         nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
     )  # fmt: skip
     rows = by_name(make(System, model, skip_layers=["3"]))
     reasons = {name: row.detail for name, row in rows.items() if row.status == "base"}
     assert "LayerNorm" in reasons["1"]
-    assert reasons["2"] == "Scaled overrides Linear.forward"
+    assert reasons["2"] == "Own has no Kronecker factors here"
     assert reasons["3"] == "skip_layers: '3'"
     assert all(name == "0" or name in reasons or name.startswith("4") for name in rows)
     assert "0" not in reasons

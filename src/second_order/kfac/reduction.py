@@ -148,7 +148,10 @@ def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsH
     """
     if options.loss_reduction != AUTO or options.accumulation_steps != AUTO:
         return None
-    accepted = inspect.signature(model.forward).parameters.values()
+    try:
+        accepted = inspect.signature(model.forward).parameters.values()
+    except ValueError:  # of TorchScript, which runs no hooks
+        return None
     if not any(p.name == KEYWORD or p.kind == p.VAR_KEYWORD for p in accepted):
         return None
     hook = ItemsHook()
