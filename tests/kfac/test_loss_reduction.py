@@ -12,12 +12,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import shards
 import torch
 from contract import assert_same_factors, each_kronecker, factors, hook_count, make
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, by_reference, kaisa, vector
 from reference import empirical_factors
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -215,11 +217,13 @@ def share_of(batch: Batch, step: int, rank: int, world_size: int) -> list[Batch]
 
 
 def divided(
-    rank: int, world_size: int, System: Any, options: dict[str, Any], wrapped: bool = False
+    rank: int, world_size: int, System: Any, options: dict[str, Any], how: str = "plain"
 ) -> list[Tensor]:
     """The parameters after each step on this rank's micro-batches."""
     model: nn.Module = MLP.model()
-    outer = DistributedDataParallel(model) if wrapped else model
+    outer = DistributedDataParallel(model) if how == "DDP" else model
+    if how == "FSDP2":
+        fully_shard(model)
     optimizer = make(System, outer, loss_reduction="step_mean", **options)
     trajectory = []
     for step, batch in enumerate(BATCHES):
@@ -227,14 +231,14 @@ def divided(
         for x, y in share_of(batch, step, rank, world_size):
             (world_size * MLP.loss(outer(x), y) * (len(x) / N)).backward()
         optimizer.step()
-        trajectory.append(vector(model))
+        trajectory.append(shards.whole(model))
     return trajectory
 
 
 @pytest.mark.parametrize("System", [KAISA, DistKFAC])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_unequal_shares_train_as_the_whole_batch(world: World, System: Any, wrapped: bool) -> None:
-    ranks = world.run(divided, 2, System, SGD, wrapped)
+@pytest.mark.parametrize("how", ["plain", "DDP", "FSDP2"])
+def test_unequal_shares_train_as_the_whole_batch(world: World, System: Any, how: str) -> None:
+    ranks = world.run(divided, 2, System, SGD, how)
     whole, _ = trained(System, None, **SGD)
     assert_same_trajectory(agreed(ranks), whole)
 
