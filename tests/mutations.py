@@ -2050,7 +2050,7 @@ MUTANTS = [
     _mutant(
         "judged losses have other random numbers",
         "lanczos/hvp.py",
-        "            self._aside.rewind()\n            self._evaluate(loss_fn)",
+        "            self._rewind()\n            self._evaluate(loss_fn)",
         "            self._evaluate(loss_fn)",
         "hvp::losses_of_micro_batches_have_the_same_random_numbers",
     ),
@@ -2105,9 +2105,9 @@ MUTANTS = [
     ),
     _mutant(
         "an interrupt before the first line of leaving",
-        "lanczos/undisturbed.py",
-        "    def __del__(self) -> None:\n        self._put_back()\n",
-        "",
+        "lanczos/spectrum.py",
+        "with closing(measured), measured as space:",
+        "with measured as space:",
         "undisturbed::an_interrupt_leaves_nothing_at_any_moment[retained]",
     ),
     _mutant(

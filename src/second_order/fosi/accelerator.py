@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -310,7 +311,7 @@ class Accelerator:
         """The eigenpairs of the accelerators' batches, and the loss of these."""
         options = self._options
         measured = self._subject.vector.hessian(loss_fn, options.hvp, options.curvature)
-        with self._subject.training.meter.stage("lanczos"), measured as space:
+        with self._subject.training.meter.stage("lanczos"), closing(measured), measured as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             return pairs, space.loss()
 

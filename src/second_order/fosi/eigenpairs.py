@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -217,7 +218,7 @@ class Eigenpairs:
         options = self._options
         measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
         meter, probing = self._training.meter, self.budget.probing()
-        with meter.stage("lanczos"), probing as probe, measured as space:
+        with meter.stage("lanczos"), probing as probe, closing(measured), measured as space:
             probe.take(space, options.seed)
 
     def renew(self, loss_fn: Closures) -> None:
@@ -241,7 +242,7 @@ class Eigenpairs:
         self.tell_undone()
         had = self.subspace is not None
         measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-        with training.meter.stage("lanczos"), measured as space:
+        with training.meter.stage("lanczos"), closing(measured), measured as space:
             self.budget.warm_up(space)
             start, warm = self._start(space)
             pairs = wanted_pairs(space, start, options, warm=warm)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +128,8 @@ def spectral_density(
     check_whole("iterations", iterations, 1, "64")
     check_seed("seed", seed)
     nodes, weights, products = [], [], 0
-    with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
+    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
+    with closing(measured), measured as space:
         length = min(iterations, space.size)
         for probe in range(probes):
             run = tridiagonalise(space, space.random(seed + probe, 1.0), length)

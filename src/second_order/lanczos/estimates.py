@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +93,8 @@ def trace(
         ValueError: For too few products, or a pattern that matches no layer.
     """
     directions = _checked(products, directions, seed)
-    with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
+    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
+    with closing(measured), measured as space:
         steep = _steep(space, min(directions, space.size), seed)
         captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
         rest = []
@@ -165,7 +167,8 @@ def diagonal(
         ValueError: For too few products, or a pattern that matches no layer.
     """
     directions = _checked(products, directions, seed)
-    with measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group) as space:
+    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
+    with closing(measured), measured as space:
         steep = _steep(space, min(directions, space.size), seed)
         known = steep.diagonal()
         mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0

@@ -105,12 +105,13 @@ class Hessian:
         self.products = 0
         self.constant: bool | None = None
         self._graphs: list[tuple[float, Graph]] = []
+        self._aside: Undisturbed | None = None
 
     def __enter__(self) -> Hessian:
         check_closure(self._loss_fns)  # here, where all processes hear of it
-        self._aside = Undisturbed(self.params, self._model)
+        self._aside = aside = Undisturbed(self.params, self._model)
         try:
-            self._aside.__enter__()
+            aside.__enter__()
             self.examples = self.loss = 0.0
             if self._mode == "retained":
                 self._graphs = [self._linearised(f) for f in self._loss_fns]
@@ -120,10 +121,12 @@ class Hessian:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._graphs = []
-            self._aside.__exit__()
-        finally:
+        self.close()
+
+    def close(self) -> None:
+        """Find everything as it was, if that is not so yet: ``with closing(H), H`` is sure to."""
+        self._graphs = []
+        if self._aside is not None:
             self._aside.__exit__()
 
     def product(self, v: Tensor) -> Tensor:
@@ -153,7 +156,7 @@ class Hessian:
             else:
                 self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
-                    self._aside.rewind()
+                    self._rewind()
                     examples, graph = self._linearised(loss_fn)
                     parts = graph.product(directions, retain=False)
                     total = self._add(total, parts, examples, v.dtype)
@@ -183,7 +186,7 @@ class Hessian:
                 move(directions, sign * step)
                 self.examples = self.loss = 0.0
                 for loss_fn in self._loss_fns:
-                    self._aside.rewind()
+                    self._rewind()
                     found = self._evaluate(loss_fn)
                     gradients = self._reached(derivatives([found.loss], self.params, twice=False))
                     factor = sign * found.examples / (2 * step)
@@ -202,14 +205,14 @@ class Hessian:
             for sign in (1.0, -1.0):
                 move(directions, sign * step)
                 for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
-                    self._aside.rewind()
+                    self._rewind()
                     outputs = [z.detach() for z in self._called(loss_fn).roots]
                     pairs = zip(terms, outputs, strict=bool(terms))
                     terms[:] = [(a - b) / (2 * step) for a, b in pairs] or outputs
         total: Tensor | None = None
         self.examples = self.loss = 0.0
         for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
-            self._aside.rewind()
+            self._rewind()
             found = self._evaluate(loss_fn)
             bent = outputs_curvature(found)(terms)
             parts = self._reached(derivatives(found.roots, self.params, bent, twice=False))
@@ -257,7 +260,7 @@ class Hessian:
         """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
         self.examples = self.loss = 0.0
         for loss_fn in self._loss_fns:
-            self._aside.rewind()
+            self._rewind()
             self._evaluate(loss_fn)
 
     def _called(self, loss_fn: LossFn) -> Evaluation:
@@ -273,6 +276,11 @@ class Hessian:
         self.examples += examples
         self.loss += examples * loss.detach().double()
         return found
+
+    def _rewind(self) -> None:
+        """Set random state and buffers back to those of the first evaluation."""
+        assert self._aside is not None
+        self._aside.rewind()
 
     def _linearised(self, loss_fn: LossFn) -> tuple[float, Graph]:
         """The number of examples of a batch, and what multiplies by its curvature."""
@@ -360,7 +368,7 @@ class ShardedHessian(Hessian):
         self.examples = self.loss = 0.0
         with torch.enable_grad(), self._outside_autocast():
             for loss_fn in self._loss_fns:
-                self._aside.rewind()
+                self._rewind()
                 found = self._evaluate(loss_fn)
                 with explained():
                     (found.loss * found.examples).backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -263,7 +264,7 @@ def eigenpairs(
     _check_counts(largest, smallest, size, iterations)
     if start is not None and start.shape != (size,):
         raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {size} unknowns")
-    with measured as space:
+    with closing(measured), measured as space:
         rows = space.random(seed, 1.0)
         if start is not None:
             rows = start.to(rows.device, rows.dtype)[space.rows].clone()
@@ -294,7 +295,7 @@ def mean_loss(
     hessian = Hessian(loss_fn, params, mode="differences", model=model)
     sums = torch.full((2,), torch.nan, dtype=torch.float64, device=params[0].device)
     try:
-        with hessian:
+        with closing(hessian), hessian:
             hessian.evaluate()
         sums[0], sums[1] = hessian.loss, hessian.examples
     except Exception:  # the others sum next, and would wait in vain
@@ -356,11 +357,12 @@ class Measured:
                 self._hessian.__exit__()
             raise
 
+    def close(self) -> None:
+        """Find everything as it was, if that is not so yet: after an interrupt (Ctrl-C)."""
+        self._hessian.close()
+
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            self._hessian.__exit__()
-        finally:  # an interrupt may cut it short
-            self._hessian.__exit__()
+        self.close()
         failed = self._entered.error
         if error is not None and failed is not None and error is not failed:
             raise failed from error  # what has failed here is why others do not answer

@@ -59,8 +59,8 @@ class Undisturbed:
     ``model`` and its parts. Attention runs without fused kernels inside.
 
     An interrupt (Ctrl-C) may come before any line, those that enter and leave included. So all is
-    read before any of it is set, and put back again where an interrupt has cut that short; where it
-    has come before the first line of leaving, with the object itself.
+    read before any of it is set, and put back again where an interrupt has cut that short. Where it
+    has come before the first line of leaving, another call does it: ``with closing(x), x``.
 
     Args:
         params: The parameters to differentiate with respect to.
@@ -108,9 +108,6 @@ class Undisturbed:
             self._put_back()
         finally:
             self._put_back()
-
-    def __del__(self) -> None:
-        self._put_back()
 
     def about_to_call(self, module: nn.Module) -> None:
         """Note the state of a module and its parts, once."""
