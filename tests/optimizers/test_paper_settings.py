@@ -251,14 +251,6 @@ def test_every_value_counts(System: Any) -> None:
         assert float((ends(others) - whole).abs().max()) > 1e-8, name
 
 
-@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2])
-def test_another_value_beside_it_is_refused(System: Any) -> None:
-    settings = paper_settings(System, epoch_steps=10)
-    name = next(iter(settings))
-    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
-        System(MLP.model(), lr=0.1, **{name: 1}, **settings)
-
-
 @pytest.mark.parametrize("System", [DistKFAC, DHO2, MRDHO2])
 def test_what_counts_in_epochs_has_to_know_them(System: Any) -> None:
     with pytest.raises(ValueError, match=f"{System.__name__}, epoch_steps=len\\(loader\\)"):

@@ -58,7 +58,7 @@ class Explanation:
         """
         self._pairs = self._pairs + _sketch(product)
         least = torch.finfo(d.dtype).smallest_normal * torch.finfo(d.dtype).eps
-        size = x.norm() if x.is_floating_point() else float(x.numel()) ** 0.5
+        size = x.float().norm() if x.is_floating_point() else float(x.numel()) ** 0.5
         self._noise = self._noise + _rounding(d) * d.float().norm() * size
         self._noise = self._noise + least * weight.numel() ** 0.5
         if self._hook is None:
