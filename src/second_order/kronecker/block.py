@@ -293,10 +293,8 @@ class KroneckerBlock:
             self.staged.explanation.add(self.product(module, x, d), x, d, weight)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer, if it is only supposed to be one."""
-        key, shape = self.keys[self.modules.index(module)], self.shape
-        own_in = shape.in_dim - int(self.trains_bias)
-        return key != "linear" or (x.shape[-1:], d.shape[-1:]) == ((own_in,), (shape.out_dim,))
+        """Whether a pair's sizes can be those of the layer."""
+        return self._kind_of(module).fits(module, x, d)
 
     def judge(self, residual: float) -> None:
         """Note how much of the gradient the step's pairs leave unexplained, if they were compared.
@@ -566,6 +564,10 @@ class StatisticsCollector:
     def lose(self, module: nn.Module, reason: str) -> None:
         """Count a pair that cannot be had, and warn of its layer once."""
         for block in self.blocks.get(module, ()):
+            if block.looks:
+                if block.staged.explanation is None:
+                    block.staged.explanation = Explanation()
+                block.staged.explanation.complete = False
             if not bool(block.staged.dropped):
                 self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")
             block.staged.dropped += 1
@@ -592,6 +594,12 @@ class StatisticsCollector:
         again: bool = False,
     ) -> None:
         """Add one pair to the staged statistics of its blocks."""
+        for block in self.blocks.get(module, ()):
+            if block.trainable and not block.staged.knows(pass_id):
+                block.follow_requires_grad()
+                unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+                if block.starts_anew(unreduced):
+                    block.staged.clear()
         if not self.sampled:
             self.look(module, x, d)
         for block in self.blocks.get(module, ()):
@@ -599,14 +607,9 @@ class StatisticsCollector:
                 block.judge(1.0)
             elif block.trainable and not block.state.unexplained:
                 block.follow_requires_grad()
-                staged = block.staged
-                if not staged.knows(pass_id):
-                    unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
-                    if block.starts_anew(unreduced):
-                        staged.clear()
                 with span("capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
-                    staged.add(
+                    block.staged.add(
                         pair,
                         self.gradient_scale(d),
                         pass_id,
