@@ -447,14 +447,15 @@ def conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
     sizes = (x.shape[-dims - 1], d.shape[-dims - 1]) == (conv.in_channels, conv.out_channels)
     if x.dim() != d.dim() or x.shape[: -dims - 1] != d.shape[: -dims - 1] or not sizes:
         return False
-    narrow, wide = (d, x) if not conv.transposed else (x, d)  # a convolution goes from wide
+    narrow, wide = (x, d) if conv.transposed else (d, x)
     ends = zip(wide.shape[-dims:], narrow.shape[-dims:], padding_per_side(conv), strict=True)
-    # What a transposed one may add at the end is lost in the division.
-    return all(
-        (n + sum(sides) - conv.dilation[i] * (conv.kernel_size[i] - 1) - 1) // conv.stride[i] + 1
-        == out
-        for i, (n, out, sides) in enumerate(ends)
-    )
+    for i, (n, out, sides) in enumerate(ends):
+        reach = conv.dilation[i] * (conv.kernel_size[i] - 1) + 1
+        more = (n + sum(sides) - reach) // conv.stride[i] + 1 - out
+        # A transposed one may add to its output's end.
+        if not 0 <= more <= (conv.dilation[i] if conv.transposed else 0):
+            return False
+    return True
 
 
 def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
