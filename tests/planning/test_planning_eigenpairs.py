@@ -186,6 +186,22 @@ def test_a_refresh_takes_its_products_and_comes_as_its_budget_says() -> None:
     assert PairCase(given.network(network()), given, 1).interval(times) == 7
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_fewer_parameters_than_eigenpairs_are_planned(ranks: int) -> None:
+    """As many pairs, products and rows: both pieces of a refresh's work are one."""
+    model, x = nn.Linear(4, 1), torch.randn(8, 4)
+    found = second_order.plan(model, x, ranks, machine=MACHINE, network=LINKS)
+    known = {choice.system for choice in found.choices}
+    assert known >= ({"DHO2", "MRDHO2"} if ranks > 1 else {"DHO2"})
+    planned = dho2()
+    case = PairCase(planned.network(model), planned, 1)
+    m = n = case.pairs
+    assert (case.products, case.size) == (m, n) == (5, 5)
+    times = step_times(pair_costs(case, MACHINE, LINKS))
+    by_hand = 2 * m * m * n * 4 / 1e11 + MACHINE.product(m, m, n)
+    assert times.due["lanczos"] == pytest.approx(by_hand, rel=1e-9)
+
+
 def test_workers_wait_for_accelerators_that_take_longer_than_an_epoch() -> None:
     def seconds(epoch_steps: int) -> float:
         planned = mrdho2(largest=PAIRS, epoch_steps=epoch_steps)
@@ -237,11 +253,29 @@ def test_the_plan_has_rows_columns_and_accelerators() -> None:
     assert "does not fit" in tight.summary() or tight.recommended is not None
 
 
+@pytest.mark.parametrize("others", [[], ["KAISA"]])
+def test_each_system_takes_the_options_that_it_knows(others: list[str]) -> None:
+    """Those of one alone are left out of the other, whether there is a K-FAC system or not."""
+    given: dict[str, Any] = {"machine": MACHINE, "network": LINKS}
+    options = {"largest": 2, "accelerators": 2, "subspace_momentum": 0.5}
+    systems = [*others, "DHO2", "MRDHO2"]
+    found = second_order.plan(
+        network(), torch.randn(8, 4), 4, systems=systems, options=options, **given
+    )
+    by = {choice.name: choice.keywords for choice in found.choices}
+    assert by["DHO2 rows"].items() >= {"largest": 2, "subspace_momentum": 0.5}.items()
+    assert by["MRDHO2 2 accelerators"].items() >= {"largest": 2, "accelerators": 2}.items()
+    assert "accelerators" not in by["DHO2 rows"]
+    assert "subspace_momentum" not in by["MRDHO2 2 accelerators"]
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
         ({"options": {"layout": "row"}}, ValueError, "is planned: DHO2's rows and columns"),
         ({"systems": ["DHO2"], "options": {"damping": 1.0}}, TypeError, "unknown options"),
+        ({"systems": ["DHO2"], "options": {"epoch_steps": 9}}, TypeError, "unknown options"),
+        ({"systems": ["DHO2", "MRDHO2"], "options": {"big": 1}}, TypeError, r"options \['big'\]"),
         ({"systems": ["MRDHO2"], "options": {"accelerators": 4}}, ValueError, "leaves none to"),
         ({"systems": ["DHO2"], "options": {"largest": -1}}, ValueError, "largest=-1"),
     ],

@@ -431,8 +431,10 @@ class Case:
     @cached_property
     def _inverses(self) -> dict[int, int]:
         """By row, the bytes of its layers' inverses."""
+        options = self.options
+        made_so = options.solver, options.inv_dtype, options.symmetry_aware
         return {
-            row: sum(_inverse_bytes(layer.shape, self.options) for layer in layers)
+            row: sum(_inverse_bytes(layer.shape, *made_so) for layer in layers)
             for row, layers in self._by_row.items()
         }
 
@@ -560,15 +562,13 @@ def _kept_shapes(
 
 
 @lru_cache(maxsize=4096)
-def _inverse_bytes(shape: FactorShape, options: KFACOptions) -> int:
+def _inverse_bytes(shape: FactorShape, solver: str, dtype: torch.dtype, packed: bool) -> int:
     """Bytes of a layer's inverse: the solver makes one of empty decompositions."""
-    parts = {
-        letter: tuple(
-            torch.empty(size, dtype=options.inv_dtype, device="meta")
-            for size in _kept_shapes(shape, letter, options)
-        )
-        for letter in shape.letters
-    }
+    made = SOLVERS[solver]
+    parts = {}
+    for letter in shape.letters:
+        sizes = made.kept_shapes(shape.groups, shape.dim(letter), shape.is_diagonal(letter), packed)
+        parts[letter] = tuple(torch.empty(s, dtype=dtype, device="meta") for s in sizes)
     with torch.no_grad():
-        inverse = SOLVERS[options.solver].combine(parts, 1.0)
+        inverse = made.combine(parts, 1.0)
     return sum(tensor.nbytes for tensor in inverse.tensors)

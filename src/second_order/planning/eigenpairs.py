@@ -497,14 +497,15 @@ def _due(
         found["base"] = base_step_seconds(part * nbytes, math.ceil(part * len(params)), machine)
     for stage in work.stages:
         compute = stage.computes[0]
-        read = math.prod(compute.sizes[:2]) * compute.count * compute.dtype.itemsize
+        read = 2 * math.prod(compute.sizes[:2]) * compute.dtype.itemsize  # two products with it
         if stage.stage in STEP:  # eigenvectors and vectors pass through memory
             vectors = SPLIT if stage.stage == "split" else CORRECT
             read += vectors * compute.sizes[1] * compute.dtype.itemsize
             found[stage.stage] = machine.touched(read) + machine.overhead("precondition").step
         else:  # each product reads all vectors before, four times
+            # With as many pairs as vectors and rows, both pieces of the work are one.
             seconds = PRODUCT * passes * (case.products + 1) + machine.touched(case.products * read)
-            found[stage.stage] = seconds + machine.product(*stage.computes[1].sizes)
+            found[stage.stage] = seconds + machine.product(*stage.computes[-1].sizes)
     for transfer in work.transfers:
         name = transfer.stage
         tensors = len(case.network.params) if name in ("average_gradients", "exchange") else 0

@@ -146,7 +146,8 @@ def plan(
     shared = dict(options or {})
     _check_options(shared)
     of_factors = [system for system in systems if system in PLANNED]
-    of_all = _of_factors(shared, [system for system in systems if system in PAIRED])
+    of_pairs = [system for system in systems if system in PAIRED]
+    of_all = _of_factors(shared, of_pairs)
     make = {
         (system, solver): partial(PLANNED[system], base=base, solver=solver, **of_all)
         for system in of_factors
@@ -154,9 +155,10 @@ def plan(
     }
     made = {key: each() for key, each in make.items()}
     paired = {
-        system: partial(PAIRED[system], base=base, **_of_pairs(system, shared, of_factors))
-        for system in systems
-        if system in PAIRED
+        system: partial(
+            PAIRED[system], base=base, **_of_pairs(system, shared, of_pairs, of_factors)
+        )
+        for system in of_pairs
     }
     keywords = {"lr": 0.1, **({"momentum": 0.9} if base is torch.optim.SGD else {})}
     keywords |= dict(base_kwargs or {})
@@ -422,10 +424,17 @@ def _of_factors(options: Mapping[str, Any], paired: Sequence[str]) -> dict[str, 
     return {name: value for name, value in options.items() if name not in others}
 
 
-def _of_pairs(system: str, options: Mapping[str, Any], of_factors: Sequence[str]) -> dict[str, Any]:
-    """The options for a system with eigenpairs; all of them where no K-FAC system is planned."""
+def _of_pairs(
+    system: str, options: Mapping[str, Any], paired: Sequence[str], of_factors: Sequence[str]
+) -> dict[str, Any]:
+    """The options for a system with eigenpairs, and those that no planned system knows."""
     known = names_of(system)
-    return {k: value for k, value in options.items() if k in known or not of_factors}
+    others = {name for other in paired for name in names_of(other)} - known
+    return {
+        name: value
+        for name, value in options.items()
+        if name in known or not (of_factors or name in others)
+    }
 
 
 def _checked_intervals(pair: Any) -> Intervals:
