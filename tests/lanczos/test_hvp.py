@@ -219,6 +219,21 @@ def test_parameters_in_other_dtypes(dtype: torch.dtype, mode: str, rtol: float) 
     assert_close(H.double(), expected, rtol=rtol)
 
 
+def test_differences_see_moved_weights_inside_an_autocast() -> None:
+    """Whose cache would have the casts of those before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(64, 6)
+
+    def loss() -> Tensor:
+        return model(x).float().square().mean()
+
+    expected = lanczos.trace(loss, model, products=12).value
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = lanczos.trace(loss, model, hvp="differences", products=12).value
+    assert abs(found / expected - 1) < 0.4  # bfloat16 rounds the differences
+
+
 def test_memory_formats_keep_the_order_of_the_parameters() -> None:
     model, loss = loss_of("conv_grouped")
     V = probes(model.parameters())

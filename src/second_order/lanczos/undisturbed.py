@@ -47,6 +47,8 @@ _SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], object], bool], ...]
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp, False),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp, False),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp, True),
+    # An outer autocast would go on with casts of weights that differences have moved since.
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
 )
 """What says how a setting of torch's is, what sets it, and how it is while a loss is evaluated."""
 
