@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from second_order.errors import SecondOrderWarning
 from second_order.kronecker.autograd import params_in_pass
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.examples import live_rows
 from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
@@ -529,6 +530,7 @@ class StatisticsCollector:
         conv_approximation: The approximation for convolutions; None for the same.
         warn: Issues a warning of statistics that cannot be had.
         blocks: The blocks of each module.
+        counted: The block whose terms are counted, whether it gets pairs or not; None for none.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
         heard: Hears of each block whose staged statistics have grown.
         sampled: Whether the pairs are of drawn labels, and say nothing of the gradient.
@@ -543,6 +545,7 @@ class StatisticsCollector:
         message, SecondOrderWarning, stacklevel=3
     )
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
+    counted: KroneckerBlock | None = None
     fsdp: FSDPParams | None = None
     heard: Callable[[KroneckerBlock], None] = lambda block: None
     sampled: bool = False
@@ -561,7 +564,21 @@ class StatisticsCollector:
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
-        return any(block.trainable for block in self.blocks.get(module, ()))
+        blocks = self.blocks.get(module, ())
+        return any(block.trainable for block in blocks) or self._counts(module)
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Whether the terms of a module are counted."""
+        counted = self.counted
+        return counted is not None and counted.trainable and module in counted.watched
+
+    def _begin(self, block: KroneckerBlock, module: nn.Module, pass_id: int) -> None:
+        """Drop the pairs of earlier passes at a pass's first, if their gradients are no more."""
+        block.follow_requires_grad()
+        if not block.staged.knows(pass_id):
+            unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+            if block.starts_anew(unreduced):
+                block.staged.clear()
 
     def lose(self, module: nn.Module, reason: str) -> None:
         """Count a pair that cannot be had, and warn of its layer once."""
@@ -592,21 +609,19 @@ class StatisticsCollector:
         again: bool = False,
     ) -> None:
         """Add one pair to the staged statistics of its blocks."""
+        if self.counted is not None and self._counts(module) and self.reduction() == "step_mean":
+            self._begin(self.counted, module, pass_id)
+            self.counted.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
         if not self.sampled:
             self.look(module, x, d)
         for block in self.blocks.get(module, ()):
             if block.trainable and not block.fits_pair(module, x, d):
                 block.judge(1.0)
             elif block.trainable and not block.state.unexplained:
-                block.follow_requires_grad()
-                staged = block.staged
-                if not staged.knows(pass_id):
-                    unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
-                    if block.starts_anew(unreduced):
-                        staged.clear()
+                self._begin(block, module, pass_id)
                 with span("capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
-                    staged.add(
+                    block.staged.add(
                         pair,
                         self.gradient_scale(d),
                         pass_id,
