@@ -886,8 +886,8 @@ MUTANTS = [
     _mutant(
         "terms counted where a loss is a mean",
         "kronecker/block.py",
-        ' and self.reduction() == "step_mean":',
-        ":",
+        'self._counted(module) if self.reduction() == "step_mean" else []',
+        "self._counted(module)",
         "loss_reduction::other_owners_layers_are_counted_at_most",
     ),
     _mutant(

@@ -4,6 +4,7 @@ A name is loaded when it is asked for: DHO2 loads nothing of K-FAC, nor KAISA an
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -121,8 +122,8 @@ if not TYPE_CHECKING:  # who checks types is to hear of names that there are not
             found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
             globals()[name] = found
             return found
-        if name == "lanczos":
-            return importlib.import_module(f"{__name__}.lanczos")
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -174,6 +174,63 @@ def test_each_rank_compares_its_own_gradients(world: World, how: str) -> None:
         assert max(found.values()) < 1e-9
 
 
+@quiet
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_pass_that_is_thrown_away_is_no_part_of_the_gradient(to_none: bool) -> None:
+    case = ZOO["shared_linear"]
+    model, (x, y) = case.model(), case.batch()
+    with judged() as found:
+        optimizer = make(KAISA, model)
+        cross_entropy(model(x[:3]), y[:3]).backward()
+        model.zero_grad(set_to_none=to_none)
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert max(found.values()) < 1e-9
+
+
+@quiet
+def test_what_is_known_to_be_incomplete_is_not_compared() -> None:
+    """A gradient that the user's own hook changes, and a pair that is lost."""
+    model: Any = ZOO["mlp"].model()
+    model[2].weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    with judged() as found:
+        take(model, make(KAISA, model), ZOO["mlp"].batch())
+    assert found.keys() == {"0", "4"}
+
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(5, 5, bias=False), nn.Linear(5, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            across = (2 * h).transpose(0, 1)  # which the layer copies
+            again = self.layer(across)
+            across.mul_(0.5)
+            return self.last((again.transpose(0, 1) + h).mean(1))
+
+    torch.manual_seed(0)
+    changed = Changed().double()
+    with judged() as found:
+        optimizer = make(KAISA, changed)
+        take(changed, optimizer, (sequence()[0], torch.arange(6) % CLASSES))
+    assert optimizer.summary().dropped == 1
+    assert found.keys() == {"last"}
+
+
+@quiet
+def test_uses_that_cancel_in_low_precision_count_for_rounding() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+    x = torch.randn(64, 10).bfloat16()
+    with judged() as found:
+        optimizer = KAISA(model, lr=0.1, factor_dtype=torch.float32)
+        near = x + 0.02 * torch.randn(64, 10).bfloat16()
+        (model(x) - model(near)).square().mean().backward()
+        optimizer.step()
+    assert max(found.values()) < TOLERANCE
+
+
 # What does not.
 
 
@@ -238,6 +295,53 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "other sizes": lambda: Averaged(5, 4),
     "no norm": Norm,
 }
+
+
+def pooled(kind: str) -> tuple[nn.Module, Tensor]:
+    """A layer whose forward, replaced on the instance, gives fewer rows than it gets."""
+    x, words = torch.randn(6, 4, 5, dtype=F64), torch.randint(7, (6, 4))
+    layer: Any = {
+        "linear": lambda: nn.Linear(5, 4),
+        "transposed": lambda: Told(5, 4),
+        "embedding": lambda: nn.Embedding(7, 4),
+        "convolution": lambda: nn.Conv1d(4, 4, 3),
+        "norm": lambda: nn.LayerNorm(5),
+    }[kind]()
+    plain = layer.forward
+    if kind == "convolution":
+        layer.forward = lambda x: nn.functional.avg_pool1d(plain(x), 2)
+    elif kind == "norm":
+        layer.forward = lambda x: plain(x)[..., :4].mean(1)
+    else:
+        layer.forward = lambda x: plain(x).mean(1)
+    return nn.Sequential(layer, nn.Flatten(), nn.Linear(4, CLASSES)).double(), (
+        words if kind == "embedding" else x
+    )
+
+
+class Told(nn.Module):
+    """x W, whose sizes say that W is (in, out)."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = d_in, d_out
+        self.weight = nn.Parameter(torch.randn(d_in, d_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@quiet
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize("kind", ["linear", "transposed", "embedding", "convolution", "norm"])
+def test_a_pair_of_other_sizes_ends_no_backward(kind: str, fisher: str) -> None:
+    torch.manual_seed(0)
+    model, x = pooled(kind)
+    optimizer = make(KAISA, model, fisher=fisher, exact_blocks=True)
+    for _ in range(2):
+        take(model, optimizer, (x, torch.arange(6) % CLASSES))
+    rows = {row.name: row.status for row in optimizer.summary().rows}
+    assert rows == {"0": "base", "2": "preconditioned"}
 
 
 def odd_model(name: str) -> nn.Module:

@@ -472,7 +472,7 @@ class Layers:
         for block in new:
             names.setdefault(self._why_silent(block) or UNREACHED, []).append(repr(block.name))
         for reason, absent in names.items():
-            said = "" if reason in UNEXPLAINED else "no statistics arrived for "
+            said = "" if reason in (*UNEXPLAINED, ELSEWHERE) else "no statistics arrived for "
             self._training.warn(
                 f"{said}{', '.join(absent)}: {reason}; the base optimizer trains them until then"
             )

@@ -294,10 +294,8 @@ class KroneckerBlock:
             self.staged.explanation.add(self.product(module, x, d), x, d, weight)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer, if it is only supposed to be one."""
-        key, shape = self.keys[self.modules.index(module)], self.shape
-        own_in = shape.in_dim - int(self.trains_bias)
-        return key != "linear" or (x.shape[-1:], d.shape[-1:]) == ((own_in,), (shape.out_dim,))
+        """Whether a pair's sizes can be those of the layer."""
+        return self._kind_of(module).fits(module, x, d)
 
     def judge(self, residual: float) -> None:
         """Note how much of the gradient the step's pairs leave unexplained, if they were compared.
@@ -564,25 +562,23 @@ class StatisticsCollector:
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
-        blocks = self.blocks.get(module, ())
-        return any(block.trainable for block in blocks) or self._counts(module)
+        blocks = [*self.blocks.get(module, ()), *self._counted(module)]
+        return any(block.trainable for block in blocks)
 
-    def _counts(self, module: nn.Module) -> bool:
-        """Whether the terms of a module are counted."""
-        counted = self.counted
-        return counted is not None and counted.trainable and module in counted.watched
-
-    def _begin(self, block: KroneckerBlock, module: nn.Module, pass_id: int) -> None:
-        """Drop the pairs of earlier passes at a pass's first, if their gradients are no more."""
-        block.follow_requires_grad()
-        if not block.staged.knows(pass_id):
-            unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
-            if block.starts_anew(unreduced):
-                block.staged.clear()
+    def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
+        """The block whose terms are counted, if it is a module's and trains."""
+        block = self.counted
+        if block is None or not block.trainable or module not in block.watched:
+            return []
+        return [block]
 
     def lose(self, module: nn.Module, reason: str) -> None:
         """Count a pair that cannot be had, and warn of its layer once."""
         for block in self.blocks.get(module, ()):
+            if block.looks:
+                if block.staged.explanation is None:
+                    block.staged.explanation = Explanation()
+                block.staged.explanation.complete = False
             if not bool(block.staged.dropped):
                 self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")
             block.staged.dropped += 1
@@ -609,16 +605,22 @@ class StatisticsCollector:
         again: bool = False,
     ) -> None:
         """Add one pair to the staged statistics of its blocks."""
-        if self.counted is not None and self._counts(module) and self.reduction() == "step_mean":
-            self._begin(self.counted, module, pass_id)
-            self.counted.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
+        counted = self._counted(module) if self.reduction() == "step_mean" else []
+        for block in {*self.blocks.get(module, ()), *counted}:
+            if block.trainable and not block.staged.knows(pass_id):
+                block.follow_requires_grad()
+                unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+                if block.starts_anew(unreduced):
+                    block.staged.clear()
+        for block in counted:
+            block.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
         if not self.sampled:
             self.look(module, x, d)
         for block in self.blocks.get(module, ()):
             if block.trainable and not block.fits_pair(module, x, d):
                 block.judge(1.0)
             elif block.trainable and not block.state.unexplained:
-                self._begin(block, module, pass_id)
+                block.follow_requires_grad()
                 with span("capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
                     block.staged.add(

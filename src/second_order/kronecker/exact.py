@@ -242,8 +242,11 @@ class ExactBlock(KroneckerBlock):
         return rows[:, : p.numel()].sum(0).view(p.shape)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer, if it is only supposed to be one."""
-        return not _is_supposed(module) or x.shape == d.shape
+        """Whether a pair's sizes can be those of the layer."""
+        if _gain_of(module) is not None or not is_normalisation(module):
+            return True
+        last = not _is_supposed(module) or x.shape[-1:] == cast(Tensor, module.weight).shape
+        return last and x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.owned)

@@ -38,9 +38,14 @@ class Explanation:
     """The gradient of one weight in the passes of a step, beside what the layer's pairs make of it.
 
     It hangs a hook on the weight from a pair until the gradient arrives, in the same pass.
+
+    Attributes:
+        complete: Whether all is seen: no pair is known to be lost, and no hook of the user's
+            changes the gradient before it arrives.
     """
 
     def __init__(self) -> None:
+        self.complete = True
         self._pairs: Tensor | float = 0.0
         self._gradient: Tensor | float = 0.0
         self._weight: Tensor | None = None
@@ -56,7 +61,13 @@ class Explanation:
             d: The gradient of the layer's output.
             weight: The leaf that the backward pass accumulates into.
         """
-        self._pairs = self._pairs + _sketch(product)
+        if self._hook is None and weight._backward_hooks:
+            self.complete = False
+        if not self.complete:
+            return
+        part = _sketch(product)
+        self._pairs = self._pairs + part
+        self._noise = self._noise + torch.finfo(d.dtype).eps * part.norm()  # of adding up
         least = torch.finfo(d.dtype).smallest_normal * torch.finfo(d.dtype).eps
         size = x.float().norm() if x.is_floating_point() else float(x.numel()) ** 0.5
         self._noise = self._noise + _rounding(d) * d.float().norm() * size
@@ -75,9 +86,9 @@ class Explanation:
         self._weight = _sketch(weight.detach().to(wide)) if weight.dim() > 1 else None
 
     def residual(self) -> Tensor | None:
-        """r, a scalar tensor, less what rounding may make; None if no gradient has arrived."""
+        """r, a scalar tensor, less what rounding may make; None if it is not all seen."""
         gradient, pairs = self._gradient, self._pairs
-        if not (isinstance(gradient, Tensor) and isinstance(pairs, Tensor)):
+        if not (self.complete and isinstance(gradient, Tensor) and isinstance(pairs, Tensor)):
             return None
         left, weight = gradient - pairs, self._weight
         if weight is not None:

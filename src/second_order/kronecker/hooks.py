@@ -164,7 +164,8 @@ class LayerHook(WatchHook):
         """Tell of a call; inside a graph, return the output as a watched one."""
         if torch.compiler.is_exporting():
             return None
-        x = args[0] if args else next(iter(kwargs.values()), None)  # whatever its name is
+        # By keyword whatever its name is.
+        x = args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
         if torch.compiler.is_dynamo_compiling():
             return _traced(self.watches, module, x, output)
         for watch in tuple(self.watches):

@@ -21,6 +21,7 @@ width. The block is the product of the two over the trace that both have.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -35,11 +36,14 @@ from second_order.kronecker.layers import (
     LayerKind,
     PairStatistics,
     at_least_one,
+    conv_fits,
     conv_gradient,
+    embedding_fits,
     embedding_gradient,
     embedding_statistics,
     gram,
     key_of,
+    linear_fits,
     linear_gradient,
     linear_statistics,
     live_images,
@@ -208,10 +212,19 @@ def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
 # --------------------------------------------------------------------------------- what is what
 
 
-KINDS[TRANSPOSED] = LayerKind(linear_statistics, _columns_of_weight, gradient=_transposed_gradient)
+KINDS[TRANSPOSED] = LayerKind(
+    linear_statistics,
+    _columns_of_weight,
+    gradient=_transposed_gradient,
+    fits=partial(linear_fits, transposed=True),
+)
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
     KINDS[_transposed] = LayerKind(
-        _transposed_conv_statistics, _patches_of_output, with_bias=False, gradient=conv_gradient
+        _transposed_conv_statistics,
+        _patches_of_output,
+        with_bias=False,
+        gradient=conv_gradient,
+        fits=conv_fits,
     )
 KINDS[nn.MultiheadAttention] = LayerKind(
     _attention_statistics,
@@ -219,15 +232,20 @@ KINDS[nn.MultiheadAttention] = LayerKind(
     "in_proj_weight",
     "in_proj_bias",
     gradient=_attention_gradient,
+    fits=lambda module, x, d: True,  # put together from its own products
 )
 KINDS[SCALED] = LayerKind(
-    _scaled_embedding_statistics, rows_of_embedding, gradient=_scaled_embedding_gradient
+    _scaled_embedding_statistics,
+    rows_of_embedding,
+    gradient=_scaled_embedding_gradient,
+    fits=embedding_fits,
 )
 KINDS[TIED_EMBEDDING] = LayerKind(
     _tied_embedding_statistics,
     _entries_by_width,
     with_bias=False,
     gradient=_scaled_embedding_gradient,
+    fits=embedding_fits,
 )
 KINDS[TIED_OUTPUT] = LayerKind(_tied_output_statistics, _entries_by_width, with_bias=False)
 

@@ -51,7 +51,9 @@ __all__ = [
     "PairStatistics",
     "Statistics",
     "at_least_one",
+    "conv_fits",
     "conv_gradient",
+    "embedding_fits",
     "embedding_gradient",
     "embedding_statistics",
     "factor_shape",
@@ -60,6 +62,7 @@ __all__ = [
     "gram",
     "is_convolution",
     "key_of",
+    "linear_fits",
     "linear_gradient",
     "linear_statistics",
     "live_images",
@@ -423,7 +426,46 @@ def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     return found
 
 
+# ------------------------------------------------------------- whether a pair can be of the layer
+
+
+def linear_fits(module: nn.Module, x: Tensor, d: Tensor, transposed: bool = False) -> bool:
+    """Whether a pair has the sizes of a Linear's weight, and as many rows of x as of d."""
+    out_dim, in_dim = cast(Tensor, module.weight).shape[:: -1 if transposed else 1]
+    fits = x.layout is torch.strided and x.is_floating_point()
+    return (
+        fits
+        and (d.shape[-1], x.shape[-1]) == (out_dim, in_dim)
+        and d.numel() * in_dim == x.numel() * out_dim
+    )
+
+
+def conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
+    """Whether a pair has the sizes of a convolution's input and output, transposed or not."""
+    conv = cast(Convolution, module)
+    dims = len(conv.kernel_size)
+    sizes = (x.shape[-dims - 1], d.shape[-dims - 1]) == (conv.in_channels, conv.out_channels)
+    if x.dim() != d.dim() or x.shape[: -dims - 1] != d.shape[: -dims - 1] or not sizes:
+        return False
+    narrow, wide = (x, d) if conv.transposed else (d, x)
+    ends = zip(wide.shape[-dims:], narrow.shape[-dims:], padding_per_side(conv), strict=True)
+    for i, (n, out, sides) in enumerate(ends):
+        reach = conv.dilation[i] * (conv.kernel_size[i] - 1) + 1
+        more = (n + sum(sides) - reach) // conv.stride[i] + 1 - out
+        # A transposed one may add to its output's end.
+        if not 0 <= more <= (conv.dilation[i] if conv.transposed else 0):
+            return False
+    return True
+
+
+def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
+    """Whether a pair has a row for each index."""
+    width = cast(Tensor, module.weight).shape[1]
+    return not x.is_floating_point() and d.shape == (*x.shape, width)
+
+
 Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
+Fits: TypeAlias = Callable[[nn.Module, Tensor, Tensor], bool]
 Gradient: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Key: TypeAlias = type[nn.Module] | str
 """The name of a kind of layer: a class, or a word for what is known by what it computes."""
@@ -452,6 +494,7 @@ class LayerKind:
         bias: Name of the bias.
         with_bias: Whether the bias is the homogeneous coordinate of A.
         gradient: Gives a pair's part of the weight's gradient, of the weight's shape.
+        fits: Tells whether a pair has sizes that the layer's can have.
     """
 
     statistics: Statistics
@@ -460,14 +503,17 @@ class LayerKind:
     bias: str = "bias"
     with_bias: bool = True
     gradient: Gradient = linear_gradient
+    fits: Fits = linear_fits
 
 
 KINDS: dict[Key, LayerKind] = {
     nn.Linear: LayerKind(linear_statistics),
-    nn.Conv1d: LayerKind(_conv_statistics, gradient=conv_gradient),
-    nn.Conv2d: LayerKind(_conv_statistics, gradient=conv_gradient),
-    nn.Conv3d: LayerKind(_conv_statistics, gradient=conv_gradient),
-    nn.Embedding: LayerKind(embedding_statistics, rows_of_embedding, gradient=embedding_gradient),
+    nn.Conv1d: LayerKind(_conv_statistics, gradient=conv_gradient, fits=conv_fits),
+    nn.Conv2d: LayerKind(_conv_statistics, gradient=conv_gradient, fits=conv_fits),
+    nn.Conv3d: LayerKind(_conv_statistics, gradient=conv_gradient, fits=conv_fits),
+    nn.Embedding: LayerKind(
+        embedding_statistics, rows_of_embedding, gradient=embedding_gradient, fits=embedding_fits
+    ),
     "linear": LayerKind(linear_statistics),
 }
 """All kinds of layers, those of users among them."""
@@ -494,6 +540,8 @@ def unsupported_reason(module: nn.Module) -> str | None:
         return f"{type(module).__name__} overrides {key.__name__}.forward"
     if getattr(module, "sparse", False):
         return "its gradient is sparse"
+    if getattr(module, "scale_grad_by_freq", False):
+        return "its gradient is scaled by how often entries are looked up"
     weight = module._parameters.get(KINDS[key].weight)
     if not isinstance(weight, nn.Parameter):
         return "its weight is computed (parametrization, weight norm or pruning)"
