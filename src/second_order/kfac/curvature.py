@@ -245,6 +245,7 @@ class KFACCurvature(Curvature):
         if helpers is not None:
             own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
         coming: Iterator[list[KroneckerBlock]] = iter(())
+        more = self._more_terms() if own else 1.0  # before pairs that explain nothing are dropped
         if own:
             self.layers.look(taken)
             for block in self.plan:
@@ -258,7 +259,6 @@ class KFACCurvature(Curvature):
             else:
                 self._pipeline.drain()
         elif own:
-            more = self._more_terms()
             sums = self.layers.sums(taken)
             with self.training.meter.stage("exchange"):
                 exchange.statistics(sums, self._wire)
@@ -278,15 +278,20 @@ class KFACCurvature(Curvature):
         return coming
 
     def _more_terms(self) -> Tensor | float:
-        """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's."""
-        block = self.layers.counting
-        if self._system.owners is None or block is None or self.layers.reduction != "step_mean":
+        """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
+
+        Shares are taken for equal where a rank has not counted, or has none of the counted layer's.
+        """
+        counted = self._counted
+        if counted is None or self.layers.reduction != "step_mean":
             return 1.0
-        here = block.staged.examples
+        here = counted.staged.terms
         everywhere = here.clone()
         with self.training.meter.stage("exchange"):
             self.training.world.all_reduce([everywhere]).wait()
-        return everywhere / here.clamp_min(1.0)
+        ranks = self.training.world.size
+        known = (everywhere[1] == ranks) & (here[0] > 0)
+        return torch.where(known, everywhere[0] / here[0].clamp_min(1.0), ranks)
 
     @property
     def _wire(self) -> torch.dtype | None:
@@ -354,6 +359,8 @@ class KFACCurvature(Curvature):
         own = self.helpers is None or self.helpers.own_passes
         due = own and self._cadence.due("factor_update_steps")
         self.layers.expect(due)
+        if self.layers.collector.counted is not self._counted:  # a refresh has found it silent
+            self.layers.watch(self._takes, self._counted)
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
 
@@ -369,9 +376,11 @@ class KFACCurvature(Curvature):
         layer = self.known.get(block)
         return layer is None or layer.source in (None, self._rank)
 
-    def _watches(self, block: KroneckerBlock) -> bool:
-        """Whether this rank looks at a layer's passes: for its factors, or to count the terms."""
-        return self._takes(block) or block is self.layers.counting
+    @property
+    def _counted(self) -> KroneckerBlock | None:
+        """The layer whose terms all ranks count; None where statistics are of all ranks' terms."""
+        alone = self._system.owners is None or self.training.world.size == 1
+        return None if alone else self.layers.counting
 
     def _follow(self) -> None:
         """Plan anew if layers were frozen or unfrozen since the last step."""
@@ -396,7 +405,7 @@ class KFACCurvature(Curvature):
         move_factors(world, self.plan, before)
         known = before | self.plan
         self.known = {block: known[block] for block in layers.blocks if block in known}
-        layers.watch(self._watches)
+        layers.watch(self._takes, self._counted)
         for block in layers.blocks:
             block.drop_inverse()
         self.solves.follow(self.plan)
@@ -503,7 +512,7 @@ class KFACCurvature(Curvature):
         self._exchange = None
         self.budget.begin()
         self.layers.connect()
-        self.layers.watch(self._watches)
+        self.layers.watch(self._takes, self._counted)
         self.watch()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -88,8 +88,9 @@ IGNORED = (
 SAME_FOR_ALL = (
     "the gradients of a step's passes do not shrink with the number of their terms, as those of "
     "means do: all losses seem to be divided by the same number. If that is the number of terms in "
-    "all passes, write loss_reduction='step_mean', as curvature is too large otherwise; if each "
-    "loss is a mean over its pass, loss_reduction='mean' ends this warning"
+    "all passes, write loss_reduction='step_mean', as curvature is too large otherwise; if losses "
+    "are added up as they are, such as those of several tasks, accumulation_steps=1; if each is a "
+    "mean over its pass, loss_reduction='mean' ends this warning"
 )
 
 
@@ -288,10 +289,19 @@ class Layers:
             self.collector, self._sampler, self.collector.wants, self._timed, fsdp, **how
         )
 
-    def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
-        """Hook the layers whose statistics this process takes."""
-        modules = [m for block in self.blocks if taken(block) for m in block.watched]
-        self.capture.attach(self._training.model, modules)
+    def watch(
+        self, taken: Callable[[KroneckerBlock], bool], counted: KroneckerBlock | None = None
+    ) -> None:
+        """Hook the layers whose statistics this process takes, and the one whose terms it counts.
+
+        Args:
+            taken: Tells whether statistics of a layer are taken.
+            counted: The layer whose terms are counted, or None.
+        """
+        self.collector.counted = counted
+        self.collector.watch(filter(taken, self.blocks))
+        watched = [b for b in self.blocks if taken(b) or b is counted]
+        self.capture.attach(self._training.model, [m for b in watched for m in b.watched])
 
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -306,13 +316,15 @@ class Layers:
 
     @property
     def counting(self) -> KroneckerBlock | None:
-        """The layer by whose examples processes compare their shares of a step; None if never.
+        """The layer by whose terms processes compare their shares of a step; None if never.
 
-        It is the last one, as a rule the one whose outputs have the loss's terms.
+        It is the last one that is not silent, as a rule the one whose outputs have the loss's
+        terms. All processes choose the same: they agree on which are silent.
         """
         if not may_be_step_mean(self._options, self._items):
             return None
-        return next((block for block in reversed(self.active) if block.watched), None)
+        last = (block for block in reversed(self.active) if block.watched)
+        return max(last, key=lambda block: not block.state.silent, default=None)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

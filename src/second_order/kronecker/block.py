@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from second_order.errors import SecondOrderWarning
 from second_order.kronecker.autograd import params_in_pass
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.examples import live_rows
 from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
@@ -527,6 +528,7 @@ class StatisticsCollector:
         conv_approximation: The approximation for convolutions; None for the same.
         warn: Issues a warning of statistics that cannot be had.
         blocks: The blocks of each module.
+        counted: The block whose terms are counted, whether it gets pairs or not; None for none.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
         heard: Hears of each block whose staged statistics have grown.
         sampled: Whether the pairs are of drawn labels, and say nothing of the gradient.
@@ -541,6 +543,7 @@ class StatisticsCollector:
         message, SecondOrderWarning, stacklevel=3
     )
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
+    counted: KroneckerBlock | None = None
     fsdp: FSDPParams | None = None
     heard: Callable[[KroneckerBlock], None] = lambda block: None
     sampled: bool = False
@@ -559,7 +562,15 @@ class StatisticsCollector:
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
-        return any(block.trainable for block in self.blocks.get(module, ()))
+        blocks = [*self.blocks.get(module, ()), *self._counted(module)]
+        return any(block.trainable for block in blocks)
+
+    def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
+        """The block whose terms are counted, if it is a module's and trains."""
+        block = self.counted
+        if block is None or not block.trainable or module not in block.watched:
+            return []
+        return [block]
 
     def lose(self, module: nn.Module, reason: str) -> None:
         """Count a pair that cannot be had, and warn of its layer once."""
@@ -594,12 +605,15 @@ class StatisticsCollector:
         again: bool = False,
     ) -> None:
         """Add one pair to the staged statistics of its blocks."""
-        for block in self.blocks.get(module, ()):
+        counted = self._counted(module) if self.reduction() == "step_mean" else []
+        for block in {*self.blocks.get(module, ()), *counted}:
             if block.trainable and not block.staged.knows(pass_id):
                 block.follow_requires_grad()
                 unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
                 if block.starts_anew(unreduced):
                     block.staged.clear()
+        for block in counted:
+            block.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
         if not self.sampled:
             self.look(module, x, d)
         for block in self.blocks.get(module, ()):

@@ -99,6 +99,7 @@ class StagedStatistics:
         self._passes: dict[int, list[tuple[float | Tensor, Tensor]]] = {}
         self._reduction: Reduction = "sum"
         self._first_passes: set[int] = set()
+        self._terms: dict[int, int | Tensor] = {}  # by pass
 
     @property
     def micro_batches(self) -> int:
@@ -107,17 +108,22 @@ class StagedStatistics:
 
     def knows(self, pass_id: int) -> bool:
         """Whether a backward pass has brought a pair."""
-        return pass_id in self._passes
+        return pass_id in self._passes or pass_id in self._terms
 
     @property
     def empty(self) -> bool:
-        """True if no pair arrived since the last :meth:`clear`."""
-        return not self._sums
+        """True if no pair arrived since the last :meth:`clear`, be it one to be counted alone."""
+        return not (self._sums or self._terms)
+
+    def count(self, terms: int | Tensor, pass_id: int) -> None:
+        """Count the terms of a pair, apart from its statistics."""
+        self._terms[pass_id] = self._terms.get(pass_id, 0) + terms
 
     @property
-    def examples(self) -> Tensor:
-        """Number of examples so far, over all uses and passes; a scalar."""
-        return self._head[0]
+    def terms(self) -> Tensor:
+        """The terms that were counted, and 1 if any pair's were, ``(2,)``."""
+        found = torch.as_tensor(sum(self._terms.values()), dtype=self.dtype, device=self.device)
+        return torch.stack([found, torch.full_like(found, bool(self._terms))])
 
     def add(
         self,
