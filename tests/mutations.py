@@ -141,6 +141,20 @@ MUTANTS = [
         "agreement::every_rank_hears_of_each_other_in_rounds",
     ),
     _mutant(
+        "ranks beyond a power of two whose addends are left out",
+        "distributed/collectives.py",
+        "self._receive(other, beyond)\n            add(other)",
+        "self._receive(other, beyond)",
+        "shares::all_reduces_in_rounds_are_the_same_bits_on_all_ranks",
+    ),
+    _mutant(
+        "gloo's ring in the place of a message for each rank",
+        "distributed/shares.py",
+        "if gloo and ranks <= RING_RANKS",
+        "if ranks < 0",
+        "shares::gloo_sums_in_rounds_or_not_at_all",
+    ),
+    _mutant(
         "a place without a word taken for a word",
         "distributed/collectives.py",
         "(least, least) if word is None",
@@ -150,7 +164,7 @@ MUTANTS = [
     _mutant(
         "a message for each of thousands of ranks",
         "distributed/shares.py",
-        "return 0 < whole < fewer * MESSAGE_BYTES",
+        "return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES",
         "return False",
         "shares::messages_of_many_ranks_go_by_a_sum",
         "many_ranks::a_step_of_4096_ranks_agrees_and_sums_in_no_time",
