@@ -137,7 +137,7 @@ MUTANTS = [
         "rounds that do not reach every rank",
         "distributed/collectives.py",
         "distance *= 2",
-        "distance *= 3",
+        "distance *= 4",
         "agreement::every_rank_hears_of_each_other_in_rounds",
     ),
     _mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
     _mutant(
         "narrow sums of many ranks that add up narrow",
         "distributed/collectives.py",
-        "flat = flat.to(torch.promote_types(flat.dtype, torch.float32))",
+        "flat = flat.to(wide(flat.dtype))",
         "pass",
         "shares::narrow_messages_add_up_wide_by_a_sum",
     ),
@@ -2989,7 +2989,7 @@ MUTANTS = [
     _mutant(
         "bfloat16 sums added in bfloat16",
         "distributed/reductions.py",
-        "rows[0].to(torch.promote_types(rows.dtype, torch.float32))",
+        "rows[0].to(wide(rows.dtype))",
         "rows[0].clone()",
         "collectives::narrow_sums_are_added_wide_in_the_order_of_ranks",
     ),
