@@ -137,8 +137,22 @@ MUTANTS = [
         "rounds that do not reach every rank",
         "distributed/collectives.py",
         "distance *= 2",
-        "distance *= 3",
+        "distance *= 4",
         "agreement::every_rank_hears_of_each_other_in_rounds",
+    ),
+    _mutant(
+        "ranks beyond a power of two whose addends are left out",
+        "distributed/collectives.py",
+        "self._receive(other, beyond)\n            add(other)",
+        "self._receive(other, beyond)",
+        "shares::all_reduces_in_rounds_are_the_same_bits_on_all_ranks",
+    ),
+    _mutant(
+        "gloo's ring in the place of a message for each rank",
+        "distributed/shares.py",
+        "if gloo and ranks <= RING_RANKS",
+        "if ranks < 0",
+        "shares::gloo_sums_in_rounds_or_not_at_all",
     ),
     _mutant(
         "a place without a word taken for a word",
@@ -150,7 +164,7 @@ MUTANTS = [
     _mutant(
         "a message for each of thousands of ranks",
         "distributed/shares.py",
-        "return 0 < whole < fewer * MESSAGE_BYTES",
+        "return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES",
         "return False",
         "shares::messages_of_many_ranks_go_by_a_sum",
         "many_ranks::a_step_of_4096_ranks_agrees_and_sums_in_no_time",
@@ -165,7 +179,7 @@ MUTANTS = [
     _mutant(
         "narrow sums of many ranks that add up narrow",
         "distributed/collectives.py",
-        "flat = flat.to(torch.promote_types(flat.dtype, torch.float32))",
+        "flat = flat.to(wide(flat.dtype))",
         "pass",
         "shares::narrow_messages_add_up_wide_by_a_sum",
     ),
@@ -3003,7 +3017,7 @@ MUTANTS = [
     _mutant(
         "bfloat16 sums added in bfloat16",
         "distributed/reductions.py",
-        "rows[0].to(torch.promote_types(rows.dtype, torch.float32))",
+        "rows[0].to(wide(rows.dtype))",
         "rows[0].clone()",
         "collectives::narrow_sums_are_added_wide_in_the_order_of_ranks",
     ),

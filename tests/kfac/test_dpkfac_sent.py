@@ -100,12 +100,15 @@ def test_the_owner_hook_sends_by_shares_as_directly(world: World) -> None:
 
 
 def train_by_sums(
-    rank: int, world_size: int, by_sum: bool
+    rank: int, world_size: int, by_sum: bool, ring_ranks: int
 ) -> list[tuple[list[Tensor], Counter[str]]]:
     """DPKFAC with its hook and without, and KAISA, whose factors and results have owners."""
     intervals = {"inv_update_steps": 2, **BASES["SGD"]}
     found = []
-    with patch.object(collectives, "goes_by_sum", lambda _, whole: by_sum and whole > 0):
+    with (
+        patch.object(collectives, "goes_by_sum", lambda _, whole, __: by_sum and whole > 0),
+        patch.object(shares, "RING_RANKS", ring_ranks),
+    ):
         hooked = train_hooked(rank, world_size, {"bucket_cap_mb": 0.0001}, intervals)
         found.append((hooked[0], hooked[2]))
         for System, more in (
@@ -120,14 +123,18 @@ def train_by_sums(
     return found
 
 
-def test_by_sums_trajectories_are_those_of_messages_to_owners(world: World) -> None:
-    directly = world.run(train_by_sums, 3, False)
-    by_sums = world.run(train_by_sums, 3, True)
+@pytest.mark.parametrize("ring_ranks", [1, 8], ids=["in rounds", "along a ring"])
+def test_by_sums_trajectories_are_those_of_messages_to_owners(
+    world: World, ring_ranks: int
+) -> None:
+    directly = world.run(train_by_sums, 3, False, 8)
+    by_sums = world.run(train_by_sums, 3, True, ring_ranks)
     for which in range(3):
         expected = agreed([each[which][0] for each in directly])
         assert_same_trajectory(agreed([each[which][0] for each in by_sums]), expected)
         assert all(each[which][1]["all_to_all_single"] > 0 for each in directly)
         assert all(each[which][1]["all_to_all_single"] == 0 for each in by_sums)
+        assert all((each[which][1]["isend"] > 0) == (ring_ranks == 1) for each in by_sums)
 
 
 def frozen_for_a_step(rank: int, world_size: int, hooked: bool) -> list[Tensor]:

@@ -6,7 +6,7 @@ collectives does not grow with the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -19,18 +19,21 @@ from torch import Tensor
 from second_order.distributed.groups import check_group, shared_group_like
 from second_order.distributed.lost import explained
 from second_order.distributed.reductions import (
+    Finished,
     PendingReduction,
     PendingSums,
     Started,
     in_runs,
     scatter,
     sum_in_order,
+    wide,
 )
 from second_order.distributed.shares import (
     Segments,
     Shares,
     goes_by_shares,
     goes_by_sum,
+    goes_in_rounds,
     in_buckets,
     sizes_of,
 )
@@ -41,9 +44,8 @@ __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
 
 BUCKET_BYTES = 64 * 2**20
 
-RING_RANKS = 8
-"""Number of ranks up to which gloo's all-reduce serves for a few words: it goes along a ring, where
-each of 2 (P - 1) messages waits for the one before."""
+ROUNDS_TAG = 7077
+"""Tag of messages in rounds, which are not to be taken for the user's own between two ranks."""
 
 
 @dataclass(frozen=True)
@@ -279,12 +281,12 @@ class World:
             largest = max(sizes.values(), default=0) + common
             whole = sum(sizes.values()) + common
             targets = [*own.get(self.rank, []), *for_all]
-            by_sum = goes_by_sum(self.size, whole * itemsize)
+            by_sum = self._goes_by_sum(whole * itemsize)
             if by_sum or goes_by_shares(self.size, largest * itemsize, whole * itemsize):
                 segments = Segments.of_sizes(sizes, common, self.size)
                 flat = self._stage(_flatten([t for part in own.values() for t in part] + for_all))
-                if by_sum:  # narrow ones add up wide
-                    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+                if by_sum:
+                    flat = flat.to(wide(flat.dtype))
                     wanted_here = partial(_parts, flat, segments.wanted(self.rank))
                     pending.add(self._all_reduced(flat), wanted_here, targets)
                     continue
@@ -299,10 +301,58 @@ class World:
             pending.add(work, partial(sum_in_order, rows, flat), targets)
         return pending
 
+    def _goes_by_sum(self, nbytes: int) -> bool:
+        return goes_by_sum(self.size, nbytes, self.backend == "gloo")
+
     def _all_reduced(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        """Start to all-reduce a flat tensor in place."""
+        """Start to all-reduce a flat tensor in place; what goes in rounds is done on return."""
+        if self.backend == "gloo" and goes_in_rounds(self.size, flat.nbytes):
+            add = torch.maximum if op == dist.ReduceOp.MAX else torch.add
+            self._reduce_in_rounds(flat, partial(add, flat, out=flat))
+            return Finished()
         sent(flat.nbytes)
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
+
+    def _reduce_in_rounds(self, flat: Tensor, add: Callable[[Tensor], Any]) -> None:
+        """All-reduce a flat tensor in place, to the same bits on every rank.
+
+        Ranks beyond the greatest power of two give theirs to one of the others, and get the sum
+        from it. All add in one tree, and a + b is b + a to the bit.
+
+        Args:
+            flat: The tensor.
+            add: Adds another one of its size to it.
+        """
+        other, core = torch.empty_like(flat), 2 ** (self.size.bit_length() - 1)
+        if self.rank >= core:
+            self._send(flat, self.rank - core).wait()
+            self._receive(flat, self.rank - core)
+            return
+        beyond = self.rank + core
+        if beyond < self.size:
+            self._receive(other, beyond)
+            add(other)
+        distance = 1
+        while distance < core:
+            going = self._send(flat, self.rank ^ distance)
+            self._receive(other, self.rank ^ distance)
+            going.wait()
+            add(other)
+            distance *= 2
+        if beyond < self.size:
+            self._send(flat, beyond).wait()
+
+    def _send(self, flat: Tensor, rank: int) -> Any:
+        """Start to send a flat tensor, which must stay as it is until that is waited for."""
+        assert self.group is not None
+        sent(flat.nbytes)
+        to = dist.get_global_rank(self.group, rank)
+        return dist.isend(flat, to, group=self.group, tag=ROUNDS_TAG)
+
+    def _receive(self, flat: Tensor, rank: int) -> None:
+        assert self.group is not None
+        source = dist.get_global_rank(self.group, rank)
+        dist.recv(flat, source, group=self.group, tag=ROUNDS_TAG)
 
     def _sum_of_shares(self, flat: Tensor, shares: Shares) -> Started:
         """Start to sum this rank's share of a flat tensor over the ranks."""
@@ -394,7 +444,7 @@ class World:
             source = items[i].source
             of_source[source] = of_source.get(source, 0) + items[i].size * itemsize
         largest, whole = max(of_source.values(), default=0), sum(of_source.values())
-        if not (goes_by_sum(self.size, whole) or goes_by_shares(self.size, largest, whole)):
+        if not (self._goes_by_sum(whole) or goes_by_shares(self.size, largest, whole)):
             return []
         return sorted(for_all, key=lambda i: items[i].source)
 
@@ -412,7 +462,7 @@ class World:
 
     def _spread(self, items: Sequence[Delivery], which: Sequence[int], empty: Tensor) -> Tensor:
         """Give all ranks some items in one flat tensor: a share to each, and then all shares."""
-        if goes_by_sum(self.size, sum(items[i].size for i in which) * empty.itemsize):
+        if self._goes_by_sum(sum(items[i].size for i in which) * empty.itemsize):
             return self._added(items, which, empty)
         sizes: dict[int, int] = {}
         for i in which:
@@ -537,8 +587,6 @@ class World:
     def same(self, words: Sequence[int | None]) -> bool:
         """Whether ranks have the same words of 64 bits; an all-reduce of 16 bytes for each.
 
-        Among many ranks it takes ⌈log₂ P⌉ rounds of one message each.
-
         Args:
             words: As many on every rank; None where this rank has none, and some other has.
         """
@@ -548,28 +596,8 @@ class World:
         least = -(2**63)
         both = [(least, least) if word is None else (word, ~word) for word in words]
         greatest = torch.tensor(both, dtype=torch.int64, device="cpu")
-        if self.size > RING_RANKS:
-            self._exchange_in_rounds(greatest)
-        else:
-            self.all_reduce_max([greatest]).wait()
+        self.all_reduce_max([greatest]).wait()
         return all(most == ~of_least for most, of_least in greatest.tolist())
-
-    def _exchange_in_rounds(self, greatest: Tensor) -> None:
-        """Take each element's maximum over ranks, in place: over ever more ranks before this."""
-        assert self.group is not None
-        other, distance = torch.empty_like(greatest), 1
-        while distance < self.size:
-            before, after = (
-                dist.get_global_rank(self.group, (self.rank + step) % self.size)
-                for step in (-distance, distance)
-            )
-            sent(greatest.nbytes)
-            going = dist.isend(greatest, after, group=self.group)
-            dist.recv(other, before, group=self.group)
-            if going is not None:
-                going.wait()
-            torch.maximum(greatest, other, out=greatest)
-            distance *= 2
 
 
 def _parts(flat: Tensor, parts: Iterable[slice]) -> Tensor:

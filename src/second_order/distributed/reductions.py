@@ -11,10 +11,32 @@ from torch import Tensor
 
 from second_order.distributed.lost import explained
 
-__all__ = ["PendingReduction", "PendingSums", "Started", "in_runs", "scatter", "sum_in_order"]
+__all__ = [
+    "Finished",
+    "PendingReduction",
+    "PendingSums",
+    "Started",
+    "in_runs",
+    "scatter",
+    "sum_in_order",
+    "wide",
+]
 
 Started: TypeAlias = tuple[Any, Callable[[], Tensor]]
 """A message under way, and what gives its flat result once it is done."""
+
+
+class Finished:
+    """A message that has arrived, as the backend's are waited for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is done."""
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(None)
+        return done
 
 
 class PendingReduction:
@@ -138,10 +160,15 @@ def in_runs(received: Tensor, own: list[int], common: list[int], sent: Tensor) -
 
 def sum_in_order(rows: Tensor, sent: Tensor) -> Tensor:
     """The sum of ``(ranks, n)`` over ranks; ``sent`` is kept alive until it has gone."""
-    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32))  # narrow ones add up wide
+    total = rows[0].to(wide(rows.dtype))
     for row in rows[1:]:
         total += row
     return total
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which addends of a dtype are added: narrow floating-point numbers in a wider."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _pass_on(to: torch.futures.Future[Any], finished: torch.futures.Future[Any]) -> None:

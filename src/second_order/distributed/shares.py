@@ -16,6 +16,10 @@ added in the same order, so that sums are the same bit for bit.
 Either way a rank has a message for each of the others. Among many ranks these take longer than
 their bytes do, and an all-reduce is faster, which sends everything twice, in 2 log P messages: of
 what is summed, or of what is copied, to which the others add nothing.
+
+NCCL's all-reduce is such a tree; gloo's is a ring, where each of 2 (P - 1) messages waits for the
+one before. In its place small messages go in rounds, in each of which a rank sends everything to
+one other: log P of them, and two more where P is no power of two (recursive doubling, section 4.5).
 """
 
 from __future__ import annotations
@@ -24,7 +28,16 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["Segments", "Shares", "goes_by_shares", "goes_by_sum", "in_buckets", "sizes_of"]
+__all__ = [
+    "Segments",
+    "Shares",
+    "goes_by_shares",
+    "goes_by_sum",
+    "goes_in_rounds",
+    "in_buckets",
+    "rounds_among",
+    "sizes_of",
+]
 
 T = TypeVar("T")
 
@@ -34,6 +47,9 @@ SMALL_BYTES = 8 * 2**20
 MESSAGE_BYTES = 10**5
 """What a link carries in the time that a message takes besides its bytes: 100 µs at 1 GB/s, and no
 more than links between devices do."""
+
+RING_RANKS = 8
+"""Number of ranks up to which gloo's own all-reduce serves."""
 
 
 def in_buckets(
@@ -74,15 +90,37 @@ def goes_by_shares(ranks: int, largest: int, whole: int) -> bool:
     return ranks * largest > max(2 * whole, SMALL_BYTES)
 
 
-def goes_by_sum(ranks: int, whole: int) -> bool:
+def goes_by_sum(ranks: int, whole: int, gloo: bool = False) -> bool:
     """Whether a message is to go by an all-reduce, to all ranks; alike on every rank.
 
     Args:
         ranks: Number of ranks.
         whole: Bytes of all parts.
+        gloo: Whether gloo takes it, by which it goes in rounds or not at all.
     """
-    fewer = ranks - 1 - 2 * (ranks - 1).bit_length()
-    return 0 < whole < fewer * MESSAGE_BYTES
+    if gloo and ranks <= RING_RANKS:
+        return False
+    rounds = rounds_among(ranks) if gloo else 2 * (ranks - 1).bit_length()
+    more = rounds - 1 if gloo else 1  # times the bytes
+    return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES
+
+
+def goes_in_rounds(ranks: int, nbytes: int) -> bool:
+    """Whether an all-reduce by gloo is to go in rounds; alike on every rank.
+
+    Args:
+        ranks: Number of ranks.
+        nbytes: Bytes of the message; a ring sends twice as many.
+    """
+    rounds = rounds_among(ranks)
+    fewer = 2 * (ranks - 1) - rounds
+    return ranks > RING_RANKS and (rounds - 2) * nbytes < fewer * MESSAGE_BYTES
+
+
+def rounds_among(ranks: int) -> int:
+    """Number of rounds in which numbers of all ranks add up on each of them."""
+    whole = ranks.bit_length() - 1
+    return whole if ranks == 2**whole else whole + 2
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@
     case.work(7, refresh=True)             one rank
     case.everybody(refresh=True)           all of them, equal ones once
 
-Messages are those of tensors as NCCL takes them; gloo, for one, sends bfloat16 as float32. Not
-counted are messages outside of steps (construction, checkpoints, moved factors), those of stats
-workers, FSDP2's shards, and work that is linear in the sizes of inputs, gradients and factors. Of
-statistics every layer's own are counted, also where layers fed by one tensor share one A. A solve
-on threads is counted at the step that submits it, and its result as if it landed there; until it
-lands, every step has one more message, on the verdicts.
+Messages are those of tensors as NCCL takes them; gloo, for one, sends bfloat16 as float32, and sums
+small messages of many ranks in rounds. Not counted are messages outside of steps (construction,
+checkpoints, moved factors), those of stats workers, FSDP2's shards, and work that is linear in the
+sizes of inputs, gradients and factors. Of statistics every layer's own are counted, also where
+layers fed by one tensor share one A. A solve on threads is counted at the step that submits it, and
+its result as if it landed there; until it lands, every step has one more message, on the verdicts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import RING_RANKS
+from second_order.distributed.shares import goes_in_rounds, rounds_among
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kronecker.layers import FactorShape
@@ -63,8 +63,13 @@ class Share:
 
 def compared(among: Among) -> Transfer:
     """The words by which ranks compare what they are about to do."""
-    rounds = (among.size - 1).bit_length() if among.size > RING_RANKS else 1
-    return all_reduced("compare", among, WORDS * rounds, 1, host=True)
+    return agreed("compare", among, WORDS)
+
+
+def agreed(stage: str, among: Among, nbytes: int) -> Transfer:
+    """The greatest of all ranks' numbers, which gloo takes, among many ranks in rounds."""
+    rounds = rounds_among(among.size) if goes_in_rounds(among.size, nbytes) else 1
+    return all_reduced(stage, among, nbytes * rounds, 1, host=True)
 
 
 def alike_of(kinds: Sequence[Tensor]) -> list[int]:
@@ -334,7 +339,7 @@ class Case:
         grid, verdicts = self.plan.grid, FLOAT * len(self.network.layers)
         buckets = self._decompositions.get(grid.row_of(rank), [])
         return [
-            all_reduced("solve_exchange", self._world, verdicts, 1, host=True),
+            agreed("solve_exchange", self._world, verdicts),
             *copied("solve_exchange", self._row, grid.column_of(rank), buckets),
         ]
 
