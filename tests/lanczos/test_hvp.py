@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from second_order.errors import CurvatureError
-from second_order.lanczos import Hessian, eigenpairs
+from second_order.lanczos import Hessian, eigenpairs, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -228,9 +228,9 @@ def test_differences_see_moved_weights_inside_an_autocast() -> None:
     def loss() -> Tensor:
         return model(x).float().square().mean()
 
-    expected = lanczos.trace(loss, model, products=12).value
+    expected = trace(loss, model, products=12).value
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = lanczos.trace(loss, model, hvp="differences", products=12).value
+        found = trace(loss, model, hvp="differences", products=12).value
     assert abs(found / expected - 1) < 0.4  # bfloat16 rounds the differences
 
 
