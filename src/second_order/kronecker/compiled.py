@@ -122,7 +122,8 @@ _library.define(
     "deliver(Tensor x, Tensor d, Tensor anchor) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,)
 )
 # Not by torch.library.custom_op, below whose kernels there is no autograd to ask about its graph.
-_library.impl("deliver", _deliver, "CompositeExplicitAutograd")
+# What takes a pair in is not compiled, where the function around `backward` is.
+_library.impl("deliver", torch.compiler.disable(_deliver), "CompositeExplicitAutograd")
 torch.library.register_fake("second_order::deliver", _delivered, lib=_library)
 # Decomposed by compilers, where autograd.Function by itself would be a graph of its own within the
 # graph, which DistributedDataParallel's splitting of graphs refuses.
