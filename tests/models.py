@@ -168,6 +168,19 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.middle, x, use_reentrant=self.reentrant))
 
 
+class TransposedLinear(nn.Module):
+    """x W + b, whose sizes say that W is (in, out)."""
+
+    def __init__(self, d_in: int, d_out: int, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = d_in, d_out
+        self.weight = nn.Parameter(torch.randn(d_in, d_out) / d_in**0.5)
+        self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + (0.0 if self.bias is None else self.bias)
+
+
 class LoRALinear(nn.Module):
     """A frozen Linear plus a trainable one of rank 2."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from models import TransposedLinear
 from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, replaced, shard
 from reference import half_squared_error
 from shards import (
@@ -309,25 +310,14 @@ class OwnNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
-class Transposed(nn.Module):
-    """A Linear that keeps its weight as GPT-2 does."""
-
-    def __init__(self, d_in: int, d_out: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = d_in, d_out
-        self.weight = nn.Parameter(torch.randn(d_in, d_out) / d_in**0.5)
-        self.bias = nn.Parameter(torch.zeros(d_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
 def known_by_what_they_compute(
     rank: int, world_size: int, before: bool, layers: bool | None
 ) -> tuple[int, Tensor]:
     """The number of preconditioned parameters, and the trajectory; None: nothing is sharded."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), OwnNorm(6), Transposed(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 6), OwnNorm(6), TransposedLinear(6, 5, bias=True), nn.Tanh(), nn.Linear(5, 3)
+    )
     model.double()
 
     def shard() -> None:

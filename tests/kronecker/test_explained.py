@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from contract import KRONECKER, each_kronecker, factors, make, take
-from models import CLASSES, ZOO
+from models import CLASSES, ZOO, TransposedLinear
 from ranks import agreed, shard, vector
 from reference import cross_entropy
 from shards import batches, fsdp, narrow
@@ -302,7 +302,7 @@ def pooled(kind: str) -> tuple[nn.Module, Tensor]:
     x, words = torch.randn(6, 4, 5, dtype=F64), torch.randint(7, (6, 4))
     layer: Any = {
         "linear": lambda: nn.Linear(5, 4),
-        "transposed": lambda: Told(5, 4),
+        "transposed": lambda: TransposedLinear(5, 4),
         "embedding": lambda: nn.Embedding(7, 4),
         "convolution": lambda: nn.Conv1d(4, 4, 3),
         "norm": lambda: nn.LayerNorm(5),
@@ -317,18 +317,6 @@ def pooled(kind: str) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(4, CLASSES)).double(), (
         words if kind == "embedding" else x
     )
-
-
-class Told(nn.Module):
-    """x W, whose sizes say that W is (in, out)."""
-
-    def __init__(self, d_in: int, d_out: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = d_in, d_out
-        self.weight = nn.Parameter(torch.randn(d_in, d_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 @quiet

@@ -14,7 +14,7 @@ import pytest
 import reference as ref
 import torch
 from contract import each_kronecker, factors, make, take
-from models import CLASSES, ZOO, LoRALinear
+from models import CLASSES, ZOO, LoRALinear, TransposedLinear
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -148,25 +148,13 @@ def test_a_fake_quantised_linear_has_a_linears_factors(System: Any) -> None:
         close(one, other)
 
 
-class Own(nn.Module):
-    """With the weight as it is multiplied, and the sizes told."""
-
-    def __init__(self, d_in: int, d_out: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = d_in, d_out
-        self.weight = nn.Parameter(torch.randn(d_in, d_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
         (Conv1D(5, 4), "transposed linear"),
         (Conv1D(4, 4), "transposed linear"),
-        (Own(5, 4), "transposed linear"),
-        (Own(4, 4), "linear"),
+        (TransposedLinear(5, 4), "transposed linear"),
+        (TransposedLinear(4, 4), "linear"),
         (FakeQuantised(5, 4), "linear"),
         (Noisy(5, 4), "linear"),
         (Noisy(5, 4).eval(), "linear"),

@@ -34,6 +34,7 @@ from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
 __all__ = ["SAVED", "Budget", "Cadence", "check_saved_intervals", "intervals"]
 
 COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
+JUDGED = 100  # steps whose refreshes may be told of
 LONGEST = 1000  # steps at most: older curvature is no guide, whatever the next refresh costs
 FEWEST, MOST = 5, 20  # number of steps that are measured
 
@@ -282,12 +283,19 @@ class Cadence:
         check_interval(f"{option} at step {step}: {option}", every)
         return int(every)
 
+    @property
+    def judges_cost(self) -> bool:
+        """Whether a costly refresh is told of at this step, for which a device is waited for."""
+        return self._training.steps < JUDGED
+
     def tell_of_cost(self) -> None:
         """Warn, once, if the refresh of the step that ends took as long as many steps of the base.
 
         Seconds are the host's; a device has been waited for before the refresh.
         """
         training, options = self._training, self._options
+        if not self.judges_cost:
+            return
         base = training.meter.spent(ELSEWHERE, "average_gradients", "base")
         refresh = training.meter.spent("solve", "solve_exchange")
         if training.steps == 0 and training.device.type != "cpu":

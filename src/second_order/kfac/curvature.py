@@ -215,7 +215,7 @@ class KFACCurvature(Curvature):
             coming = self.take_statistics()
             self._take_gradients(averaged)
         due = self._cadence.due("inv_update_steps")
-        if due:  # what the passes have queued is not the refresh's
+        if due and self._cadence.judges_cost:  # what the passes have queued is not the refresh's
             clock_of(self.training.device).settle()
         with self.training.meter.stage("solve"), on(Account.REFRESH):
             news = [] if self.helpers is None else self.helpers.news()

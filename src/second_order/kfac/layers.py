@@ -18,6 +18,9 @@ from second_order.contract.training import Training
 from second_order.kfac.clip import USUAL_BATCH
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.reduction import (
+    IGNORED,
+    SAID,
+    SAME_FOR_ALL,
     ItemsHook,
     Shrinkage,
     may_be_step_mean,
@@ -48,8 +51,6 @@ UNREACHED = (
 )
 
 MOST_NAMES = 10  # in a warning
-
-
 UNEXPLAINED = tuple(
     f"the inputs and output gradients of its calls do not make its weight's gradient, so that its "
     f"factors would not be its curvature: {cause}; tell how its class computes by "
@@ -60,37 +61,8 @@ UNEXPLAINED = tuple(
         "its forward is replaced on the instance",
     )
 )
-
-
 ELSEWHERE = (
     "on another process the inputs and output gradients of its calls do not make its gradient"
-)
-SAID = {
-    "mean": (
-        "the loss of each is taken to have been divided by their number, as Lightning and "
-        "Accelerate do; where losses are added up as they are, write accumulation_steps=1; where "
-        "each is divided by the terms of all passes, loss_reduction='step_mean'"
-    ),
-    "step_mean": (
-        "the model was given num_items_in_batch, and the loss of each is taken to have been "
-        "divided by it; where that is not so, write loss_reduction='mean', and "
-        "accumulation_steps=1 if losses are added up as they are"
-    ),
-}
-IGNORED = (
-    "the model was given num_items_in_batch and does not divide by it, as far as can be seen: "
-    "transformers' Trainer then adds up the losses as they are; write accumulation_steps=1 for "
-    "that, or loss_reduction='step_mean' if each is divided by the terms of all passes; until then "
-    "each is taken to have been divided by the number of passes"
-)
-
-
-SAME_FOR_ALL = (
-    "the gradients of a step's passes do not shrink with the number of their terms, as those of "
-    "means do: all losses seem to be divided by the same number. If that is the number of terms in "
-    "all passes, write loss_reduction='step_mean', as curvature is too large otherwise; if losses "
-    "are added up as they are, such as those of several tasks, accumulation_steps=1; if each is a "
-    "mean over its pass, loss_reduction='mean' ends this warning"
 )
 
 
@@ -437,11 +409,8 @@ class Layers:
                 block.staged.dropped += over
                 self._overflown[block] = over | self._overflown.get(block, over)
 
-    def tell_of_overflow(self) -> None:
-        """Warn of the layers whose sums have been dropped since the last refresh.
-
-        And of losses that seem to be no means, of which the sums tell, too.
-        """
+    def tell_of_sums(self) -> None:
+        """Warn of what sums since the last refresh tell: overflow, and losses that are no means."""
         if self._shrinkage.slope > -1 and self._training.first_time("shrinkage"):
             self._training.warn(SAME_FOR_ALL)
         training, noted = self._training, self._overflown

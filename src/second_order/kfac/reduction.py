@@ -23,12 +23,48 @@ from torch.utils.hooks import RemovableHandle
 from second_order.kfac.options import AUTO, KFACOptions
 from second_order.kronecker.factors import Reduction
 
-__all__ = ["ItemsHook", "Shrinkage", "may_be_step_mean", "reduction_of", "watch_items"]
+__all__ = [
+    "IGNORED",
+    "SAID",
+    "SAME_FOR_ALL",
+    "ItemsHook",
+    "Shrinkage",
+    "may_be_step_mean",
+    "reduction_of",
+    "watch_items",
+]
 
 LEAST_SPREAD = 16.0  # Σ (log n - its mean)² over passes, before a slope is believed in
 H = TypeVar("H", bound="ItemsHook")
 KEYWORD = "num_items_in_batch"
 NEAR = 100  # nodes of a loss's record, the last ones, among which a division by the number is
+
+SAID: dict[Reduction, str] = {
+    "mean": (
+        "the loss of each is taken to have been divided by their number, as Lightning and "
+        "Accelerate do; where losses are added up as they are, write accumulation_steps=1; where "
+        "each is divided by the terms of all passes, loss_reduction='step_mean'"
+    ),
+    "step_mean": (
+        "the model was given num_items_in_batch, and the loss of each is taken to have been "
+        "divided by it; where that is not so, write loss_reduction='mean', and "
+        "accumulation_steps=1 if losses are added up as they are"
+    ),
+}
+IGNORED = (
+    "the model was given num_items_in_batch and does not divide by it, as far as can be seen: "
+    "transformers' Trainer then adds up the losses as they are; write accumulation_steps=1 for "
+    "that, or loss_reduction='step_mean' if each is divided by the terms of all passes; until then "
+    "each is taken to have been divided by the number of passes"
+)
+SAME_FOR_ALL = (
+    "the gradients of a step's passes do not shrink with the number of their terms, as those of "
+    "means do: all losses seem to be divided by the same number. If that is the number of terms in "
+    "all passes, write loss_reduction='step_mean', as curvature is too large otherwise; if losses "
+    "are added up as they are, such as those of several tasks, accumulation_steps=1; if each is a "
+    "mean over its pass, loss_reduction='mean' ends this warning"
+)
+"""What is said of the passes of a step, and of losses that are not what they are taken to be."""
 
 
 class ItemsHook:

@@ -185,7 +185,7 @@ class Solves:
                 with self._training.meter.stage("launch"):
                     self._submit(arrived, damping)
             if due:
-                self._layers.tell_of_overflow()
+                self._layers.tell_of_sums()
             with self._training.meter.stage("agree"), self._budget.on(self._waiting):
                 agreed = self._start_agreement(news)
             with self._training.meter.stage("average_gradients"):

@@ -591,7 +591,6 @@ class StatisticsCollector:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self.blocks.get(module, ()):
             if block.trainable and block.looks and block.fits_pair(module, x, d):
-                block.follow_requires_grad()
                 with span("capture"), ieee_matmul(d.device):
                     block.look(module, x, d, self.fsdp)
 
@@ -620,7 +619,6 @@ class StatisticsCollector:
             if block.trainable and not block.fits_pair(module, x, d):
                 block.judge(1.0)
             elif block.trainable and not block.state.unexplained:
-                block.follow_requires_grad()
                 with span("capture"), ieee_matmul(d.device):
                     pair = self._statistics(block, module, x, d, pass_id, source)
                     block.staged.add(

@@ -78,9 +78,7 @@ class Explanation:
 
     def take(self, gradient: Tensor, weight: Tensor) -> None:
         """Add a pass's gradient, as it arrives at the weight."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self.close()
         wide = torch.promote_types(gradient.dtype, torch.float32)
         self._gradient = self._gradient + _sketch(gradient.to(wide))
         self._weight = _sketch(weight.detach().to(wide)) if weight.dim() > 1 else None

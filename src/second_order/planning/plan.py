@@ -333,24 +333,36 @@ class Planner:
         for wanted in self.intervals:
             every = _steps(wanted, times)
             words = {"solver": solver, **keywords, **_interval_keywords(wanted)}
-            yield Choice(
-                system,
-                setting,
-                words,
-                every,
-                world_size,
-                times.amortised(*every),
-                times.step(*every),
-                peak,
-                held,
-                max(_amortised(cost, *every, cost.work.moved) for cost in costs),
-                max(_amortised(cost, *every, cost.work.operations) for cost in costs),
-                times.hidden / every[1] if times.beside else 0.0,
-                self.memory is None or peak <= self.memory,
-                room,
-                tuple(costs),
-                0.0 if times.beside else times.hidden / every[1],
-            )
+            called = system, setting, words, every, world_size
+            yield self._choice(called, times, costs, peak, held, room)
+
+    def _choice(
+        self,
+        called: tuple[str, str, Mapping[str, Any], tuple[int, int], int],
+        times: StepTimes,
+        costs: Sequence[RankCost],
+        peak: int,
+        held: Mapping[str, int],
+        room: int | None,
+        products: float = 0.0,
+    ) -> Choice:
+        """A setting, as :class:`Choice` begins, with its costs; ``products`` are operations."""
+        every = called[3]
+        solves = times.hidden / every[1]
+        return Choice(
+            *called,
+            times.amortised(*every),
+            times.step(*every),
+            peak,
+            held,
+            max(_amortised(cost, *every, cost.work.moved) for cost in costs),
+            products + max(_amortised(cost, *every, cost.work.operations) for cost in costs),
+            solves if times.beside else 0.0,
+            self.memory is None or peak <= self.memory,
+            room,
+            tuple(costs),
+            0.0 if times.beside else solves,
+        )
 
     def _pair_settings(self, system: str, world_size: int) -> Iterable[tuple[str, dict[str, Any]]]:
         """The settings of a system with eigenpairs, in words and as keywords."""
@@ -398,23 +410,8 @@ class Planner:
         words |= case.intervals_said
         every = interval, interval
         products = case.products * PRODUCT * seen.operations / interval
-        return Choice(
-            system,
-            setting,
-            words,
-            every,
-            world_size,
-            times.amortised(*every),
-            times.step(*every),
-            peak,
-            held,
-            max(_amortised(cost, *every, cost.work.moved) for cost in costs),
-            products + max(_amortised(cost, *every, cost.work.operations) for cost in costs),
-            times.hidden / interval,
-            self.memory is None or peak <= self.memory,
-            room,
-            tuple(costs),
-        )
+        called = system, setting, words, every, world_size
+        return self._choice(called, times, costs, peak, held, room, products)
 
 
 def _of_factors(options: Mapping[str, Any], paired: Sequence[str]) -> dict[str, Any]:
