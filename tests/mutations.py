@@ -3367,7 +3367,7 @@ MUTANTS = [
     _mutant(
         "a device waited for at every step",
         "kfac/curvature.py",
-        "if due:  # what the passes have queued",
+        "if due and self._cadence.judges_cost:  # what the passes have queued",
         "if True:  # what the passes have queued",
         "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
     ),
