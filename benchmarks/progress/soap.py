@@ -76,7 +76,7 @@ class SOAP(torch.optim.Optimizer):
             if is_matrix:
                 weight = 1 - group["shampoo_beta"]
                 state["factors"] = [weight * g @ g.T, weight * g.T @ g]
-                state["bases"] = [torch.linalg.eigh(f)[1].flip(-1) for f in state["factors"]]
+                state["bases"] = [eigenvectors(f) for f in state["factors"]]
                 return
         state["step"] += 1
         state["m"].lerp_(g, 1 - beta1)
@@ -105,3 +105,8 @@ class SOAP(torch.optim.Optimizer):
             order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
             state["v"] = state["v"].index_select(side, order)
             state["bases"][side] = torch.linalg.qr(factor @ basis[:, order])[0]
+
+
+def eigenvectors(factor: Tensor) -> Tensor:
+    """Columns, the largest eigenvalue first; in float64, as one gradient's factor has rank one."""
+    return torch.linalg.eigh(factor.double())[1].flip(-1).to(factor.dtype)

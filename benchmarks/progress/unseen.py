@@ -1,0 +1,383 @@
+"""Tasks that chose no default, each judged on what it was not trained on.
+
+transformer   causal, 3 layers of width 96, on characters of the standard library's inner packages
+llama         3 layers of width 96 with RMSNorm, SwiGLU and rotary positions, on pieces of C++ headers
+lstm          embedding, two LSTM layers and a head, on the same characters as the transformer
+vit           2 blocks of width 48 on patches of 2 × 2 pixels of the digits
+friedman      regression of Friedman's first function, by a network with two hidden layers
+diabetes      regression on scikit-learn's diabetes data
+head          a linear head on a body that was trained on five of ten digits, and is frozen
+"""
+
+from __future__ import annotations
+
+import math
+import string
+import sysconfig
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_diabetes, make_friedman1
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn.functional import (
+    cross_entropy,
+    mse_loss,
+    scaled_dot_product_attention,
+    silu,
+)
+
+import digits
+from tasks import Task
+
+__all__ = ["UNSEEN"]
+
+WINDOWS = 64  # of the held-out text, on which a model is judged
+HELD_OUT = 10  # a file in so many
+MERGED = 512  # pieces of a word, bytes among them
+HEADER_BYTES = 2**20
+
+# --------------------------------------------------------------------------------------- the texts
+
+
+def files_of(folder: Path, pattern: str, held_out: bool) -> bytes:
+    """The text of a folder's files, or of those that are held out."""
+    left_out = {"test", "tests", "site-packages", "idlelib"}
+    files = sorted(
+        p for p in folder.glob(pattern) if not left_out & set(p.relative_to(folder).parts)
+    )
+    chosen = [p for i, p in enumerate(files) if (i % HELD_OUT == 0) is held_out]
+    return b"\n".join(p.read_bytes() for p in chosen)
+
+
+@cache
+def characters(held_out: bool) -> Tensor:
+    """Numbers of the characters of the standard library's packages in packages."""
+    read = files_of(Path(sysconfig.get_path("stdlib")), "*/*/*.py", held_out)
+    table = torch.full((256,), len(string.printable))
+    for number, character in enumerate(string.printable):
+        table[ord(character)] = number
+    return table[torch.frombuffer(bytearray(read), dtype=torch.uint8).long()]
+
+
+@cache
+def pieces(held_out: bool) -> Tensor:
+    """Numbers of the pieces, by byte-pair encoding, of the C++ headers that torch carries."""
+    folder = Path(torch.__file__).parent / "include" / "ATen"
+    text = {part: files_of(folder, "*.h", part)[:HEADER_BYTES].decode() for part in (False, True)}
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=MERGED, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text[False]], trainer)
+    return torch.tensor(tokenizer.encode(text[held_out]).ids)
+
+
+def windows(source: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
+    """``(count, length + 1)``, from places drawn at random."""
+    starts = torch.randint(len(source) - length - 1, (count, 1), generator=generator)
+    return source[starts + torch.arange(length + 1)]
+
+
+def next_loss(model: nn.Module, each: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of each window's pieces after the first."""
+    return cross_entropy(model(each[:, :-1]).flatten(0, 1), each[:, 1:].flatten())
+
+
+def reading(
+    make: Callable[[], nn.Module],
+    source: Callable[[bool], Tensor],
+    length: int,
+    batch: int,
+    steps: int,
+    warmup: int,
+) -> Task:
+    """A language model on windows of a text."""
+    judged = windows(source(True), length, WINDOWS, torch.Generator().manual_seed(2**20))
+
+    def batches(seed: int) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield windows(source(False), length, batch, generator)
+
+    return Task(
+        make,
+        batches,
+        next_loss,
+        lambda model: next_loss(model, judged).item(),
+        steps,
+        10,
+        warmup,
+    )
+
+
+# -------------------------------------------------------------------------------------- the models
+
+
+def small_init(model: nn.Module) -> nn.Module:
+    """Give matrices a deviation of 0.02, and biases zeros."""
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
+    return model
+
+
+class Attention(nn.Module):
+    """Heads of 24 dimensions, with four separate projections.
+
+    Args:
+        width: Of the residual stream.
+        causal: Whether a place sees those before it alone.
+        turns: Whether places are told by rotating queries and keys.
+    """
+
+    def __init__(self, width: int, causal: bool, turns: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal, self.turns = width // 24, causal, turns
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``(batch, places, width)``, the same."""
+        q, k, v = (
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        if self.turns:
+            q, k = rotated(q), rotated(k)
+        seen = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        result: Tensor = self.o(seen.transpose(1, 2).flatten(2))
+        return result
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Turn pairs of dimensions by angles that grow with the place (Su et al. 2021)."""
+    places, half = torch.arange(x.shape[-2]), x.shape[-1] // 2
+    angles = places[:, None] * 10_000 ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class Gated(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``(..., width)``, the same."""
+        result: Tensor = self.down(silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class FeedForward(nn.Sequential):
+    """Two layers with GELU between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each after a norm and added to its input."""
+
+    def __init__(self, width: int, attention: nn.Module, forward: nn.Module, norm: Any) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.attention, self.feed = attention, forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``(batch, places, width)``, the same."""
+        x = x + self.attention(self.norm1(x))
+        result: Tensor = x + self.feed(self.norm2(x))
+        return result
+
+
+class Transformer(nn.Module):
+    """Predicts each next piece of windows.
+
+    Args:
+        vocabulary: Number of pieces.
+        length: Places of a window, for positions that are learnt; 0 for none.
+        blocks: The blocks.
+        norm: The norm before the head.
+        width: Of the residual stream.
+    """
+
+    def __init__(
+        self, vocabulary: int, length: int, blocks: list[nn.Module], norm: Any, width: int
+    ) -> None:
+        super().__init__()
+        self.pieces = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width) if length else None
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, each: Tensor) -> Tensor:
+        """Logits ``(batch, places, vocabulary)`` of the pieces after those of windows."""
+        x = self.pieces(each)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(each.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+def transformer() -> nn.Module:
+    """Three layers of width 96 that learn positions."""
+    blocks: list[nn.Module] = [
+        Block(96, Attention(96, True), FeedForward(96), nn.LayerNorm) for _ in range(3)
+    ]
+    return small_init(Transformer(len(string.printable) + 1, 48, blocks, nn.LayerNorm, 96))
+
+
+def llama() -> nn.Module:
+    """Three layers of width 96 as in Llama."""
+    blocks: list[nn.Module] = [
+        Block(96, Attention(96, True, turns=True), Gated(96, 256), nn.RMSNorm) for _ in range(3)
+    ]
+    return small_init(Transformer(MERGED, 0, blocks, nn.RMSNorm, 96))
+
+
+class Recurrent(nn.Module):
+    """Embedding, two LSTM layers, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vocabulary = len(string.printable) + 1
+        self.pieces = nn.Embedding(vocabulary, 64)
+        self.blocks = nn.LSTM(64, 128, num_layers=2, batch_first=True)
+        self.head = nn.Linear(128, vocabulary)
+
+    def forward(self, each: Tensor) -> Tensor:
+        """Logits of the pieces after those of windows."""
+        result: Tensor = self.head(self.blocks(self.pieces(each))[0])
+        return result
+
+
+class ViT(nn.Module):
+    """Two blocks of width 48 on 16 patches of the digits, and the mean of the places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 48, 2, stride=2)
+        self.positions = nn.Parameter(torch.randn(16, 48) * 0.02)
+        self.blocks = nn.ModuleList(
+            Block(48, Attention(48, False), FeedForward(48), nn.LayerNorm) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(48)
+        self.head = nn.Linear(48, digits.CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of images ``(N, 64)``."""
+        x = self.patches(images.view(-1, 1, 8, 8)).flatten(2).mT + self.positions
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(self.norm(x).mean(1))
+        return result
+
+
+# --------------------------------------------------------------------------------------- the tasks
+
+
+def vit() -> Task:
+    """Digits by patches."""
+    data = digits.load_split()
+    return Task(
+        ViT,
+        lambda seed: digits.batches(len(data.train_images), 64, seed=seed),
+        lambda model, i: cross_entropy(model(data.train_images[i]), data.train_labels[i]),
+        lambda model: cross_entropy(model(data.test_images), data.test_labels).item(),
+        300,
+        10,
+        15,
+    )
+
+
+def regression(features: Any, target: Any, steps: int) -> Task:
+    """Squared error of standardised columns; a fifth of the rows is held out."""
+    x = torch.as_tensor(features, dtype=torch.float32)
+    y = torch.as_tensor(target, dtype=torch.float32).view(-1, 1)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    unseen, seen = order[: len(x) // 5], order[len(x) // 5 :]
+    x, y = ((part - part[seen].mean(0)) / part[seen].std(0) for part in (x, y))
+    width = x.shape[1]
+
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
+
+    return Task(
+        make,
+        lambda seed: digits.batches(len(seen), 64, seed=seed),
+        lambda model, i: mse_loss(model(x[seen[i]]), y[seen[i]]),
+        lambda model: mse_loss(model(x[unseen]), y[unseen]).item(),
+        steps,
+        10,
+    )
+
+
+def friedman() -> Task:
+    """Friedman's first function of ten features, with noise: a 25th of the variance."""
+    return regression(*make_friedman1(10_000, 10, noise=1.0, random_state=0), 400)
+
+
+def diabetes() -> Task:
+    """The progression of diabetes from ten measurements."""
+    return regression(*load_diabetes(return_X_y=True, scaled=False), 150)
+
+
+@cache
+def body() -> nn.Module:
+    """Two layers trained on digits 0 to 4, frozen."""
+    data = digits.load_split()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+        model = nn.Sequential(layers, nn.Linear(128, 5))
+        known = (data.train_labels < 5).nonzero().flatten()
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+        for step, i in zip(range(100), digits.batches(len(known), 64, seed=0), strict=False):
+            del step
+            optimizer.zero_grad()
+            cross_entropy(
+                model(data.train_images[known[i]]), data.train_labels[known[i]]
+            ).backward()
+            optimizer.step()
+    return layers.requires_grad_(False)
+
+
+def head() -> Task:
+    """All ten digits by a linear head on the frozen body."""
+    data = digits.load_split()
+    return Task(
+        lambda: nn.Sequential(body(), nn.Linear(128, digits.CLASSES)),
+        lambda seed: digits.batches(len(data.train_images), 64, seed=seed),
+        lambda model, i: cross_entropy(model(data.train_images[i]), data.train_labels[i]),
+        lambda model: cross_entropy(model(data.test_images), data.test_labels).item(),
+        150,
+        5,
+    )
+
+
+UNSEEN: dict[str, Callable[[], Task]] = {
+    name: cache(make)
+    for name, make in {
+        "unseen transformer": lambda: reading(transformer, characters, 48, 40, 400, 40),
+        "unseen llama": lambda: reading(llama, pieces, 48, 12, 200, 20),
+        "unseen lstm": lambda: reading(Recurrent, characters, 48, 32, 150, 15),
+        "unseen vit": vit,
+        "unseen friedman": friedman,
+        "unseen diabetes": diabetes,
+        "unseen head": head,
+    }.items()
+}
