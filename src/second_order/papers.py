@@ -77,7 +77,6 @@ ABSOLUTE: dict[str, Any] = {
     "relative_damping": False,  # [K] 4.2, [Z] 15, [B] 10
     "preconditioner_scale": "newton",  # [K] 4.3, [Z] 15, [B] 3
     "factor_decay": 0.95,  # [Z] 6.1, [M] 5; [K] names none, and [B] tunes it by hand
-    "refresh_warmup_steps": 0,
 }
 EXTREME: dict[str, Any] = {
     "largest": 10,  # [F], experiments

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,8 +25,10 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.agreement import mean_over
+from second_order.kfac.drift import Drift
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
+from second_order.kronecker.block import KroneckerBlock
 from second_order.options import AUTO, check_interval, value_at
 from second_order.stages import ELSEWHERE
 from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
@@ -118,9 +120,12 @@ class Budget:
         self._training, self._options, self._elsewhere = training, options, elsewhere
         self.clock = clock
         self._auto = [name for name in BUDGETED if getattr(options, name) == AUTO]
+        if options.by_drift and options.overhead is not None:
+            self._auto = ["inv_update_steps"]
+        self._most = FEWEST if options.by_drift else MOST
         self.chosen: dict[str, int] = {}
         self.measured: tuple[float, float, float] | None = None
-        self.until = FEWEST if self._auto else 0
+        self.until = self._most if self._auto else 0
         self._watch: Stopwatch | None = None
 
     @property
@@ -137,7 +142,7 @@ class Budget:
             self._watch = None
             return
         self._watch = Stopwatch(self.clock or clock_of(self._training.device))
-        self.until = max(step + FEWEST, min(self._options.refresh_warmup_steps, step + MOST))
+        self.until = step + self._most
 
     def on(self, account: Account) -> AbstractContextManager[None]:
         """Measure the enclosed work on an account."""
@@ -183,7 +188,7 @@ class Budget:
 
     def _given(self, name: str) -> int | None:
         """The interval of an option at this step; None if it is to be chosen."""
-        if name in self._auto:
+        if name in self._auto or getattr(self._options, name) is None:
             return None
         if self._elsewhere and name == BUDGETED[0]:
             return 1  # the steps of these statistics are not known here
@@ -229,7 +234,7 @@ class Budget:
             chosen = {name: found.whole(name, 0) for name in self._auto}
             self.chosen = chosen if all(chosen.values()) else {}
         self.measured = None
-        self.until = FEWEST if self._auto else 0
+        self.until = self._most if self._auto else 0
         self.begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,6 +255,7 @@ class Cadence:
 
     Attributes:
         updated_at: The step of the last update of the running averages.
+        drift: The layers' intervals where refreshes follow what they change; None otherwise.
     """
 
     def __init__(
@@ -258,30 +264,58 @@ class Cadence:
         self._training, self._options, self._budget = training, options, budget
         self._layers = layers
         self.updated_at = 0
+        self.drift = Drift() if options.by_drift else None
 
-    def due(self, option: str) -> bool:
-        """Whether this step is one of an interval's, by the name of its option."""
-        steps = self._training.steps
-        return steps % self.interval(option, steps) == 0
+    def takes_statistics(self) -> bool:
+        """Whether statistics are due at this step."""
+        if self._options.factor_update_steps is None:
+            return bool(self.due())
+        return self._is_one_of("factor_update_steps")
 
-    def interval(self, option: str, step: int) -> int:
-        """The interval that a step is in, by the name of its option."""
-        if step < self._dense_until or step == self._layers.newcomers_at:
-            return 1
-        return self._every(option, step)
+    def due(self) -> list[KroneckerBlock]:
+        """The layers that are to be solved at this step."""
+        if self.drift is None:
+            return list(self._layers.active) if self._is_one_of("inv_update_steps") else []
+        if self._dense:
+            return list(self._layers.active)
+        self.drift.least = self._budget.chosen.get("inv_update_steps", 1)
+        return self.drift.due(self._layers.active, self._training.steps)
 
     @property
-    def _dense_until(self) -> int:
-        """The step before which statistics and refreshes both come at every step."""
-        return max(self._options.refresh_warmup_steps, self._budget.until)
+    def _dense(self) -> bool:
+        """Whether statistics and refreshes are due whatever the intervals."""
+        steps = self._training.steps
+        return steps < self._budget.until or steps == self._layers.newcomers_at
 
-    def _every(self, option: str, step: int) -> int:
-        """What an option says of a step, or the budget has chosen for it."""
+    def _is_one_of(self, option: str) -> bool:
+        """Whether this step is one of an interval's, by the name of its option."""
+        return self._dense or self._training.steps % self.interval(option) == 0
+
+    def interval(self, option: str) -> int:
+        """What an option says of this step, or the budget has chosen for it."""
         if option in self._budget.chosen:
             return self._budget.chosen[option]
+        step = self._training.steps
         every = value_at(getattr(self._options, option), step)
         check_interval(f"{option} at step {step}: {option}", every)
         return int(every)
+
+    def follow(self, costs: Sequence[float]) -> None:
+        """Take note of what a refresh has changed; a collective.
+
+        Args:
+            costs: Operations of the solves of each layer that trains, on the busiest rank.
+        """
+        if self.drift is None:
+            return
+        before = self.drift.held
+        self.drift.take(self._training.world, self._layers.active, costs)
+        if self.drift.held > before and self._training.first_time("drift is held"):
+            self._training.warn(
+                f"overhead={self._options.overhead} leaves a refresh every {self.drift.least} "
+                f"steps, and {self.drift.held} layers have drifted so far that they want one "
+                f"oftener; a larger overhead allows it, and skip_layers=[...] spares wide layers"
+            )
 
     @property
     def judges_cost(self) -> bool:
@@ -302,20 +336,19 @@ class Cadence:
             return  # its libraries are loaded
         if refresh < max(SHORT, COSTLY * base) or not training.first_time("cost of a refresh"):
             return
-        every = options.inv_update_steps
-        then = f"every {every} steps" if isinstance(every, int) else "as inv_update_steps says"
-        then = f"as overhead={options.overhead} allows" if every == AUTO else then
-        when, remedy = f"one comes {then}", "a larger inv_update_steps makes them rarer"
-        if training.steps + 1 < self._dense_until:
-            when = f"one comes at every step until step {self._dense_until}, then {then}"
-            remedy = "a smaller refresh_warmup_steps ends this sooner"
-            if options.refresh_warmup_steps < self._dense_until:  # the budget measures
-                remedy = "a number for inv_update_steps ends this"
+        every, remedy = options.inv_update_steps, "a larger inv_update_steps makes them rarer"
+        when = f"every {every} steps" if isinstance(every, int) else "as inv_update_steps says"
+        if self.drift is not None:
+            when, remedy = "as often as layers drift", "overhead=0.5 or the like makes them rarer"
+        elif every == AUTO:
+            when = f"as overhead={options.overhead} allows"
+        if training.steps + 1 < self._budget.until:
+            when = f"at every step until step {self._budget.until}, then {when}"
         cheaper = "solver='inverse' is cheaper, " if options.solver == "eigen" else ""
         training.warn(
             f"a refresh of the inverses took {refresh:.3g} s, and a step of {training.base_name} "
-            f"alone {base:.2g} s: {when}; {remedy}, {cheaper}skip_layers=[...] spares the widest "
-            f"layers"
+            f"alone {base:.2g} s: one comes {when}; {remedy}, {cheaper}skip_layers=[...] spares "
+            f"the widest layers"
         )
 
     def updated(self) -> None:
@@ -324,11 +357,12 @@ class Cadence:
 
     def decay(self) -> float:
         """The averages' weight of the past at an update from the training passes."""
+        if self._options.factor_update_steps is None:
+            return self.decay_since_update()
         every, steps = 1, self._training.steps
-        dense = self._dense_until
         counts_steps = isinstance(self._options.factor_decay, PerStep)
-        if counts_steps and dense <= steps != self._layers.newcomers_at:
-            every = min(self._every("factor_update_steps", steps), steps - dense + 1)
+        if counts_steps and not self._dense:
+            every = min(self.interval("factor_update_steps"), steps - self._budget.until + 1)
         return self._decay_after(every)
 
     def decay_since_update(self) -> float:

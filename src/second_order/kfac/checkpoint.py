@@ -11,6 +11,7 @@ from second_order.contract.checkpoint import ELSEWHERE, HEADER
 from second_order.contract.saved import COUNTABLE, SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.budget import SAVED, check_saved_intervals
+from second_order.kfac.drift import DRIFT_INTERVAL
 from second_order.kfac.layers import Layers
 from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
@@ -28,7 +29,7 @@ __all__ = [
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
-READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, *sorted(SAVED), *CHOSEN)
+READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, DRIFT_INTERVAL, *sorted(SAVED), *CHOSEN)
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
 
@@ -110,10 +111,12 @@ def check_saved_factors(
     check_saved_intervals(saved)
     _check_workers(saved)
     for p, part in saved.items():
-        known = (*HEADER, WEIGHT, MEANS, EXAMPLES, *LETTERS, SETTLED, *SAVED, *CHOSEN)
+        known = (*HEADER, *LETTERS, *READ_BY_ALL)
         part.check_known(known, ELSEWHERE)
         if SETTLED in part:
             part.whole(SETTLED, 0, 1)
+        if DRIFT_INTERVAL in part:
+            part.whole(DRIFT_INTERVAL, 1)
         there = [letter for letter in LETTERS if letter in part]
         if there or MEANS in part or EXAMPLES in part:
             part.require([WEIGHT])

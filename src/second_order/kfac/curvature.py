@@ -45,6 +45,7 @@ from second_order.kfac.plan import (
     LayerPlan,
     Plan,
     dims_of,
+    solve_cost_of,
     with_one_worker,
 )
 from second_order.kfac.sharded_gradients import ShardedGradients
@@ -59,6 +60,9 @@ from second_order.stages import Meter
 from second_order.stopwatch import Account, clock_of
 
 __all__ = ["KFACCurvature"]
+
+PRICE = {"inverse": 1.3, "eigen": 5.0}  # operations of a solve over n³ of its factors
+EXACT = 20  # first steps whose statistics travel unrounded
 
 
 class KFACCurvature(Curvature):
@@ -101,13 +105,16 @@ class KFACCurvature(Curvature):
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
-        self.solves = Solves(training, options, self.layers, system.background, self.budget)
+        self._cadence = Cadence(training, options, self.budget, self.layers)
+        self.drift = self._cadence.drift
+        self.solves = Solves(
+            training, options, self.layers, system.background, self.budget, self.drift
+        )
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
-        self._cadence = Cadence(training, options, self.budget, self.layers)
         self._closed = False
         self.workers = 0
         self.layers.find()
@@ -214,7 +221,7 @@ class KFACCurvature(Curvature):
         with self.training.meter.stage("statistics"), on(Account.STATISTICS):
             coming = self.take_statistics()
             self._take_gradients(averaged)
-        due = self._cadence.due("inv_update_steps")
+        due = self._cadence.due()
         if due and self._cadence.judges_cost:  # what the passes have queued is not the refresh's
             clock_of(self.training.device).settle()
         with self.training.meter.stage("solve"), on(Account.REFRESH):
@@ -241,7 +248,7 @@ class KFACCurvature(Curvature):
         helpers, exchange = self.helpers, self._exchange
         assert exchange is not None
         taken = [block for block in self.plan if block.watched and self._takes(block)]
-        own = self._cadence.due("factor_update_steps")
+        own = self._cadence.takes_statistics()
         if helpers is not None:
             own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
         coming: Iterator[list[KroneckerBlock]] = iter(())
@@ -300,7 +307,7 @@ class KFACCurvature(Curvature):
         The averages' first entries are exact: a later one's rounding is divided by the number of
         those before it, where alone it may be larger than a small damping.
         """
-        exact = self.training.steps < self._options.refresh_warmup_steps
+        exact = self.training.steps < EXACT
         return None if exact else self._system.exchange_dtype
 
     def _take_in(self, coming: Iterator[Sums]) -> Iterator[list[KroneckerBlock]]:
@@ -319,7 +326,7 @@ class KFACCurvature(Curvature):
     def _take_gradients(self, average: Callable[[], None]) -> None:
         """Update the averages of matrices that no rule knows, by the mean gradients."""
         blocks = gradient_blocks(self.plan)
-        if not blocks or not self._cadence.due("factor_update_steps"):
+        if not blocks or not self._cadence.takes_statistics():
             return
         with self.training.meter.stage("average_gradients"):
             average()
@@ -346,8 +353,18 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             threads = self.solves.threads
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
+        self._follow_drift()
         self._cadence.tell_of_cost()
         self.budget.lap(working=bool(self.plan))
+
+    def _follow_drift(self) -> None:
+        """Let the layers' intervals follow what the refresh of this step has changed."""
+        if self.drift is None or self.training.steps not in self.solves.landed_at.values():
+            return
+        with self.training.meter.stage("agree"):
+            ranks = max(self.averaging_processes(), 1)
+            price = PRICE[self._options.solver] / ranks
+            self._cadence.follow([price * solve_cost_of(block) for block in self.layers.active])
 
     def averaging_processes(self) -> int:
         """The processes that train, whose gradients are averaged."""
@@ -357,7 +374,7 @@ class KFACCurvature(Curvature):
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
-        due = own and self._cadence.due("factor_update_steps")
+        due = own and self._cadence.takes_statistics()
         self.layers.expect(due)
         if self.layers.collector.counted is not self._counted:  # a refresh has found it silent
             self.layers.watch(self._takes, self._counted)
@@ -409,6 +426,8 @@ class KFACCurvature(Curvature):
         for block in layers.blocks:
             block.drop_inverse()
         self.solves.follow(self.plan)
+        if self.drift is not None:
+            self.drift.follow(layers.blocks)
         if self.helpers is not None:
             self.helpers.begin_anew()
         if steps > 0:
@@ -441,6 +460,7 @@ class KFACCurvature(Curvature):
             *(("closed", self._closed), sharded, wanted, newcomers),
             *scheduled,
             ("losses", self.layers.reduction),
+            *([("intervals", self.drift.facts(self.layers.active))] if self.drift else []),
             *([("gradient workers", self.workers)] if self.workers else []),
             *self.budget.facts(),
         ]
@@ -452,7 +472,11 @@ class KFACCurvature(Curvature):
         kept = {**self.budget.saved()}
         if self._system.chooser is not None:
             kept |= saved_workers(self.workers, self.training.world.size)
-        return saved_factors(self.layers, self._takes, kept, self.solves.traces.saved)
+        return saved_factors(self.layers, self._takes, kept, self._saved_of_layer)
+
+    def _saved_of_layer(self, block: KroneckerBlock) -> dict[str, Any]:
+        drift = {} if self.drift is None else self.drift.saved(block)
+        return self.solves.traces.saved(block) | drift
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
@@ -472,6 +496,8 @@ class KFACCurvature(Curvature):
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
         self.solves.traces.load(saved, self.layers.blocks)
+        if self.drift is not None:
+            self.drift.load(saved, self.layers.blocks)
         self.budget.load(saved)
         self._cadence.updated()
         self.watch()
@@ -570,8 +596,15 @@ class KFACCurvature(Curvature):
             found["age/statistics"] = float(
                 max(last - self._cadence.updated_at, 0)
             )  # 0 after a load
-            found |= {name: float(self._cadence.interval(name, last)) for name in BUDGETED}
+            found |= self._intervals()
         return found
+
+    def _intervals(self) -> dict[str, float]:
+        """The steps between updates and between refreshes, in the middle where layers differ."""
+        if self.drift is None:
+            return {name: float(self._cadence.interval(name)) for name in BUDGETED}
+        every = self.drift.metrics["drift/interval"]
+        return {**dict.fromkeys(BUDGETED, every), **self.drift.metrics}
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""

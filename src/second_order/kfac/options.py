@@ -23,7 +23,6 @@ from second_order.options import (
     check_interval,
     check_number,
     check_patterns,
-    check_whole,
     is_adaptive,
     scheduled,
 )
@@ -33,6 +32,7 @@ __all__ = [
     "AUTO",
     "BUDGETED",
     "DOCS",
+    "USUAL_OVERHEAD",
     "AutoSchedule",
     "KFACOptions",
     "PerStep",
@@ -125,6 +125,7 @@ DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
+USUAL_INTERVAL, USUAL_OVERHEAD = 10, 0.15
 TRACE_BOUNDS = (0.1, 0.0)  # by benchmarks/progress/trace_refresh.py
 
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -184,18 +185,17 @@ who do not see the training's batches, it is 1e-4.""",
 the tasks that the defaults were chosen on.""",
     "factor_update_steps": """\
 Steps from one update of statistics to the next; number or callable, or "auto": as often as
-``overhead`` allows.""",
+``overhead`` allows. None: at each refresh by drift; otherwise every 10 steps, or as often as
+refreshes if these come more often.""",
     "inv_update_steps": """\
 Steps from one refresh of the inverses to the next; number or callable, or "auto": as often as
-``overhead`` allows.""",
+``overhead`` allows. None: as ``refresh`` says.""",
     "overhead": """\
-With an interval that is "auto": the share of a step of the base alone that statistics and
-refreshes may cost together, on average, above 0 and up to 10. Their cost is measured
-in the first steps, those of the warm-up, 5 at least and 20 at most, and the intervals are
-kept from then on, in checkpoints, too. Not used without "auto".""",
-    "refresh_warmup_steps": """\
-Number of first steps with statistics and a refresh at every step: a first inverse
-from a single batch is no guide for the steps until the next.""",
+The share of a step of the base alone that statistics and refreshes may cost together, on average,
+above 0 and up to 10; their cost is measured in the first 20 steps, and what is chosen then is
+kept, in checkpoints, too. With refreshes by drift none comes oftener than that allows, where the
+two are in conflict a warning says so; None: by drift alone. With an interval that is "auto" it
+chooses the interval; None: 0.15.""",
     "fisher": """\
 "empirical" takes the gradients of your own backward; "sampled" draws labels from the
 model's predictions and takes the gradients of those, at the price of a further
@@ -211,7 +211,10 @@ For layers applied at many positions: "expand" if each position has a loss term
 "full" computes eigenvectors anew at each refresh. "warm" takes one step of orthogonal
 iteration from the last ones where that is accurate.""",
     "refresh": """\
-"interval" solves every layer at each refresh. "trace" keeps the inverses of layers whose curvature
+"drift": each layer is solved as often as a refresh changes its preconditioned gradient: its interval
+is halved where the old and the new one point apart, and doubled where they agree, 1 to 32 steps; not
+with a number for ``inv_update_steps``, which means what it says. "interval" solves every layer every
+``inv_update_steps``, 10 if None. "trace" keeps the inverses of layers whose curvature
 has hardly moved since their last solve, by its trace (THOR, Chen et al. 2021).""",
     "trace_bounds": """\
 With ``refresh="trace"``: (upper, lower). A layer is solved if the trace of A ⊗ G + γ has moved by
@@ -275,15 +278,14 @@ class KFACOptions:
     factor_decay: AutoSchedule | PerStep = AUTO
     kl_clip: AutoSchedule | None = AUTO
     solver: SolverName = "inverse"
-    factor_update_steps: AutoInterval = 10
-    inv_update_steps: AutoInterval = 10
-    overhead: float = 0.15
-    refresh_warmup_steps: int = 20
+    factor_update_steps: AutoInterval | None = None
+    inv_update_steps: AutoInterval | None = None
+    overhead: float | None = None
     fisher: str = "empirical"
     likelihood: Likelihood = "categorical"
     kfac_approx: Approximation = "expand"
     eigen_refresh: str = "full"
-    refresh: str = "interval"
+    refresh: str = "drift"
     trace_bounds: tuple[float, float] = TRACE_BOUNDS
     symmetry_aware: bool = True
     skip_layers: tuple[str, ...] = ()
@@ -320,6 +322,7 @@ class KFACOptions:
             ours["kl_clip"] = None
         if ours["factor_decay"] == AUTO:
             ours["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
+        _settle_intervals(ours)
         for name in ("relative_damping", "symmetry_aware"):
             check_flag(name, ours[name])
         if isinstance(ours["trace_bounds"], list):
@@ -329,6 +332,11 @@ class KFACOptions:
     def scheduled(self, step: int) -> list[tuple[str, Any]]:
         """The values at a step of options given as callables, by name; for comparison."""
         return scheduled(self, SCHEDULES, step)
+
+    @property
+    def by_drift(self) -> bool:
+        """Whether refreshes follow what they change."""
+        return self.inv_update_steps is None
 
     @property
     def said(self) -> str:
@@ -345,7 +353,7 @@ class KFACOptions:
         return f"damping {damping}; clip {clip}; {memory}"
 
     def _check_refresh(self) -> None:
-        check_choice("refresh", self.refresh, ("interval", "trace"))
+        check_choice("refresh", self.refresh, ("drift", "interval", "trace"))
         pair: Any = self.trace_bounds
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(
@@ -359,9 +367,9 @@ class KFACOptions:
                 f"trace_bounds={pair!r}: lower is above upper, so that a layer to be solved would "
                 f"have settled; swap them, as in {TRACE_BOUNDS}"
             )
-        if self.refresh == "interval" and tuple(pair) != TRACE_BOUNDS:
+        if self.refresh != "trace" and tuple(pair) != TRACE_BOUNDS:
             raise ValueError(
-                f"trace_bounds={pair!r} with refresh='interval' would do nothing; give "
+                f"trace_bounds={pair!r} with refresh={self.refresh!r} would do nothing; give "
                 f"refresh='trace', or leave trace_bounds out"
             )
 
@@ -391,12 +399,13 @@ class KFACOptions:
         check_choice("preconditioner_scale", self.preconditioner_scale, scales)
         check_choice("solver", self.solver, SOLVERS)
         for name in BUDGETED:
-            if getattr(self, name) != AUTO:
+            if getattr(self, name) not in (None, AUTO):
                 check_interval(name, getattr(self, name))
-        remedy = "0.15 is the default: 15 % of a step of the base"
-        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
-        remedy = "0 to keep to the intervals from the first step"
-        check_whole("refresh_warmup_steps", self.refresh_warmup_steps, 0, remedy)
+        if self.overhead is not None:
+            remedy = "0.15, say: 15 % of a step of the base"
+            check_number(
+                "overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy
+            )
         check_choice("fisher", self.fisher, ("empirical", "sampled"))
         if not callable(self.likelihood):
             check_choice("likelihood", self.likelihood, LIKELIHOODS)
@@ -431,6 +440,23 @@ class KFACOptions:
         check_count(
             "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
         )
+
+
+def _settle_intervals(ours: dict[str, Any]) -> None:
+    """Replace intervals of None by what they come to, but that of refreshes by drift."""
+    factors, inverses = (ours[name] for name in BUDGETED)
+    if inverses is None and ours["refresh"] != "drift":
+        inverses = USUAL_INTERVAL
+    if factors is None and inverses is not None:
+        oftener = isinstance(inverses, int) and inverses < USUAL_INTERVAL
+        factors = inverses if oftener else USUAL_INTERVAL
+    if inverses is not None and ours["refresh"] == "drift":
+        ours["refresh"] = "interval"
+    if inverses is None and factors == AUTO:  # at each refresh, and these by drift and budget
+        factors, ours["overhead"] = None, ours["overhead"] or USUAL_OVERHEAD
+    if AUTO in (factors, inverses) and ours["overhead"] is None:
+        ours["overhead"] = USUAL_OVERHEAD
+    ours.update(zip(BUDGETED, (factors, inverses), strict=True))
 
 
 def documented(optimizer: type[T]) -> type[T]:

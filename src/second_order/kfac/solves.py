@@ -26,6 +26,7 @@ from second_order.contract.training import Training
 from second_order.distributed.parcels import Shapes
 from second_order.errors import DecompositionError
 from second_order.kfac.budget import Budget
+from second_order.kfac.drift import Drift
 from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.flights import Flight, Solved, Verdict
 from second_order.kfac.layers import Layers
@@ -58,6 +59,7 @@ class Solves:
         layers: The layers of the model.
         background: Settings to solve on threads; None to solve at once.
         budget: The budget of intervals; every solve is waited for while it measures.
+        drift: The layers' intervals by drift, or None.
 
     Attributes:
         wanted: Whether a refresh is due out of turn.
@@ -81,9 +83,10 @@ class Solves:
         layers: Layers,
         background: Background | None,
         budget: Budget,
+        drift: Drift | None = None,
     ) -> None:
         self._training, self._options, self._layers = training, options, layers
-        self._background, self._budget = background, budget
+        self._background, self._budget, self.drift = background, budget, drift
         waits = background is None or background.max_staleness == 0
         self._waiting = Account.REFRESH if waits else Account.APART
         self._solver = SOLVERS[options.solver]
@@ -123,15 +126,15 @@ class Solves:
 
     def refresh(
         self,
-        due: bool,
+        due: Sequence[KroneckerBlock],
         average: Callable[[], None],
         news: Sequence[float] = (),
         arriving: Arriving | None = None,
     ) -> Sequence[float]:
-        """Submit the layers if they are due, and install what the ranks agree is solved.
+        """Submit the layers that are due, and install what the ranks agree is solved.
 
         Args:
-            due: Whether a refresh of the layers is due at this step.
+            due: The layers that are due at this step; all are if a refresh is wanted out of turn.
             average: Waits for the gradients: nothing may be under way in the world while a part of
                 it communicates, since NCCL's communicators are not to be used at the same time.
             news: Further numbers for the ranks to agree on; of the same length on every rank.
@@ -145,7 +148,7 @@ class Solves:
             DecompositionError: On every rank, if a thread has raised, or a layer could not be
                 solved too often.
         """
-        due = due or self.wanted
+        due = list(self._plan) if self.wanted else due
         try:
             heard, hopeless, silent = self._refresh(due, average, news, arriving or _at_once)
         except DecompositionError:
@@ -165,7 +168,7 @@ class Solves:
 
     def _refresh(
         self,
-        due: bool,
+        due: Sequence[KroneckerBlock],
         average: Callable[[], None],
         news: Sequence[float],
         arriving: Arriving,
@@ -199,24 +202,25 @@ class Solves:
         if due:
             self.wanted = False
             with self._training.meter.stage("launch"):
-                again = [b for b in under_way if b not in self.flights and b.solved]
+                came = [b for b in under_way if b not in self.flights and b.solved]
+                again = [b for b in came if b in set(due)]
                 self._submit(again, damping)
         return heard, hopeless, silent
 
-    def _parts(self, due: bool) -> Iterable[list[KroneckerBlock]]:
-        """The layers in parts that are refreshed together: with several ranks, all in one part.
+    def _parts(self, due: Sequence[KroneckerBlock]) -> Iterable[list[KroneckerBlock]]:
+        """The layers that are due in parts that are refreshed together: with several ranks, all in one part.
 
         That takes few messages. One process takes a few layers at a time, so that old inverses are
         freed before the next new ones are made.
         """
         if self._background is not None:
-            yield [block for block in self._plan if block not in self.flights] if due else []
+            yield [block for block in due if block not in self.flights]
             return
-        if not due or not self._plan:
+        if not due:
             return
         part: list[KroneckerBlock] = []
         filled = 0.0
-        for block in self._plan:
+        for block in due:
             stored = (block.stored_shape(letter) for letter in block.shape.letters)
             size = self._options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
             if part and self._training.world.size == 1 and filled + size > PART_BYTES:
@@ -281,7 +285,7 @@ class Solves:
         self, dampings: Mapping[KroneckerBlock, Damping], damping: float
     ) -> list[KroneckerBlock]:
         """The layers, of those with γ, that are not spared by their traces; those get verdicts."""
-        judged = not self._dense
+        judged = not self._budget.measuring
         marks = self.traces.marks(dampings, damping)
         for block, mark in marks.items():
             self.flights[block].mark = mark
@@ -386,14 +390,10 @@ class Solves:
         """Whether a layer under way must land at this step; the same on every rank."""
         if self._background is None or not block.solved:
             return True
-        steps, most = self._training.steps, self._background.max_staleness
-        late = most is not None and steps - self.flights[block].step >= most
-        return late or self._dense
-
-    @property
-    def _dense(self) -> bool:
-        """Whether refreshes come at every step: in the warm-up, and while they are measured."""
-        return self._budget.measuring or self._training.steps < self._options.refresh_warmup_steps
+        age, most = self._training.steps - self.flights[block].step, self._background.max_staleness
+        if most is not None and age >= most:
+            return True
+        return self._budget.measuring or (self.drift is not None and self.drift.late(block, age))
 
     def _start_agreement(
         self, news: Sequence[float]
@@ -449,6 +449,7 @@ class Solves:
         self, verdicts: Mapping[KroneckerBlock, Verdict]
     ) -> tuple[list[KroneckerBlock], list[str]]:
         """Install solved layers; returns layers that land, and names of those failing too often."""
+        options = self._options
         raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
         if raised:
             self._raise(raised)
@@ -467,7 +468,7 @@ class Solves:
                 damping, scale, parts = received.pop(block)
                 inverse = self._solver.combine(parts, damping, scale)
                 self.dampings[block] = damping
-            block.install(inverse)
+            block.install(inverse, None if self.drift is None else options.inv_dtype)
             self.landed_at[block], self.taken_at[block] = self._training.steps, flight.step
         return list(verdicts), failing
 

@@ -38,7 +38,7 @@ from second_order.kronecker.layers import (
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
-from second_order.sharded import FSDPParams, local
+from second_order.sharded import FSDPParams, is_dtensor, local
 from second_order.stages import span
 
 __all__ = [
@@ -67,6 +67,7 @@ class LayerState:
         unexplained: The share of the gradient that the pairs leave unexplained, where that is too
             much, so that they are not used; 0.0 otherwise.
         unlooked: Number of steps with statistics since the two were compared, that one included.
+        work: Operations of the layer's passes in the last step with statistics on this process.
     """
 
     solved: bool = False
@@ -77,6 +78,7 @@ class LayerState:
     complaint: str = ""
     unexplained: float = 0.0
     unlooked: int = LOOK_EVERY
+    work: int = 0
 
 
 class KroneckerBlock:
@@ -114,6 +116,8 @@ class KroneckerBlock:
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
+        self._before: Inverse | Tensor | None = None
+        self._change: Tensor | None = None
         self._expected_version = 0  # version of the weight's gradient at the next pass
         self._reset()
 
@@ -435,8 +439,16 @@ class KroneckerBlock:
         """Count a failed refresh; an inverse of an earlier one is kept."""
         self.state.failures += 1
 
-    def install(self, inverse: Inverse | None) -> None:
-        """Mark the layer as solved; ``inverse`` is None where this rank is no gradient worker."""
+    def install(self, inverse: Inverse | None, dtype: torch.dtype | None = None) -> None:
+        """Mark the layer as solved.
+
+        Args:
+            inverse: The inverse; None where this rank is no gradient worker.
+            dtype: Dtype of the inverses, for what the next :meth:`precondition` tells of the change
+                to this one from the last; None if nobody asks.
+        """
+        if dtype is not None:
+            self._before = self._preconditioned_before(dtype)
         self.inverse = inverse
         self.state = replace(self.state, solved=True, silent=False, failures=0, complaint="")
 
@@ -449,11 +461,33 @@ class KroneckerBlock:
             size = (self.shape.groups, self.shape.out_dim, self.shape.in_dim)
             return torch.zeros(size, dtype=self.work_dtype, device=self.weight.device)
         assert self.inverse is not None
-        return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
+        result = self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
+        before, self._before = self._before, None
+        if before is not None:
+            if not isinstance(before, Tensor):
+                before = before.precondition(gradient.to(dtype)).to(gradient.dtype)
+            pairs = ((before, result), (before, before), (result, result))
+            self._change = torch.stack([torch.vdot(a.flatten(), b.flatten()) for a, b in pairs])
+        return result
+
+    def _preconditioned_before(self, dtype: torch.dtype) -> Inverse | Tensor | None:
+        """The gradient as the inverse so far preconditions it; that inverse if it is in shards."""
+        if self.inverse is None or is_dtensor(self.weight):
+            return self.inverse
+        gradient = self.gradient(self.work_dtype)
+        return None if gradient is None else self.precondition(gradient, dtype)
+
+    def take_change(self) -> Tensor | None:
+        """P₀ · P, |P₀|² and |P|² of the gradient preconditioned by the last two inverses, ``(3,)``.
+
+        None where this process has not preconditioned since the last was installed.
+        """
+        change, self._change = self._change, None
+        return change
 
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""
-        self.inverse = None
+        self.inverse = self._before = self._change = None
         self.state.solved = False
 
     @property
@@ -628,6 +662,9 @@ class StatisticsCollector:
                         again=again,
                         reduction=self.reduction(),
                     )
+                inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
+                block.staged.work += 6 * d.numel() * inputs
+                block.state.work = block.staged.work
                 block.hear()
                 self.heard(block)
 

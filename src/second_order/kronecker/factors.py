@@ -68,6 +68,7 @@ class StagedStatistics:
 
     Attributes:
         pairs: Number of pairs since the last :meth:`clear`.
+        work: Operations of their passes.
         revision: A number that changes whenever the sums may have.
         explanation: The gradient in these passes beside the pairs, where they are compared.
     """
@@ -91,6 +92,7 @@ class StagedStatistics:
             self.explanation.close()
             self.explanation = None
         self.pairs = 0
+        self.work = 0
         self.revision += 1
         self._sums: dict[str, Tensor] = {}
         head = 1 + len(self.shape.letters) * self.shape.groups

@@ -113,14 +113,12 @@ class DistKFAC(KroneckerOptimizer):
         solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
             applies (A ⊗ G + γ I)⁻¹ exactly.
         factor_update_steps: Without stats workers, statistics are taken every so many steps; number
-            or callable, or "auto": as often as ``overhead`` allows.
+            or callable, or "auto" or None: as in :class:`KAISA`.
         inv_update_steps: Solves are launched every so many steps; number or callable, or "auto": as
-            often as ``overhead`` allows.
-        overhead: With an interval that is "auto": as in :class:`KAISA`. Of solves that are not
-            waited for, only what the training thread spends on them counts, launching them and
+            often as ``overhead`` allows. None: as ``refresh`` says; by drift, a solve that is not
+            done at the step before the layer's next is waited for.
+        overhead: As in :class:`KAISA`. Of solves that are not waited for, only what the training thread spends on them counts, launching them and
             putting them to use; where threads have no cores of their own, give a number.
-        refresh_warmup_steps: During the first steps, so many, statistics and solves come at every
-            step, and are waited for.
         {fisher}
         {likelihood}
         {kfac_approx}
@@ -185,10 +183,9 @@ class DistKFAC(KroneckerOptimizer):
         factor_decay: AutoSchedule | PerStep | None = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
-        factor_update_steps: AutoInterval = 20,
-        inv_update_steps: AutoInterval = 20,
-        overhead: float = KFACOptions.overhead,
-        refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
+        factor_update_steps: AutoInterval | None = KFACOptions.factor_update_steps,
+        inv_update_steps: AutoInterval | None = KFACOptions.inv_update_steps,
+        overhead: float | None = KFACOptions.overhead,
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,
         kfac_approx: Approximation = KFACOptions.kfac_approx,

@@ -79,7 +79,6 @@ class DPKFAC(KroneckerOptimizer):
         {factor_update_steps}
         {inv_update_steps}
         {overhead}
-        {refresh_warmup_steps}
         {fisher}
         {likelihood}
         {kfac_approx}
@@ -129,10 +128,9 @@ class DPKFAC(KroneckerOptimizer):
         factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
-        factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
-        inv_update_steps: AutoInterval = KFACOptions.inv_update_steps,
-        overhead: float = KFACOptions.overhead,
-        refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
+        factor_update_steps: AutoInterval | None = KFACOptions.factor_update_steps,
+        inv_update_steps: AutoInterval | None = KFACOptions.inv_update_steps,
+        overhead: float | None = KFACOptions.overhead,
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,
         kfac_approx: Approximation = KFACOptions.kfac_approx,

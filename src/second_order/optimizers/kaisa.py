@@ -73,7 +73,6 @@ class KAISA(KroneckerOptimizer):
         {factor_update_steps}
         {inv_update_steps}
         {overhead}
-        {refresh_warmup_steps}
         {fisher}
         {likelihood}
         {kfac_approx}
@@ -93,8 +92,8 @@ class KAISA(KroneckerOptimizer):
             factors in the order in which they arrive (Shi et al. 2021): the same training.
         exchange_dtype: Dtype in which statistics and decompositions travel, where they do; None:
             that in which they are kept. ``torch.bfloat16`` halves the bytes of float32, and rounds
-            to 8 bits; all processes get the same numbers. Statistics of the first
-            ``refresh_warmup_steps`` steps, and gradients, travel as they are.
+            to 8 bits; all processes get the same numbers. Statistics of the first 20
+            steps, and gradients, travel as they are.
         assignment: Balance the "compute" (n³) or the "memory" (n²) of factors over processes.
         colocate_factors: One process decomposes both factors of a layer; False spreads them.
         {symmetry_aware}
@@ -136,10 +135,9 @@ class KAISA(KroneckerOptimizer):
         factor_decay: AutoSchedule | PerStep = AUTO,
         kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
         solver: SolverName = KFACOptions.solver,
-        factor_update_steps: AutoInterval = KFACOptions.factor_update_steps,
-        inv_update_steps: AutoInterval = KFACOptions.inv_update_steps,
-        overhead: float = KFACOptions.overhead,
-        refresh_warmup_steps: int = KFACOptions.refresh_warmup_steps,
+        factor_update_steps: AutoInterval | None = KFACOptions.factor_update_steps,
+        inv_update_steps: AutoInterval | None = KFACOptions.inv_update_steps,
+        overhead: float | None = KFACOptions.overhead,
         fisher: str = KFACOptions.fisher,
         likelihood: Likelihood = KFACOptions.likelihood,
         kfac_approx: Approximation = KFACOptions.kfac_approx,

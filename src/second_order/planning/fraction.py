@@ -107,7 +107,7 @@ def fastest_workers(
     """
     options, seconds = auto.options, {}
     every = options.inv_update_steps
-    steps = USUAL if every == AUTO else int(value_at(every, options.refresh_warmup_steps))
+    steps = USUAL if every in (None, AUTO) else int(value_at(every, 0))
     for workers in workers_of(ranks):
         planner = auto.planner(workers, ranks)
         planned = Planned("KAISA", planner, options, options.block_rules, torch.optim.SGD)

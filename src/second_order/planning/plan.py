@@ -18,7 +18,7 @@ from torch import nn
 from second_order.distributed.collectives import BUCKET_BYTES
 from second_order.fosi.sharded_base import works_by_element
 from second_order.kfac.budget import intervals as budgeted
-from second_order.kfac.options import KFACOptions
+from second_order.kfac.options import USUAL_OVERHEAD, KFACOptions
 from second_order.options import AUTO, check_choice, check_count, check_interval, check_number
 from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
 from second_order.planning.choices import Choice, Plan, bytes_of, recommended
@@ -453,7 +453,7 @@ def _interval_keywords(wanted: Intervals) -> dict[str, Any]:
 
 
 def _steps(wanted: Intervals, times: StepTimes) -> tuple[int, int]:
-    return budgeted(*times.costs, KFACOptions.overhead) if wanted == AUTO else wanted
+    return budgeted(*times.costs, USUAL_OVERHEAD) if wanted == AUTO else wanted
 
 
 def _spread(sizes: Iterable[int], most: int = 6) -> list[int]:
