@@ -4,7 +4,7 @@
     make sensitivity ARGS='--tasks "digits MLP" --seeds 5'
 
 Three small tasks at a constant rate, or one that rises linearly in the first tenth of the steps and
-is constant then. The base is tuned for each of the two on six rates, on two seeds that are not
+is constant then. The base is tuned for each of the two on six rates, on five seeds that are not
 reported. KAISA over it has nothing set but the rate: 0.5, 1, 2 and 4 times the base's best. A run
 is above if its loss is greater than that of the base at its best rate, of the same seed and with
 the same warm-up; as single judgements at a constant rate are noisy, a loss is the mean of a run's
@@ -14,7 +14,6 @@ last five. Every run is stored; of a file that is there already, tasks that are 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -28,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from second_order import SecondOrderWarning
-from tasks import TASKS, Job, Run, Setting, run_all, store_runs, tuned
+from tasks import TASKS, Job, Run, Setting, run_all, store_runs, stored_tasks, tuned
 
-TUNED_ON = 100, 101
+TUNED_ON = range(100, 105)
 LAST = 5  # judgements, over which a loss is averaged
 RATES = 0.5, 1.0, 2.0, 4.0  # times the base's best
 BASES: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -131,9 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", SecondOrderWarning)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    record: dict[str, Any] = {}
-    if options.json and options.json.exists():
-        record = json.loads(options.json.read_text("utf-8"))["tasks"]
+    record = stored_tasks(options.json, BASES)
     for task in options.tasks:
         record[task] = measured(task, options.seeds, options.processes)
         if options.json:

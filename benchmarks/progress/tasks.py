@@ -46,6 +46,7 @@ __all__ = [
     "seconds_to",
     "steps_to",
     "store_runs",
+    "stored_tasks",
     "train",
     "tuned",
 ]
@@ -363,6 +364,14 @@ TASKS: dict[str, Callable[[], Task]] = {
     },
     **UNSEEN,
 }
+
+
+def stored_tasks(path: Path | None, tasks: Iterable[str]) -> dict[str, Any]:
+    """What a file of :func:`store_runs`, if it is there, has of these tasks, by name."""
+    if path is None or not path.exists():
+        return {}
+    record = json.loads(path.read_text("utf-8"))["tasks"]
+    return {task: record[task] for task in tasks if task in record}
 
 
 def store_runs(path: Path, threads: str, indent: int | None = None, **parts: Any) -> None:

@@ -15,7 +15,6 @@ run is stored; of a file that is there already, tasks that are not asked for sta
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import warnings
@@ -39,6 +38,7 @@ from tasks import (
     seconds_to,
     steps_to,
     store_runs,
+    stored_tasks,
     tuned,
 )
 
@@ -177,9 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", SecondOrderWarning)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    record: dict[str, Any] = {}
-    if options.json and options.json.exists():
-        record = json.loads(options.json.read_text("utf-8"))["tasks"]
+    record = stored_tasks(options.json, GRIDS)
     for task in options.tasks:
         record[task] = measured(task, options.seeds, options.processes)
         console.print(table(task, record[task]["figures"], record[task]["settings"]))
