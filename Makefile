@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak planned elastic-soak venv demo pipelined exchange-dtype systems progress language-model defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak planned elastic-soak venv demo pipelined exchange-dtype systems progress language-model tasks sensitivity defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -42,6 +42,14 @@ language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, t
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/language.py \
 		--json benchmarks/results/language.json $(ARGS)
 	$(BIN)/python benchmarks/progress/plot_language.py benchmarks/results/language.json --out docs/figures/language.png
+
+tasks: venv ## seven tasks that chose no default: tuned rivals, KAISA with nothing set: half an hour
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/tuned_rivals.py \
+		--json benchmarks/results/tasks.json $(ARGS)
+
+sensitivity: venv ## how often KAISA ends above its base, by learning rate and warm-up: minutes
+	PYTHONPATH=examples $(BIN)/python benchmarks/progress/sensitivity.py \
+		--json benchmarks/results/sensitivity.json $(ARGS)
 
 defaults: venv ## every candidate for a default on six tasks: most of an hour
 	PYTHONPATH=examples $(BIN)/python benchmarks/progress/defaults.py \

@@ -41,7 +41,8 @@ import fine_tuning
 import pinn
 from second_order import DHO2
 from second_order.stopwatch import HostClock
-from tasks import TASKS, Task, store_runs
+from task import Task
+from tasks import TASKS, store_runs
 
 __all__ = ["SETTINGS", "Gained", "Goal", "goal", "ratios", "reach"]
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,24 @@ from rich.console import Console
 from rich.table import Table
 
 from second_order import SecondOrderWarning
-from tasks import Job, Run, run_all, steps_to, store_runs
+from tasks import (
+    TASKS,
+    Job,
+    Run,
+    Setting,
+    final,
+    paired,
+    run_all,
+    seconds_to,
+    steps_to,
+    store_runs,
+    tuned,
+)
 
 TUNED_ON = 100
 OURS, DEFAULTS, REFERENCE = "KAISA", "KAISA, defaults", "AdamW"
 TWICE = "KAISA, twice AdamW's rate"
 OWN_SCALE = "KAISA, its default scale"
-Setting = tuple[float, dict[str, Any]]
 GRIDS: dict[str, list[Setting]] = {
     "AdamW": [(lr, {}) for lr in (0.002, 0.003, 0.005, 0.007, 0.01, 0.014)],
     "Muon": [(lr, {}) for lr in (0.005, 0.007, 0.01, 0.014, 0.02, 0.03)],
@@ -53,51 +64,23 @@ def job(task: str, name: str, setting: Setting, seed: int) -> Job:
     return Job(task, optimizer, lr, seed, options)
 
 
-def final(run: Run) -> float:
-    """The loss at the end; infinite for a run that broke off."""
-    return run.losses[-1] if math.isfinite(run.losses[-1]) else math.inf
-
-
-def tuned(task: str, processes: int) -> tuple[dict[str, Setting], list[dict[str, Any]]]:
-    """By optimizer, the best setting of its grid, and all runs of the grids."""
-    named = [(name, setting) for name, grid in GRIDS.items() for setting in grid]
-    runs = run_all((job(task, name, setting, TUNED_ON) for name, setting in named), processes)
-    best: dict[str, Setting] = {}
-    for name in GRIDS:
-        of = [(final(r), s) for (n, s), r in zip(named, runs, strict=True) if n == name]
-        best[name] = min(of, key=lambda pair: pair[0])[1]
-    stored = [{"name": name, **asdict(r)} for (name, _), r in zip(named, runs, strict=True)]
-    return best, stored
-
-
 def best_of(stored: Iterable[dict[str, Any]]) -> Setting:
     """The setting with the least loss at the end."""
     job = min(stored, key=lambda run: float(run["losses"][-1]))["job"]
     return job["lr"], job["options"]
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """Mean of the differences, seed by seed, and its standard error; None if there is none."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    if not all(map(math.isfinite, differences)) or len(differences) < 2:
-        return None
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.mean(differences), error
-
-
 def figures(runs: dict[str, list[Run]]) -> dict[str, dict[str, Any]]:
     """What the table says of each optimizer."""
     reference = runs[REFERENCE]
+    total = TASKS[reference[0].job.task]().steps
     result: dict[str, dict[str, Any]] = {}
     for name, of in runs.items():
         losses = [final(run) for run in of]
         shares, paces = [], []
         for run, theirs in zip(of, reference, strict=True):
-            steps, every = steps_to(run, final(theirs)), len(theirs.losses)
-            total = every * 10
-            shares.append(steps / total)
-            found = run.seconds[int(steps / 10) - 1] if math.isfinite(steps) else math.inf
-            paces.append(found / theirs.seconds[-1])
+            shares.append(steps_to(run, final(theirs)) / total)
+            paces.append(seconds_to(run, final(theirs)) / theirs.seconds[-1])
         result[name] = {
             "loss": statistics.mean(losses),
             "share of steps": statistics.median(shares),
@@ -147,7 +130,8 @@ def main() -> None:
         stored = json.loads(arguments.settings.read_text("utf-8"))
         best = {name: (lr, options) for name, (lr, options) in stored["settings"].items()}
     else:
-        best, grids = tuned(task, arguments.processes)
+        best, tried = tuned(GRIDS, partial(job, task), (TUNED_ON,), arguments.processes)
+        grids = [{"name": name, **asdict(run)} for name, run in tried]
         best[DEFAULTS] = best[REFERENCE]
         best[TWICE] = 2 * best[REFERENCE][0], {}
         best[OWN_SCALE] = best_of(

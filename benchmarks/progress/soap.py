@@ -109,4 +109,5 @@ class SOAP(torch.optim.Optimizer):
 
 def eigenvectors(factor: Tensor) -> Tensor:
     """Columns, the largest eigenvalue first; in float64, as one gradient's factor has rank one."""
-    return torch.linalg.eigh(factor.double())[1].flip(-1).to(factor.dtype)
+    result: Tensor = torch.linalg.eigh(factor.double())[1].flip(-1).to(factor.dtype)
+    return result

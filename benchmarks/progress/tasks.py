@@ -1,8 +1,8 @@
-"""What the optimizers are compared on, and one training of it: six tasks on data that is at hand.
+"""What the optimizers are compared on, and one training of it: tasks on data that is at hand.
 
-A task says what is trained, how long, and by which loss a run is judged. The learning rate is
-constant, or rises and then falls by a cosine to a twentieth where the task says so. Seconds are
-processor time of training alone, in one thread.
+The learning rate is constant, or rises and then falls by a cosine to a twentieth where the task
+says so. Seconds are processor time of training alone, in one thread. The tasks on which defaults
+were chosen are here; those on which none was are in `unseen`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import platform
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sklearn.datasets import load_diabetes
@@ -31,42 +32,28 @@ import second_order
 from muon import Muon
 from second_order.kfac.options import PerStep
 from soap import SOAP
+from task import OF_LANGUAGE, Task
+from unseen import UNSEEN
 
-__all__ = ["TASKS", "Job", "Run", "Task", "run_all", "steps_to", "store_runs", "train"]
+__all__ = [
+    "TASKS",
+    "Job",
+    "Run",
+    "Setting",
+    "final",
+    "paired",
+    "run_all",
+    "seconds_to",
+    "steps_to",
+    "store_runs",
+    "stored_tasks",
+    "train",
+    "tuned",
+]
 
-FLOOR = 0.05  # of the peak, to which a schedule lets the learning rate fall
-
-
-@dataclass(frozen=True)
-class Task:
-    """A training.
-
-    Attributes:
-        make: The model, from torch's random numbers.
-        batches: Without end, for a seed.
-        loss_of: Of the model and a batch.
-        judge: Of the model: the loss that is reported.
-        steps: How many.
-        every: Steps between two judgements.
-        warmup: Steps in which the learning rate rises, before it falls; None: it is constant.
-    """
-
-    make: Callable[[], nn.Module]
-    batches: Callable[[int], Iterator[Any]]
-    loss_of: Callable[[nn.Module, Any], Tensor]
-    judge: Callable[[nn.Module], float]
-    steps: int
-    every: int
-    warmup: int | None = None
-
-    def share_of_rate(self, step: int) -> float:
-        """The learning rate of a step, as a share of its peak."""
-        if self.warmup is None:
-            return 1.0
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        passed = (step - self.warmup) / (self.steps - self.warmup)
-        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * passed))
+Setting = tuple[float, dict[str, Any]]
+"""A learning rate, and an optimizer's other keywords."""
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -79,6 +66,7 @@ class Job:
         lr: The peak of its learning rate.
         seed: Of the model and of the order of the batches.
         options: The optimizer's keywords; a ``factor_decay`` per step is a mapping of its fields.
+        warmup: Steps in which the learning rate rises, beside what the task's own schedule does.
     """
 
     task: str
@@ -86,6 +74,12 @@ class Job:
     lr: float
     seed: int
     options: dict[str, Any] = field(default_factory=dict)
+    warmup: int = 0
+
+    def share_of_rate(self, step: int) -> float:
+        """The learning rate of a step, as a share of its peak."""
+        rise = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        return rise * TASKS[self.task]().share_of_rate(step)
 
 
 @dataclass
@@ -119,26 +113,34 @@ class Pair:
             each.step()
 
 
-def muon(model: nn.Module, lr: float, **options: Any) -> Pair:
-    """Muon for the matrices of the blocks, AdamW for the rest."""
-    hidden = {p for p in model.get_submodule("blocks").parameters() if p.dim() == 2}
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Of linear and recurrent layers, all but the last linear one; that one if it is alone."""
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, (nn.Linear, nn.RNNBase)) and next(m.parameters()).requires_grad
+    ]
+    last = [m for m in layers if isinstance(m, nn.Linear)][-1]
+    chosen = [m for m in layers if m is not last] or [last]
+    return [p for m in chosen for p in m.parameters(recurse=False) if p.dim() == 2]
+
+
+def muon(model: nn.Module, lr: float, weight_decay: float = 0.01, **options: Any) -> Pair:
+    """Muon for the hidden matrices, AdamW for the rest; with AdamW's weight decay."""
+    matrices = hidden_matrices(model)
+    hidden = set(matrices)
     rest = [p for p in model.parameters() if p not in hidden]
-    decay = options.pop("weight_decay")
-    matrices = [p for p in model.parameters() if p in hidden]
     return Pair(
-        Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        AdamW(rest, lr=lr, weight_decay=decay, **options),
+        Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, lr=lr, weight_decay=weight_decay, **options),
     )
 
 
 def build(job: Job, model: nn.Module) -> Any:
     """The optimizer of a job, with the momentum and decay that its task is trained with."""
-    usual: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {}}
-    if job.task.startswith("language"):
-        decayed = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
-        usual |= {"AdamW": decayed, "Muon": decayed, "SOAP": {"weight_decay": 0.1}}
     system, _, base = job.optimizer.rpartition(", ")
-    options = {**usual[base], **job.options}
+    momentum = {"momentum": 0.9} if base == "SGD" else {}
+    options = {**momentum, **TASKS[job.task]().keywords.get(base, {}), **job.options}
     bases: dict[str, Any] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}
     if isinstance(options.get("factor_decay"), dict):
         options["factor_decay"] = PerStep(**options["factor_decay"])
@@ -166,7 +168,7 @@ def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Ru
     for step, batch in zip(range(task.steps), task.batches(job.seed), strict=False):
         start = time.process_time()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * task.share_of_rate(step)
+            group["lr"] = peak * job.share_of_rate(step)
         optimizer.zero_grad()
         task.loss_of(model, batch).backward()
         optimizer.step()
@@ -190,11 +192,56 @@ def run_all(jobs: Iterable[Job], processes: int) -> list[Run]:
         return list(tqdm(pool.map(train, jobs), total=len(jobs), leave=False))
 
 
+def final(run: Run) -> float:
+    """The loss at the end; infinite for a run that broke off."""
+    return run.losses[-1] if math.isfinite(run.losses[-1]) else math.inf
+
+
 def steps_to(run: Run, loss: float) -> float:
     """Steps until a loss was first met; infinite if it never was."""
     every = TASKS[run.job.task]().every
     met = (i for i, found in enumerate(run.losses, 1) if found <= loss)
     return next(met, math.inf) * every
+
+
+def seconds_to(run: Run, loss: float) -> float:
+    """Processor seconds until a loss was first met; infinite if it never was."""
+    pairs = zip(run.losses, run.seconds, strict=True)
+    return next((seconds for found, seconds in pairs if found <= loss), math.inf)
+
+
+def tuned(
+    grids: Mapping[Name, Sequence[Setting]],
+    job: Callable[[Name, Setting, int], Job],
+    seeds: Sequence[int],
+    processes: int,
+    loss_of: Callable[[Run], float] = final,
+) -> tuple[dict[Name, Setting], list[tuple[Name, Run]]]:
+    """By name, the setting of a grid with the least mean loss over seeds; and all runs.
+
+    Args:
+        grids: Settings, by name.
+        job: The training of a name, a setting and a seed.
+        seeds: On which all settings are tried.
+        processes: Trainings at a time.
+        loss_of: By which a run is judged.
+    """
+    cells = [(n, i, seed) for n, grid in grids.items() for i in range(len(grid)) for seed in seeds]
+    runs = run_all((job(name, grids[name][i], seed) for name, i, seed in cells), processes)
+    sums = {name: [0.0] * len(grid) for name, grid in grids.items()}
+    for (name, i, _), run in zip(cells, runs, strict=True):
+        sums[name][i] += loss_of(run)
+    best = {name: grids[name][found.index(min(found))] for name, found in sums.items()}
+    return best, [(name, run) for (name, *_), run in zip(cells, runs, strict=True)]
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
+    """Mean of the differences, seed by seed, and its standard error; None if there is none."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    if not all(map(math.isfinite, differences)) or len(differences) < 2:
+        return None
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.mean(differences), error
 
 
 # ---------------------------------------------------------------------------------------- the tasks
@@ -212,6 +259,7 @@ def language(of: language_model.Size) -> Task:
         of.steps,
         10,
         of.warmup,
+        OF_LANGUAGE,
     )
 
 
@@ -314,7 +362,16 @@ TASKS: dict[str, Callable[[], Task]] = {
         f"digits MLP, {batch:,} at a time": partial(classifier, digits.mlp, 150, batch, 1)
         for batch in (32, 128, 512, 1437)
     },
+    **UNSEEN,
 }
+
+
+def stored_tasks(path: Path | None, tasks: Iterable[str]) -> dict[str, Any]:
+    """What a file of :func:`store_runs`, if it is there, has of these tasks, by name."""
+    if path is None or not path.exists():
+        return {}
+    record = json.loads(path.read_text("utf-8"))["tasks"]
+    return {task: record[task] for task in tasks if task in record}
 
 
 def store_runs(path: Path, threads: str, indent: int | None = None, **parts: Any) -> None:
