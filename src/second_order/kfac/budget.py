@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.agreement import mean_over
-from second_order.kfac.drift import Drift
+from second_order.kfac.drift import ADAPTIVE, PLAIN, Drift
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
 from second_order.kronecker.block import KroneckerBlock
@@ -174,6 +174,7 @@ class Budget:
             S = 0.0
         self.measured = S, R, T
         overhead = self._options.overhead
+        assert overhead is not None
         f, i = intervals(S, R, T, overhead, *(self._given(name) for name in BUDGETED))
         pairs = zip(BUDGETED, (f, i), strict=True)
         self.chosen = {name: steps for name, steps in pairs if name in self._auto}
@@ -264,58 +265,51 @@ class Cadence:
         self._training, self._options, self._budget = training, options, budget
         self._layers = layers
         self.updated_at = 0
-        self.drift = Drift() if options.by_drift else None
+        bounds = ADAPTIVE if options.adaptive else PLAIN
+        self.drift = Drift(bounds) if options.by_drift else None
 
     def takes_statistics(self) -> bool:
         """Whether statistics are due at this step."""
         if self._options.factor_update_steps is None:
             return bool(self.due())
-        return self._is_one_of("factor_update_steps")
+        return self._is_one_of("factor_update_steps", self._training.steps)
 
-    def due(self) -> list[KroneckerBlock]:
-        """The layers that are to be solved at this step."""
+    def due(self, coming: int = 0) -> list[KroneckerBlock]:
+        """The layers that are to be solved at this step, or as many steps later."""
+        step = self._training.steps + coming
         if self.drift is None:
-            return list(self._layers.active) if self._is_one_of("inv_update_steps") else []
-        if self._dense:
+            return list(self._layers.active) if self._is_one_of("inv_update_steps", step) else []
+        if self._is_dense(step):
             return list(self._layers.active)
         self.drift.least = self._budget.chosen.get("inv_update_steps", 1)
-        return self.drift.due(self._layers.active, self._training.steps)
+        return self.drift.due(self._layers.active, step)
 
-    @property
-    def _dense(self) -> bool:
+    def _is_dense(self, step: int) -> bool:
         """Whether statistics and refreshes are due whatever the intervals."""
-        steps = self._training.steps
-        return steps < self._budget.until or steps == self._layers.newcomers_at
+        return step < self._budget.until or step == self._layers.newcomers_at
 
-    def _is_one_of(self, option: str) -> bool:
-        """Whether this step is one of an interval's, by the name of its option."""
-        return self._dense or self._training.steps % self.interval(option) == 0
+    def _is_one_of(self, option: str, step: int) -> bool:
+        """Whether a step is one of an interval's, by the name of its option."""
+        return self._is_dense(step) or step % self.interval(option, step) == 0
 
-    def interval(self, option: str) -> int:
-        """What an option says of this step, or the budget has chosen for it."""
+    def interval(self, option: str, step: int) -> int:
+        """What an option says of a step, or the budget has chosen for it."""
         if option in self._budget.chosen:
             return self._budget.chosen[option]
-        step = self._training.steps
         every = value_at(getattr(self._options, option), step)
         check_interval(f"{option} at step {step}: {option}", every)
         return int(every)
 
-    def follow(self, costs: Sequence[float]) -> None:
-        """Take note of what a refresh has changed; a collective.
-
-        Args:
-            costs: Operations of the solves of each layer that trains, on the busiest rank.
-        """
-        if self.drift is None:
+    def tell_of_drift(self) -> None:
+        """Warn, once, if the budget keeps layers from being refreshed as often as they drift."""
+        drift = self.drift
+        if drift is None or not drift.held or not self._training.first_time("drift is held"):
             return
-        before = self.drift.held
-        self.drift.take(self._training.world, self._layers.active, costs)
-        if self.drift.held > before and self._training.first_time("drift is held"):
-            self._training.warn(
-                f"overhead={self._options.overhead} leaves a refresh every {self.drift.least} "
-                f"steps, and {self.drift.held} layers have drifted so far that they want one "
-                f"oftener; a larger overhead allows it, and skip_layers=[...] spares wide layers"
-            )
+        self._training.warn(
+            f"overhead={self._options.overhead} leaves a refresh every {drift.least} steps, and "
+            f"{drift.held} layers have drifted so far that they want one oftener; a larger "
+            f"overhead allows it, and skip_layers=[...] spares wide layers"
+        )
 
     @property
     def judges_cost(self) -> bool:
@@ -361,8 +355,8 @@ class Cadence:
             return self.decay_since_update()
         every, steps = 1, self._training.steps
         counts_steps = isinstance(self._options.factor_decay, PerStep)
-        if counts_steps and not self._dense:
-            every = min(self.interval("factor_update_steps"), steps - self._budget.until + 1)
+        if counts_steps and not self._is_dense(steps):
+            every = min(self.interval("factor_update_steps", steps), steps - self._budget.until + 1)
         return self._decay_after(every)
 
     def decay_since_update(self) -> float:

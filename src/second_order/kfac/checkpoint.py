@@ -13,14 +13,17 @@ from second_order.contract.training import Training
 from second_order.kfac.budget import SAVED, check_saved_intervals
 from second_order.kfac.drift import DRIFT_INTERVAL
 from second_order.kfac.layers import Layers
+from second_order.kfac.step_length import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
 
 __all__ = [
+    "MEAN_CURVATURE",
     "READ_BY_ALL",
     "check_saved_factors",
     "load_factors",
+    "loaded_mean_curvature",
     "loaded_workers",
     "saved_factors",
     "saved_workers",
@@ -29,7 +32,20 @@ __all__ = [
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
-READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, DRIFT_INTERVAL, *sorted(SAVED), *CHOSEN)
+MEAN_CURVATURE = "mean_curvature"
+ALIKE = (MEAN_CURVATURE, *STEP_LENGTH)
+"""Entries that are the same in the parts of all layers."""
+
+READ_BY_ALL = (
+    WEIGHT,
+    MEANS,
+    EXAMPLES,
+    SETTLED,
+    DRIFT_INTERVAL,
+    *ALIKE,
+    *sorted(SAVED),
+    *CHOSEN,
+)
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
 
@@ -77,6 +93,12 @@ def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
     return int(found.whole(CHOSEN[0], 0))
 
 
+def loaded_mean_curvature(saved: Mapping[Tensor, SavedPart]) -> float:
+    """The mean curvature of all layers at the last refresh before saving; 0 if it is not there."""
+    parts = (part for part in saved.values() if MEAN_CURVATURE in part)
+    return next((part.number(MEAN_CURVATURE, 0.0) for part in parts), 0.0)
+
+
 def load_factors(
     saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], training: Training
 ) -> None:
@@ -109,6 +131,7 @@ def check_saved_factors(
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     check_saved_intervals(saved)
+    _check_alike(saved)
     _check_workers(saved)
     for p, part in saved.items():
         known = (*HEADER, *LETTERS, *READ_BY_ALL)
@@ -132,6 +155,16 @@ def check_saved_factors(
             _check_fit(part, block, there)
         elif MEANS in part:
             part.not_below(MEANS, 0.0, part[MEANS])
+
+
+def _check_alike(saved: Mapping[Tensor, SavedPart]) -> None:
+    """Raise ValueError unless what is saved with every layer is sound, and the same with each."""
+    known: dict[str, float] = {}
+    for part in saved.values():
+        for name in part.keys() & set(ALIKE):
+            value = part.number(name) if name == STEP_SIGN else part.number(name, 0.0)
+            if known.setdefault(name, value) != value:
+                raise part.wrong(name, f"is {value}, and {known[name]} for another parameter")
 
 
 def _check_workers(saved: Mapping[Tensor, SavedPart]) -> None:

@@ -22,6 +22,7 @@ from second_order.options import PEAK_LR, value_at
 __all__ = ["USUAL_BATCH", "Clip", "bound_for", "kl_change", "kl_clip_coefficient"]
 
 USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
+USUAL_LR = 0.1  # at a lower rate steps are shorter as the rate is: lowering it always helps
 
 
 def kl_change(
@@ -123,8 +124,9 @@ class Clip:
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
+        least = USUAL_LR if self._options.kl_clip == AUTO else 0.0
         groups = {id(p): group for group in self._training.groups for p in group["params"]}
-        rates = [groups[id(block.weight)][which] for block in results]
+        rates = [_at_least(groups[id(block.weight)][which], least) for block in results]
         before = [gradients[block] for block in results]
         change = kl_change(list(results.values()), before, rates)
         if self._options.kl_clip != AUTO:
@@ -138,3 +140,7 @@ class Clip:
         counts = [block.ensure_factors().examples for block in blocks]
         examples = torch.stack([count.to(counts[0].device) for count in counts]).max()
         return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
+
+
+def _at_least(lr: float | Tensor, least: float) -> float | Tensor:
+    return lr.clamp_min(least) if isinstance(lr, Tensor) else max(lr, least)

@@ -11,6 +11,7 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,9 +28,11 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.budget import Budget, Cadence
 from second_order.kfac.checkpoint import (
+    MEAN_CURVATURE,
     READ_BY_ALL,
     check_saved_factors,
     load_factors,
+    loaded_mean_curvature,
     loaded_workers,
     saved_factors,
     saved_workers,
@@ -52,6 +55,7 @@ from second_order.kfac.sharded_gradients import ShardedGradients
 from second_order.kfac.solves import Solves
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorkers
+from second_order.kfac.step_length import ADAPTIVE, PLAIN, StepLength
 from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -115,6 +119,9 @@ class KFACCurvature(Curvature):
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
+        lengths = (ADAPTIVE if options.adaptive else PLAIN) if options.follows_steps else None
+        self.step_length = StepLength(lengths)
+        self._measured: Tensor | None = None
         self._closed = False
         self.workers = 0
         self.layers.find()
@@ -235,8 +242,14 @@ class KFACCurvature(Curvature):
                 self.helpers.hear(heard, self.training)
         with self.training.meter.stage("average_gradients"):
             average()
+        params = self._stepping() if self._refreshed else ()
+        self._measured = self.step_length.measured(params)
         with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
+        self.step_length.keep(
+            [p for block in self.plan if block.solved for p in block.params],
+            asked=self._refreshed or bool(self._cadence.due(coming=1)),
+        )
 
     def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the statistics of the step's passes and of helpers.
@@ -353,18 +366,51 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             threads = self.solves.threads
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
-        self._follow_drift()
+        self._follow_refresh()
+        self.step_length.scale(asked=bool(self._cadence.due(coming=1)))
         self._cadence.tell_of_cost()
         self.budget.lap(working=bool(self.plan))
 
-    def _follow_drift(self) -> None:
-        """Let the layers' intervals follow what the refresh of this step has changed."""
-        if self.drift is None or self.training.steps not in self.solves.landed_at.values():
+    def _follow_refresh(self) -> None:
+        """Let γ, intervals and the length of steps follow what a refresh tells; a collective."""
+        if not self._refreshed:
             return
+        world, blocks = self.training.world, self.layers.active
         with self.training.meter.stage("agree"):
-            ranks = max(self.averaging_processes(), 1)
-            price = PRICE[self._options.solver] / ranks
-            self._cadence.follow([price * solve_cost_of(block) for block in self.layers.active])
+            mine = [b for b in self.plan if b.solved and self.plan[b].workers[0] == self._rank]
+            curvature = [b.ensure_factors().mean_curvature() for b in mine if b.factors is not None]
+            drift = [] if self.drift is None else self.drift.changes_of(blocks, set(mine))
+            told = [self._measured, _total(curvature), *drift]
+            work = float(sum(block.state.work for block in blocks))
+            counts = [float(self._measured is not None), float(len(curvature)), work]
+            numbers = _numbers(told, (1, 1, *(3 for _ in drift)))
+            heard = torch.tensor([*counts, *numbers], dtype=torch.float64)
+            if world.size > 1:
+                world.on_cpu().all_reduce([heard]).wait()
+            known, layers, work, s, total, *changes = heard.tolist()
+            self.step_length.follow(s if known else math.nan)
+            if layers:
+                self.solves.mean_curvature = total / layers
+            if self.drift is not None:
+                price = PRICE[self._options.solver] / world.size
+                costs = [price * solve_cost_of(block) for block in blocks]
+                self.drift.hear(blocks, changes, work / world.size, costs)
+        self._cadence.tell_of_drift()
+
+    def _stepping(self) -> list[Tensor]:
+        """The preconditioned parameters whose mean gradients this rank has, or its rows of all."""
+        rows = isinstance(self.gradients, ShardedGradients)
+        return [
+            p
+            for block, layer in self.plan.items()
+            if block.solved and (rows or layer.workers[0] == self._rank)
+            for p in block.params
+        ]
+
+    @property
+    def _refreshed(self) -> bool:
+        """Whether layers have been put to use at this step; the same on every rank."""
+        return self.training.steps in self.solves.landed_at.values()
 
     def averaging_processes(self) -> int:
         """The processes that train, whose gradients are averaged."""
@@ -460,6 +506,7 @@ class KFACCurvature(Curvature):
             *(("closed", self._closed), sharded, wanted, newcomers),
             *scheduled,
             ("losses", self.layers.reduction),
+            ("length of steps", self.step_length.factor),
             *([("intervals", self.drift.facts(self.layers.active))] if self.drift else []),
             *([("gradient workers", self.workers)] if self.workers else []),
             *self.budget.facts(),
@@ -469,7 +516,8 @@ class KFACCurvature(Curvature):
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process keeps, by the layers' weights."""
-        kept = {**self.budget.saved()}
+        kept = {**self.budget.saved(), **self.step_length.saved()}
+        kept[MEAN_CURVATURE] = self.solves.mean_curvature
         if self._system.chooser is not None:
             kept |= saved_workers(self.workers, self.training.world.size)
         return saved_factors(self.layers, self._takes, kept, self._saved_of_layer)
@@ -499,6 +547,8 @@ class KFACCurvature(Curvature):
         if self.drift is not None:
             self.drift.load(saved, self.layers.blocks)
         self.budget.load(saved)
+        self.step_length.load(saved)
+        self.solves.mean_curvature = loaded_mean_curvature(saved)
         self._cadence.updated()
         self.watch()
 
@@ -591,6 +641,7 @@ class KFACCurvature(Curvature):
         last, nu = self.training.steps - 1, self.gradients.coefficient
         found = statistics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
+        found["step_length"] = self.step_length.factor
         if last >= 0 and not self._closed:
             # 0 after a load
             found["age/statistics"] = float(
@@ -602,7 +653,8 @@ class KFACCurvature(Curvature):
     def _intervals(self) -> dict[str, float]:
         """The steps between updates and between refreshes, in the middle where layers differ."""
         if self.drift is None:
-            return {name: float(self._cadence.interval(name)) for name in BUDGETED}
+            last = self.training.steps - 1
+            return {name: float(self._cadence.interval(name, last)) for name in BUDGETED}
         every = self.drift.metrics["drift/interval"]
         return {**dict.fromkeys(BUDGETED, every), **self.drift.metrics}
 
@@ -615,6 +667,23 @@ class KFACCurvature(Curvature):
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
         settled = "; ".join(filter(None, settings))
         return replace(self.layers.summary(said), intervals=self.budget.said, settings=settled)
+
+
+def _total(scalars: Sequence[Tensor]) -> Tensor | None:
+    """The sum of scalars on one device; None if there are none."""
+    return torch.stack([each.to(scalars[0].device) for each in scalars]).sum() if scalars else None
+
+
+def _numbers(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> list[float]:
+    """Entries of tensors, zeros for None, in float64; a device is waited for once."""
+    known = [t for t in tensors if t is not None]
+    flat = [t.reshape(-1).to(known[0].device, torch.float32) for t in known]
+    entries = iter(torch.cat(flat).tolist() if flat else [])
+    return [
+        0.0 if t is None else float(next(entries))
+        for t, size in zip(tensors, sizes, strict=True)
+        for _ in range(size)
+    ]
 
 
 @contextmanager

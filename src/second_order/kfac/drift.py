@@ -2,7 +2,7 @@
 
 at a refresh    P₀ = old inverse ∇, P = new inverse ∇         of the step's own mean gradient
                 c = cos(P₀, P), r = |P₀| / |P|                all ranks hear them
-interval        halved where c < 0.9, doubled where c > 0.97; 1 at first, 32 steps at most
+interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most
 due             every interval-th step, and no oftener than three layers of four want to be
 
 Intervals are powers of two and due steps their multiples, so that layers come due together and the
@@ -15,27 +15,52 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from second_order.contract.saved import SavedPart
-from second_order.distributed.collectives import World
 from second_order.kronecker.block import KroneckerBlock
 
-__all__ = ["DRIFT_INTERVAL", "LONGEST", "Change", "Drift", "least_intervals", "next_interval"]
+__all__ = [
+    "ADAPTIVE",
+    "DRIFT_INTERVAL",
+    "LONGEST",
+    "PLAIN",
+    "Bounds",
+    "Change",
+    "Drift",
+    "least_intervals",
+]
 
 DRIFT_INTERVAL = "drift_interval"
 """The entry of a checkpoint, in the part of every layer."""
 
-APART, ALIKE = 0.9, 0.97  # cosines below and above which an interval changes
 LONGEST = 32
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
-NOTHING = (-1.0, -1.0)  # said of a layer by a rank that knows nothing of it
 SMALL = 1e8  # operations that take as long as what a step costs besides its products
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When an interval changes.
+
+    Attributes:
+        apart: Cosine below which it is halved.
+        alike: Cosine above which it is doubled.
+        patience: Number of refreshes in a row that have to be so much alike.
+    """
+
+    apart: float
+    alike: float
+    patience: int
+
+
+# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. SGD
+# takes steps as they are, and its averages remember longer: they change less from one to the next.
+PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.9, 0.97, 1)
 
 
 @dataclass(frozen=True)
@@ -46,18 +71,30 @@ class Change:
         interval: Steps from a refresh to the next.
         cosine: Between the gradient as the old inverse preconditions it, and as the new one does.
         length: The length of the former over that of the latter.
+        alike: Number of refreshes in a row after which the two were alike.
     """
 
     interval: int = 1
     cosine: float = math.nan
     length: float = math.nan
+    alike: int = 0
 
+    def then(self, cosine: float, length: float, bounds: Bounds, least: int = 1) -> Change:
+        """What the next refresh makes of it.
 
-def next_interval(interval: int, cosine: float) -> int:
-    """The interval that follows a refresh, by the cosine; NaN leaves it as it is."""
-    if cosine < APART:
-        return max(interval // 2, 1)
-    return min(2 * interval, LONGEST) if cosine > ALIKE else interval
+        Args:
+            cosine: The cosine that it finds.
+            length: The length.
+            bounds: When an interval changes.
+            least: The interval that it had to keep at least.
+        """
+        alike = self.alike + 1 if cosine > bounds.alike else 0
+        interval = max(self.interval, least)
+        if cosine < bounds.apart:
+            return Change(max(interval // 2, 1), cosine, length)
+        if alike < bounds.patience:
+            return Change(interval, cosine, length, alike)
+        return Change(min(2 * interval, max(LONGEST, least)), cosine, length)
 
 
 def least_intervals(costs: Sequence[float], work: float) -> list[int]:
@@ -77,13 +114,17 @@ def least_intervals(costs: Sequence[float], work: float) -> list[int]:
 class Drift:
     """The intervals of layers that are refreshed as they drift; the same on every rank.
 
+    Args:
+        bounds: When an interval changes.
+
     Attributes:
         changes: What the last refresh of each layer changed.
         least: Steps that the budget leaves between refreshes, at least.
         held: Number of layers that want to be refreshed oftener than that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Bounds = PLAIN) -> None:
+        self._bounds = bounds
         self.changes: dict[KroneckerBlock, Change] = {}
         self.least = 1
         self.held = 0
@@ -108,28 +149,35 @@ class Drift:
         """Whether a solve of factors of so many steps ago is to be waited for."""
         return age >= self.interval(block) - 1
 
-    def take(self, world: World, blocks: Sequence[KroneckerBlock], costs: Sequence[float]) -> None:
-        """Follow what the refresh of this step has changed; a collective.
+    def changes_of(
+        self, blocks: Iterable[KroneckerBlock], mine: Collection[KroneckerBlock]
+    ) -> list[Tensor | None]:
+        """P₀ · P, |P₀|² and |P|² of layers, ``(3,)``; None where another rank tells, or nobody."""
+        found = {block: block.take_change() for block in blocks}
+        return [change if block in mine else None for block, change in found.items()]
+
+    def hear(
+        self,
+        blocks: Sequence[KroneckerBlock],
+        changes: Sequence[float],
+        work: float,
+        costs: Sequence[float],
+    ) -> None:
+        """Follow what a refresh has changed.
 
         Args:
-            world: The ranks.
             blocks: All layers that train.
+            changes: Of each layer P₀ · P, |P₀|² and |P|², one after the other; zeros for nothing.
+            work: Operations of a step's passes on a rank.
             costs: Operations of the solves of each layer, on the rank that does most.
         """
-        products = [block.take_change() for block in blocks]
-        known = [p for p in products if p is not None]
-        known = [p.to(known[0].device, known[0].dtype) for p in known]
-        told = iter(torch.stack(known).tolist() if known else [])  # a device is waited for once
-        message = [_change(*next(told)) if p is not None else NOTHING for p in products]
-        work = float(sum(block.state.work for block in blocks))
-        heard = torch.tensor([work, *(x for pair in message for x in pair)], dtype=torch.float64)
-        if world.size > 1:
-            world.on_cpu().all_reduce_max([heard]).wait()
-        work, *numbers = heard.tolist()
-        for block, apart, length in zip(blocks, numbers[::2], numbers[1::2], strict=True):
-            if apart >= 0:
-                every = next_interval(self.interval(block), 1 - apart)
-                self.changes[block] = Change(every, 1 - apart, length)
+        parts = (iter(changes),) * 3
+        for block, product, old, new in zip(blocks, *parts, strict=True):
+            apart, length = _change(product, old, new)
+            if length > 0:
+                before, least = self.changes.get(block, Change()), self._affordable.get(block, 1)
+                least = max(least, self.least)
+                self.changes[block] = before.then(1 - apart, length, self._bounds, least)
         self.held = sum(change.interval < self.least for change in self.changes.values())
         self._affordable = dict(zip(blocks, least_intervals(costs, work), strict=True))
 
@@ -171,10 +219,10 @@ class Drift:
 
 
 def _change(product: float, before: float, now: float) -> tuple[float, float]:
-    """1 - c and r, of P₀ · P, |P₀|² and |P|²; NOTHING where one of the two vanishes."""
+    """1 - c and r, of P₀ · P, |P₀|² and |P|²; zeros where one of the two vanishes."""
     both = math.sqrt(before) * math.sqrt(now)
     if not 0 < both < math.inf:
-        return NOTHING
+        return 0.0, 0.0
     return 1 - max(min(product / both, 1.0), -1.0), math.sqrt(before / now)
 
 

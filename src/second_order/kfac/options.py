@@ -122,6 +122,7 @@ AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 PreconditionerScale: TypeAlias = Literal["auto", "newton", "gradient"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
 DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
+FLOOR, ADAPTIVE_FLOOR = 0.01, 0.05  # of the layers' mean
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
@@ -211,9 +212,9 @@ For layers applied at many positions: "expand" if each position has a loss term
 "full" computes eigenvectors anew at each refresh. "warm" takes one step of orthogonal
 iteration from the last ones where that is accurate.""",
     "refresh": """\
-"drift": each layer is solved as often as a refresh changes its preconditioned gradient: its interval
-is halved where the old and the new one point apart, and doubled where they agree, 1 to 32 steps; not
-with a number for ``inv_update_steps``, which means what it says. "interval" solves every layer every
+"drift": each layer is solved as often as that changes its preconditioned gradient: its interval is
+halved where the old and the new one point apart, and doubled where they agree, 1 to 32 steps. With
+a number for ``inv_update_steps`` that is the interval. "interval" solves every layer every
 ``inv_update_steps``, 10 if None. "trace" keeps the inverses of layers whose curvature
 has hardly moved since their last solve, by its trace (THOR, Chen et al. 2021).""",
     "trace_bounds": """\
@@ -270,7 +271,14 @@ whichever of the two has them, or of both.""",
 
 @dataclass(frozen=True)
 class KFACOptions:
-    """The options that systems with Kronecker factors share, checked, with their usual defaults."""
+    """The options that systems with Kronecker factors share, checked, with their usual defaults.
+
+    Attributes:
+        adaptive: Whether the base scales its steps itself; no keyword.
+        damping_floor: Share of the mean curvature of all layers to which that of a layer is raised
+            in its γ; no keyword.
+        follows_steps: Whether the length of steps follows what they do; no keyword.
+    """
 
     damping: AutoSchedule = AUTO
     relative_damping: bool = True
@@ -298,6 +306,9 @@ class KFACOptions:
     exact_blocks: bool = False
     max_exact_dim: int = 256
     other_matrices: str = "base"
+    adaptive: bool = False
+    damping_floor: float = 0.0
+    follows_steps: bool = False
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
@@ -307,8 +318,14 @@ class KFACOptions:
             TypeError: For a value of the wrong type.
             ValueError: For a value outside its bounds, with the bound and the remedy.
         """
-        ours = {field.name: keywords[field.name] for field in fields(cls)}
         adaptive = is_adaptive(keywords["base"])
+        told: dict[str, Any] = {
+            "adaptive": adaptive,
+            "damping_floor": 0.0,
+            "follows_steps": keywords["kl_clip"] == AUTO,
+        }
+        ours = {field.name: keywords[field.name] for field in fields(cls) if field.name not in told}
+        ours |= told
         if ours["damping"] == AUTO:
             if ours["relative_damping"] is False:
                 raise ValueError(
@@ -316,6 +333,7 @@ class KFACOptions:
                     "relative_damping=False give a number, 1e-3 perhaps"
                 )
             ours["damping"] = ADAPTIVE_DAMPING if adaptive else DAMPING
+            ours["damping_floor"] = ADAPTIVE_FLOOR if adaptive else FLOOR
         if ours["preconditioner_scale"] == AUTO:
             ours["preconditioner_scale"] = "gradient" if adaptive else "newton"
         if ours["kl_clip"] == AUTO and adaptive:

@@ -67,6 +67,7 @@ class Solves:
         taken_at: By layer, the step whose factors the inverse in use was made from.
         landed_at: By layer, the step at which that inverse was put to use.
         damping: γ of the last refresh, as the option has it; NaN before.
+        mean_curvature: Of all layers, at the last refresh; 0 before.
         dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
         failed: Number of solves that gave no sound decomposition, of all layers so far.
         traces: Which layers a refresh need not solve.
@@ -96,6 +97,7 @@ class Solves:
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.landed_at: dict[KroneckerBlock, int] = {}
         self.damping, self.failed = math.nan, 0
+        self.mean_curvature = 0.0
         self.dampings: dict[KroneckerBlock, Damping] = {}
         self.traces = TraceRefresh(options.trace_bounds if options.refresh == "trace" else None)
         self.threads = None if background is None else Threads(training, background)
@@ -208,7 +210,7 @@ class Solves:
         return heard, hopeless, silent
 
     def _parts(self, due: Sequence[KroneckerBlock]) -> Iterable[list[KroneckerBlock]]:
-        """The layers that are due in parts that are refreshed together: with several ranks, all in one part.
+        """The layers that are due, in parts that are refreshed together: one, with several ranks.
 
         That takes few messages. One process takes a few layers at a time, so that old inverses are
         freed before the next new ones are made.
@@ -299,7 +301,8 @@ class Solves:
         """γ of each layer: ``damping``, or ``damping`` times the layer's mean curvature."""
         if not self._options.relative_damping:
             return dict.fromkeys(blocks, float(damping))
-        return {block: damping * _curvature_of(block) for block in blocks}
+        least = self._options.damping_floor * self.mean_curvature
+        return {b: damping * _curvature_of(b).clamp_min(least) for b in blocks}
 
     def _scales(self, dampings: Mapping[KroneckerBlock, Damping]) -> dict[KroneckerBlock, Tensor]:
         """What each layer's inverse is multiplied by: its mean damped curvature, or nothing."""

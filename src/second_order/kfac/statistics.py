@@ -55,6 +55,7 @@ NAMES = (
     "drift/cosine/min",
     "drift/interval",
     "drift/length",
+    "step_length",
     "layers",
     "layers/solved",
     "layers/failing",

@@ -117,7 +117,8 @@ class DistKFAC(KroneckerOptimizer):
         inv_update_steps: Solves are launched every so many steps; number or callable, or "auto": as
             often as ``overhead`` allows. None: as ``refresh`` says; by drift, a solve that is not
             done at the step before the layer's next is waited for.
-        overhead: As in :class:`KAISA`. Of solves that are not waited for, only what the training thread spends on them counts, launching them and
+        overhead: As in :class:`KAISA`. Of solves that are not waited for, only what the training
+            thread spends on them counts, launching them and
             putting them to use; where threads have no cores of their own, give a number.
         {fisher}
         {likelihood}
