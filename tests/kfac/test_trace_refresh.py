@@ -472,5 +472,7 @@ def test_statistics_and_summary_tell_what_was_spared() -> None:
 
 @each_kronecker
 def test_bounds_that_would_do_nothing_are_refused(System: Any) -> None:
-    with pytest.raises(ValueError, match=r"trace_bounds=\(0.2, 0.0\) with refresh='interval'"):
+    with pytest.raises(ValueError, match=r"trace_bounds=\(0.2, 0.0\) with refresh='drift'"):
         System(MLP.model(), lr=0.1, trace_bounds=(0.2, 0.0))
+    with pytest.raises(ValueError, match=r"trace_bounds=\(0.2, 0.0\) with refresh='interval'"):
+        System(MLP.model(), lr=0.1, trace_bounds=(0.2, 0.0), inv_update_steps=10)

@@ -1,0 +1,373 @@
+"""The length of steps follows what they do to the loss; γ has a floor, and the clip follows lr.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import KRONECKER, each_kronecker, make, take
+from models import ZOO
+from ranks import replaced, shard
+from torch import Tensor, nn
+
+from second_order import KAISA
+from second_order.kfac.clip import bound_for
+from second_order.kfac.options import ADAPTIVE_FLOOR, FLOOR
+from second_order.kfac.step_length import ADAPTIVE, PAST, PLAIN, StepLength
+
+if TYPE_CHECKING:
+    from pool import World
+    from reference import Batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(10, n=12)
+FOLLOWS: dict[str, Any] = {"kl_clip": "auto", "momentum": 0.9}  # refreshed at every step
+ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01, "kl_clip": "auto"}
+SYSTEMS = {System.__name__: System for System in KRONECKER}
+
+
+# The rule.
+
+
+def followed(lengths: Any, told: list[float]) -> list[float]:
+    """τ after each number, by the formula at the top of the module."""
+    tau, found, signs, sizes = 1.0, [], [], []
+    for s in told:
+        weights = [PAST**k for k in range(len(signs))][::-1]
+        before = sum(w * z for w, z in zip(weights, sizes, strict=True)) / sum(weights or [1.0])
+        signs, sizes = [*signs, s], [*sizes, abs(s)]
+        weights = [PAST**k for k in range(len(signs))][::-1]
+        S, Z = (
+            sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+            for values in (signs, sizes)
+        )
+        level, rises = (S / Z if Z else -lengths.level) + lengths.level, -s > 2 * before > 0
+        rate = max(s / before, -4.0) / 2 if rises else 0.0
+        if level < 0 or not rises:
+            rate += level * (lengths.longer if level > 0 else lengths.shorter)
+        tau = min(max(tau * math.exp(rate), lengths.least), lengths.most)
+        found.append(tau)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [PLAIN, ADAPTIVE], ids=["SGD", "Adam"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        [1.0] * 20,
+        [-1.0] * 20,
+        [1.0, -1.0] * 10,
+        [1.0, 1.0, 1.0, -3.0, 1.0, 1.0],  # one rise
+        [1.0, 1.0, -1e6, 1.0],
+        [1e-9, -2e-9, 5.0, -1e-3],
+    ],
+    ids=str,
+)
+def test_it_follows_what_steps_do(lengths: Any, told: list[float]) -> None:
+    length, found = StepLength(lengths), []
+    for s in told:
+        length.follow(s)
+        found.append(length.factor)
+    assert found == pytest.approx(followed(lengths, told), rel=1e-12)
+    assert all(lengths.least <= tau <= lengths.most for tau in found)
+
+
+def test_the_scale_of_the_loss_is_no_matter() -> None:
+    a, b = StepLength(PLAIN), StepLength(PLAIN)
+    for s in (1.0, -0.5, 0.2, -3.0, 0.1):
+        a.follow(s)
+        b.follow(1e6 * s)
+    assert a.factor == pytest.approx(b.factor, rel=1e-12)
+    assert a.factor < 1
+
+
+def test_what_is_not_known_changes_nothing() -> None:
+    length = StepLength(PLAIN)
+    length.follow(-1.0)
+    before = copy.copy(length.__dict__)
+    for s in (math.nan, math.inf, -math.inf):
+        length.follow(s)
+    assert length.__dict__ == before
+    fixed = StepLength(None)
+    fixed.follow(-1.0)
+    assert (fixed.factor, fixed.follows, fixed.saved()) == (1.0, False, {})
+
+
+def test_a_gradient_of_zero_changes_nothing() -> None:
+    length = StepLength(PLAIN)
+    length.follow(0.0)
+    assert length.factor == 1.0
+
+
+# What is measured, and what is scaled.
+
+
+def gradients_of(model: nn.Module, batch: Batch) -> list[Tensor]:
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    MLP.loss(twin(batch[0]), batch[1]).backward()
+    return [p.grad for p in twin.parameters() if p.grad is not None]
+
+
+def measured(rank: int, world_size: int, system: str, options: Any) -> tuple[list[float], Any]:
+    """What each step is told to have done, and what it has, by hand."""
+    model, told, by_hand = MLP.model(), [], []
+    optimizer = make(SYSTEMS[system], model, **options)
+    length = optimizer._curvature.step_length
+    follow = length.follow
+
+    def hearing(s: float) -> None:
+        told.append(s)
+        follow(s)
+
+    with replaced(length, {"follow": hearing}):
+        for i, batch in enumerate(BATCHES[:6]):
+            before = [p.detach().clone() for p in model.parameters()]
+            take(model, optimizer, shard(batch, rank, world_size))
+            if i + 1 < 6:
+                step = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+                g = gradients_of(model, BATCHES[i + 1])
+                by_hand.append(
+                    -sum(float(a.flatten() @ b.flatten()) for a, b in zip(g, step, strict=True))
+                )
+    return told, by_hand
+
+
+@pytest.mark.parametrize("options", [FOLLOWS, ADAM], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_a_step_did_is_the_next_gradient_along_it(
+    world: World, system: str, world_size: int, options: dict[str, Any]
+) -> None:
+    """Of the mean gradient of all ranks, and of the step as it was scaled; sent in float32."""
+    for told, by_hand in world.run(measured, world_size, system, options):
+        assert math.isnan(told[0])
+        assert told[1:] == pytest.approx(by_hand, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [FOLLOWS, ADAM], ids=["SGD", "Adam"])
+@each_kronecker
+def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
+    System: Any, options: dict[str, Any]
+) -> None:
+    ends, states = [], []
+    for factor in (1.0, 0.5):
+        model = MLP.model()
+        optimizer = make(System, model, **options, skip_layers=["2"])
+        take(model, optimizer, BATCHES[0])
+        optimizer._curvature.step_length.factor = factor
+        before = [p.detach().clone() for p in model.parameters()]
+        with replaced(optimizer._curvature.step_length, {"follow": lambda s: None}):
+            take(model, optimizer, BATCHES[1])
+        ends.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
+        states.append(
+            [
+                {k: v for k, v in optimizer.state[p]["base"].items() if isinstance(v, Tensor)}
+                for p in model.parameters()
+            ]
+        )
+    scaled = [1.0 if name.startswith("2.") else 0.5 for name, _ in MLP.model().named_parameters()]
+    assert scaled.count(1.0) == 2
+    for whole, part, factor in zip(*ends, scaled, strict=True):
+        torch.testing.assert_close(part, factor * whole, rtol=1e-9, atol=1e-15)
+    for a, b in zip(*states, strict=True):
+        assert a.keys() == b.keys() != set()
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_number_or_none_leaves_steps_as_they_are() -> None:
+    for clip in (None, 1e-3, lambda step: 1e-3):
+        model = MLP.model()
+        optimizer = make(KAISA, model, kl_clip=clip)
+        for batch in BATCHES[:4]:
+            take(model, optimizer, batch)
+        assert optimizer.statistics()["step_length"] == 1.0
+        assert not optimizer._curvature.step_length._step
+
+
+def test_quiet_steps_keep_no_copies() -> None:
+    """While τ is 1 nothing is done between refreshes but at the step before one."""
+    model = MLP.model()
+    optimizer = make(KAISA, model, **{**FOLLOWS, "inv_update_steps": 5, "lr": 1e-4})
+    kept = []
+    for step in range(12):
+        take(model, optimizer, BATCHES[0])
+        kept += [step] * bool(optimizer._curvature.step_length._step)
+        assert optimizer.statistics()["step_length"] == 1.0
+    assert kept == [4, 9]
+
+
+# Trainings whose steps are too long.
+
+
+@cache
+def friedman() -> Batch:
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = (
+        torch.as_tensor(each, dtype=torch.float32).view(2048, -1)
+        for each in datasets.make_friedman1(2048, 10, noise=0.5, random_state=3)
+    )
+    return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+
+
+def regression(
+    rank: int, world_size: int, system: str, steps: int, options: Any
+) -> tuple[list[float], float]:
+    """Losses of each step's whole batch, and τ at the end."""
+    x, y = friedman()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Linear(10, 128), nn.ReLU()),
+            *(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1)),
+        )
+    optimizer = SYSTEMS[system](model, lr=0.3, momentum=0.9, **options)
+    draw, losses = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        rows = torch.randint(len(x), (256,), generator=draw)
+        losses.append(float(nn.functional.mse_loss(model(x[rows]), y[rows])))
+        mine, theirs = shard((x[rows], y[rows]), rank, world_size)
+        take(model, optimizer, (mine, theirs), nn.functional.mse_loss)
+    return losses, optimizer.statistics()["step_length"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("system", ["KAISA", "DPKFAC"])
+def test_a_regression_does_not_rise(world: World, system: str, world_size: int) -> None:
+    results = world.run(regression, world_size, system, 30, {})
+    losses, factor = results[0]
+    assert all(found == results[0] for found in results)
+    assert max(losses) < 2 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
+    assert factor < 0.5
+
+
+def test_it_would_rise_by_the_clip_alone() -> None:
+    clip = float(bound_for(torch.tensor(256.0)))
+    losses, factor = regression(0, 1, "KAISA", 30, {"kl_clip": clip})
+    assert max(losses) > 4 * losses[0]
+    assert factor == 1.0
+
+
+# Checkpoints.
+
+
+@each_kronecker
+def test_a_resumed_run_has_the_length(System: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model, **FOLLOWS)
+    for batch in BATCHES[:5]:
+        take(model, optimizer, batch)
+    optimizer._curvature.step_length.follow(-1e3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = make(System, model, **FOLLOWS)
+    resumed.load_state_dict(saved)
+    before, after = (o._curvature.step_length.saved() for o in (optimizer, resumed))
+    assert after == before
+    assert after["step_length"] < 1.0
+    assert resumed._curvature.solves.mean_curvature == optimizer._curvature.solves.mean_curvature
+    take(model, resumed, BATCHES[5])
+    assert resumed._curvature.step_length.saved() == before, "the step before is not known"
+
+
+@pytest.mark.parametrize("name", ["step_length", "step_size", "mean_curvature"])
+def test_saved_numbers_that_cannot_be_are_refused(name: str) -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, **FOLLOWS)
+    take(model, optimizer, BATCHES[0])
+    for value in (-1.0, "much", float("nan")):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["curvature"][name] = value
+        with pytest.raises(ValueError, match=name):
+            make(KAISA, model, **FOLLOWS).load_state_dict(saved)
+
+
+# γ's floor, and the clip at a low rate.
+
+
+def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict[str, float]]:
+    """γ of each layer at the second refresh, where it is kept, and the layers' mean curvature."""
+    model = MLP.model()
+    chosen = {"relative_damping": True, "damping": "auto", **options}
+    optimizer = make(SYSTEMS[system], model, **chosen)
+    curvature = optimizer._curvature
+    with torch.no_grad():
+        model[4].weight.mul_(1e-4)  # the gradients of the layers below nearly vanish
+    for batch in BATCHES[:2]:
+        mean = curvature.solves.mean_curvature
+        take(model, optimizer, shard(batch, rank, world_size))
+    found = {block.name: float(g) for block, g in curvature.solves.dampings.items()}
+    own = {block.name: float(block.ensure_factors().mean_curvature()) for block in curvature.plan}
+    return [found, own, {"mean": mean}]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_damping_has_a_floor_by_all_layers(world: World, system: str, world_size: int) -> None:
+    for options, share, floor in (({}, 0.5, FLOOR), (ADAM, 0.1, ADAPTIVE_FLOOR)):
+        results = world.run(dampings, world_size, system, options)
+        raised = 0
+        for found, own, told in results:
+            assert told == results[0][2]
+            for name, damping in found.items():
+                expected = share * max(own[name], floor * told["mean"])
+                assert damping == pytest.approx(expected, rel=1e-5)
+                raised += own[name] < floor * told["mean"]
+        assert raised > 0
+
+
+def test_the_mean_is_over_all_layers_of_all_ranks(world: World) -> None:
+    """One rank's in KAISA, who keep the same; in DPKFAC each owner tells of its own."""
+    for system, world_size in (("KAISA", 2), ("DPKFAC", 2), ("KAISA", 1)):
+        results = world.run(after_one, world_size, system)
+        own = {name: each for _, known in results for name, each in known.items()}
+        assert len(own) == 3
+        for mean, _ in results:
+            assert mean == pytest.approx(sum(own.values()) / 3, rel=1e-5)
+
+
+def after_one(rank: int, world_size: int, system: str) -> tuple[float, dict[str, float]]:
+    model = MLP.model()
+    options = {"relative_damping": True, "damping": "auto"}
+    optimizer = make(SYSTEMS[system], model, **options)
+    take(model, optimizer, shard(BATCHES[0], rank, world_size))
+    curvature = optimizer._curvature
+    own = {
+        block.name: float(block.ensure_factors().mean_curvature())
+        for block, layer in curvature.plan.items()
+        if rank in layer.workers
+    }
+    return curvature.solves.mean_curvature, own
+
+
+@each_kronecker
+def test_a_damping_that_is_given_has_no_floor(System: Any) -> None:
+    (found, own, _) = dampings(0, 1, System.__name__, {"damping": 0.5})
+    for name, damping in found.items():
+        assert damping == pytest.approx(0.5 * own[name], rel=1e-9)
+
+
+def first_step(lr: float, clip: Any) -> Tensor:
+    model = MLP.model()
+    optimizer = make(KAISA, model, lr=lr, kl_clip=clip, damping=1e-6)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    take(model, optimizer, BATCHES[0])
+    assert optimizer.statistics()["clip"] < 1, "it binds"
+    return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+
+
+def test_below_a_rate_of_a_tenth_steps_are_shorter_as_the_rate_is() -> None:
+    """Above it, or with a clip that is given, a step that is clipped is as long at any rate."""
+    usual = first_step(0.1, "auto")
+    for lr in (0.05, 0.02):
+        torch.testing.assert_close(first_step(lr, "auto"), usual * (lr / 0.1))
+        torch.testing.assert_close(first_step(lr, 1e-5), first_step(0.1, 1e-5))
+    torch.testing.assert_close(first_step(0.4, "auto"), usual)
