@@ -93,7 +93,7 @@ class Run:
             self.decays[self.steps] = decay
             take_in(sums, decay)
 
-        def refreshing(due: bool, average: Any, *news: Any) -> Any:
+        def refreshing(due: Any, average: Any, *news: Any) -> Any:
             if due:
                 self.time.spend(self.R * self.scale)
                 self.refreshes.append(self.steps)
@@ -131,4 +131,5 @@ class Run:
         return self
 
 
+MEASURED = 20  # steps, where an interval is "auto"
 CHOSEN = {"factor_update_steps": 2, "inv_update_steps": 6}  # of S = 5, R = 40, T = 100, 0.1

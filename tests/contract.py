@@ -40,7 +40,6 @@ PLAIN: dict[str, Any] = {
     "kl_clip": None,
     "factor_update_steps": 1,
     "inv_update_steps": 1,
-    "refresh_warmup_steps": 0,
     # DistKFAC as the others: when inverses come must not depend on threads.
     "max_staleness": 0,
     "solver": "eigen",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(9)
-EACH_SECOND = {"inv_update_steps": 2, "factor_update_steps": 1, "refresh_warmup_steps": 0}
+EACH_SECOND = {"inv_update_steps": 2, "factor_update_steps": 1}
 
 
 def broken(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from budgeted import CHOSEN, MLP, Run
+from budgeted import CHOSEN, MEASURED, MLP, Run
 from contract import make
 from ranks import agreed, vector
 from torch import Tensor
@@ -40,7 +40,7 @@ def on_ranks(rank: int, world_size: int, name: str) -> Any:
     run, trajectory = Run(systems[name], scale=1.0 + 2 * rank), []
     if rank == 1:
         run.T = 20.0
-    for _ in range(10):
+    for _ in range(MEASURED + 5):
         run.go(1, rank, world_size)
         trajectory.append(vector(run.model))
     return run.budget.chosen, run.budget.measured, trajectory
@@ -74,9 +74,9 @@ def beside_a_stats_worker(rank: int, world_size: int, sign: Path) -> Any:
         return None
     run = Run(DistKFAC, **options)
     with run.optimizer:
-        run.go(5)
+        run.go(MEASURED)
         sign.touch()
-        assert run.updates == [0, 1, 2, 3, 4]
+        assert run.updates == list(range(MEASURED))
     return run.budget.measured, run.budget.chosen
 
 
@@ -88,7 +88,7 @@ def test_what_stats_workers_send_is_not_of_the_budget(world: World, tmp_path: Pa
 
 
 def parted(rank: int, world_size: int) -> str:
-    run = Run().go(5, rank, world_size)
+    run = Run().go(MEASURED, rank, world_size)
     run.budget.chosen["inv_update_steps"] += rank
     with pytest.raises(RankMismatchError) as error:
         run.go(1, rank, world_size)
@@ -128,15 +128,15 @@ def load_and_train(
 @pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
 def test_a_resumed_run_repeats_them(world: World, before: int, after: int, exchange: str) -> None:
     options = {"factor_exchange": exchange}
-    saved = world.run(train_and_save, before, 6, options)[0]
+    saved = world.run(train_and_save, before, MEASURED + 1, options)[0]
     for chosen, updates, refreshes, _ in world.run(load_and_train, after, saved, options):
         assert chosen == CHOSEN
-        assert updates == [6, 8, 10, 12, 14]
-        assert refreshes == [6, 12]
+        assert updates == [22, 24, 26, 28, 30]
+        assert refreshes == [21, 24, 30]
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
-    whole = Run().go(6)
+    whole = Run().go(24)
     saved = whole.saved()
     whole.go(10)
     *_, weights = load_and_train(0, 1, saved)
@@ -152,35 +152,35 @@ def without_intervals(saved: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_without_them_has_them_measured_anew(world: World, ranks: int) -> None:
-    old = without_intervals(train_and_save(0, 1, 8))
+    old = without_intervals(train_and_save(0, 1, MEASURED + 3))
     for chosen, updates, refreshes in world.run(measure_after, ranks, old):
         assert chosen == CHOSEN
-        assert updates == [8, 9, 10, 11, 12, 14, 16]
-        assert refreshes == [8, 9, 10, 11, 12]
+        assert updates == [*range(23, 43), 44, 46]
+        assert refreshes == [*range(23, 43)]
 
 
 def measure_after(rank: int, world_size: int, saved: dict[str, Any]) -> Any:
-    run = Run(refresh_warmup_steps=2).load(saved)
+    run = Run().load(saved)
     assert run.budget.measuring
-    run.go(10, rank, world_size)
+    run.go(MEASURED + 5, rank, world_size)
     return run.budget.chosen, run.updates, run.refreshes
 
 
 def test_other_options_or_an_unfinished_measurement_are_measured_anew() -> None:
-    saved = train_and_save(0, 1, 6)
+    saved = train_and_save(0, 1, 24)
     assert Run(overhead=0.2).load(saved).budget.measuring
     fixed = Run(inv_update_steps=7).load(saved)
     assert fixed.budget.chosen == {"factor_update_steps": 2}
     neither = Run(factor_update_steps=3, inv_update_steps=7).load(saved)
     assert not neither.budget.measuring
     assert neither.budget.chosen == {}
-    one = train_and_save(0, 1, 6, {"inv_update_steps": 7})
+    one = train_and_save(0, 1, 24, {"inv_update_steps": 7})
     assert Run().load(one).budget.measuring
     early = train_and_save(0, 1, 3)
     assert early["optimizer"]["state"][0]["curvature"]["inv_update_steps"] == 0
     run = Run().go(7).load(early)
     assert run.budget.measuring
-    assert run.go(5).budget.chosen == CHOSEN
+    assert run.go(MEASURED).budget.chosen == CHOSEN
 
 
 @pytest.mark.parametrize(
@@ -194,20 +194,20 @@ def test_other_options_or_an_unfinished_measurement_are_measured_anew() -> None:
     ],
 )
 def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
-    saved = train_and_save(0, 1, 6)
+    saved = train_and_save(0, 1, 24)
     saved["optimizer"]["state"][0]["curvature"][name] = value
-    run = Run().go(6)
+    run = Run().go(24)
     with pytest.raises(ValueError, match=match):
         run.load(saved)
     assert run.budget.chosen == CHOSEN
 
 
 def test_they_go_through_a_distributed_checkpoint(tmp_path: Path) -> None:
-    first = Run().go(6)
+    first = Run().go(24)
     dcp.save({"o": get_optimizer_state_dict(first.model, first.optimizer)}, checkpoint_id=tmp_path)
     second = Run()
     state = {"o": get_optimizer_state_dict(second.model, second.optimizer)}
     dcp.load(state, checkpoint_id=tmp_path)
     set_optimizer_state_dict(second.model, second.optimizer, state["o"])
-    assert second.steps == 6
+    assert second.steps == 24
     assert second.budget.chosen == CHOSEN

@@ -268,7 +268,7 @@ def test_a_short_batch_is_one_of_many() -> None:
 def test_the_number_of_examples_is_in_checkpoints(System: type[KAISA]) -> None:
     """A resumed run clips as one that was never stopped, before statistics come again."""
     model, x, y = model_and_batch(200)
-    rare = {"factor_update_steps": 50, "refresh_warmup_steps": 1, "inv_update_steps": 1}
+    rare = {"factor_update_steps": 50, "inv_update_steps": 1}
 
     def take(model: nn.Module, optimizer: SecondOrderOptimizer) -> Tensor:
         optimizer.zero_grad()
@@ -302,7 +302,7 @@ def test_factors_remember_steps_whatever_the_interval() -> None:
     for every in (1, 5):
         torch.manual_seed(0)
         of = copy.deepcopy(model)
-        quick = {"factor_update_steps": every, "inv_update_steps": 5, "refresh_warmup_steps": 1}
+        quick = {"factor_update_steps": every, "inv_update_steps": 5}
         optimizer = KAISA(of, **{**EXACT, **quick})
         for _ in range(6):
             optimizer.zero_grad()
@@ -334,7 +334,7 @@ def test_a_young_training_remembers_a_share_of_its_steps() -> None:
     assert memory.after(5, 30) == pytest.approx(0.9**5)
     assert memory.after(10, 10_000) == pytest.approx(0.978**10)
     model, x, y = model_and_batch(20)
-    optimizer = KAISA(model, lr=1e-3, base=AdamW, refresh_warmup_steps=4)
+    optimizer = KAISA(model, lr=1e-3, base=AdamW, inv_update_steps=1)
     for _ in range(4):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()

@@ -145,16 +145,16 @@ def test_an_inverse_that_is_ready_sooner_is_put_to_use_sooner() -> None:
         assert all(age <= 2 for age in optimizer.staleness.values())
 
 
-def test_without_a_bound_nobody_waits_after_the_warm_up() -> None:
+def test_without_a_bound_nobody_waits_after_the_first_inverse() -> None:
     """Inverses land once the threads are done; until then the old ones are in use."""
     model, gate = CASE.model(), Gate()
-    optimizer = distkfac(model, refresh_warmup_steps=2)
-    go(model, optimizer, CASE, BATCHES[:2])
+    optimizer = distkfac(model)
+    go(model, optimizer, CASE, BATCHES[:1])
     assert optimizer.delays == dict.fromkeys(LAYERS, 0)
     assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
     inverses = [block.inverse for block in optimizer._curvature.layers.blocks]
     with solving(gate):
-        go(model, optimizer, CASE, BATCHES[2:6])
+        go(model, optimizer, CASE, BATCHES[1:5])
         eventually(lambda: gate.waiting == 1)
         assert [block.inverse for block in optimizer._curvature.layers.blocks] == inverses
         assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
@@ -163,22 +163,16 @@ def test_without_a_bound_nobody_waits_after_the_warm_up() -> None:
         assert age in str(optimizer.summary())
         gate.open()
         eventually(lambda: landed(optimizer))
-        go(model, optimizer, CASE, BATCHES[6:7])
+        go(model, optimizer, CASE, BATCHES[5:6])
     assert all(
         a is not b.inverse
         for a, b in zip(inverses, optimizer._curvature.layers.blocks, strict=True)
     )
-    assert optimizer.delays == dict.fromkeys(LAYERS, 4), "from step 2 to step 6"
+    assert optimizer.delays == dict.fromkeys(LAYERS, 4), "from step 1 to step 5"
     assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
     age = "inverses are 5 to 5 steps old; the last solves took 4 to 4 steps; 3 under way"
     assert age in str(optimizer.summary())
     optimizer.close()
-
-
-def test_during_the_warm_up_it_is_synchronous() -> None:
-    with solving(Dawdle(0)):
-        found = train(refresh_warmup_steps=len(BATCHES))
-    assert same(found, train(max_staleness=0))
 
 
 def test_a_layers_first_inverse_is_waited_for() -> None:
@@ -502,14 +496,10 @@ def test_a_schedule_that_goes_astray_is_told_at_its_step(
 
 def test_without_a_decay_factors_forget_evenly_in_time() -> None:
     """As many steps are remembered, however often statistics are taken."""
-
-    def decay(step: int) -> float:
-        return 0.95 ** (1 if step < 2 else min(3, step - 1))
-
     found = []
-    for chosen in (None, decay, 0.95):
+    for chosen in (None, 0.95**3, 0.95):
         model = CASE.model()
-        options = {"refresh_warmup_steps": 2, "factor_update_steps": 3, "max_staleness": 0}
+        options = {"factor_update_steps": 3, "max_staleness": 0}
         with distkfac(model, factor_decay=chosen, **options) as optimizer:
             found.append(go(model, optimizer, CASE, BATCHES))
     assert_same_trajectory(found[0], found[1])

@@ -43,7 +43,7 @@ NEVER = 10**9
 
 def in_flight(model: nn.Module, gate: Gate, **options: Any) -> DistKFAC:
     """An optimizer after three steps, all of whose layers are under way since the second."""
-    optimizer = distkfac(model, **{"momentum": 0.9, "refresh_warmup_steps": 1, **options})
+    optimizer = distkfac(model, **{"momentum": 0.9, **options})
     go(model, optimizer, CASE, BATCHES[:1])
     with solving(gate):
         go(model, optimizer, CASE, BATCHES[1:3])

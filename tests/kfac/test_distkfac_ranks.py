@@ -186,7 +186,6 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
         {"max_staleness": 2, "deterministic": True},
         {"max_staleness": 1, "deterministic": True, "solver": "eigen"},
         {"max_staleness": 2, "deterministic": True, "preconditioner_scale": "gradient"},
-        {"refresh_warmup_steps": len(BATCHES)},
     ]
     results = world.run(scheduled, world_size, choices)
     for i, options in enumerate(choices):
@@ -196,7 +195,7 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
             assert delays == of_choice[0][1]
             assert ages == of_choice[0][2]
             assert all(set(each) == set(LAYERS) for each in delays)
-            most = options.get("max_staleness", 0 if "refresh_warmup_steps" in options else NEVER)
+            most = options.get("max_staleness", NEVER)
             assert max(max(each.values()) for each in delays) <= most
         if "deterministic" in options:
             solver = options.get("solver", "inverse")
@@ -204,15 +203,13 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
             most = options["max_staleness"]
             expected = delayed(most, solver=solver, gradient_scale=scaled)
             assert_same_trajectory(found, expected)
-        elif "refresh_warmup_steps" in options:
-            assert_same_trajectory(found, delayed(0))
 
 
 def held(rank: int, world_size: int, sign: Path) -> Any:
     """Rank 1's threads are held for four steps."""
     model, gate = CASE.model(), Gate()
     batches = shards(BATCHES, rank, world_size)
-    with distkfac(model, refresh_warmup_steps=1) as optimizer:
+    with distkfac(model) as optimizer:
         trajectory = go(model, optimizer, CASE, batches[:1])
         with solving(gate if rank == 1 else lambda solve: solve()):
             trajectory += go(model, optimizer, CASE, batches[1:5])

@@ -83,7 +83,7 @@ def in_flight(
     """Something is done in mid-flight; all ranks' solves are held until then and longer."""
     model, gate = CASE.model(), Gate()
     batches = shards(BATCHES, rank, world_size)
-    options = {"momentum": 0.9, "refresh_warmup_steps": 1, "inverse_threads": 4}
+    options = {"momentum": 0.9, "inverse_threads": 4}
     optimizer = distkfac(model, **options)
     found, other = go(model, optimizer, CASE, batches[:1]), []
     with solving(gate):

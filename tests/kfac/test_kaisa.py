@@ -202,18 +202,21 @@ def test_a_frozen_layer_holds_no_inverse() -> None:
     assert [row.inverse_bytes > 0 for row in optimizer.summary().rows] == [True, False, True]
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 3])
-def test_the_warm_up_is_so_many_steps_and_no_more(warmup: int) -> None:
+@pytest.mark.parametrize("dense", [0, 1, 3])
+def test_a_schedule_says_when_refreshes_come(dense: int) -> None:
     model, changed, before = MLP.model(), [], None
-    never = {"inv_update_steps": 100, "factor_update_steps": 100}
-    optimizer = kaisa(model, refresh_warmup_steps=warmup, **never)
+
+    def every(step: int) -> int:
+        return 1 if step < dense else 100
+
+    optimizer = kaisa(model, inv_update_steps=every, factor_update_steps=every)
     for step, batch in enumerate(MLP.batches(6)):
         take(model, optimizer, batch)
         now = optimizer._curvature.layers.blocks[0].inverse
         if now is not before:
             changed.append(step)
         before = now
-    assert changed == list(range(max(warmup, 1)))
+    assert changed == list(range(max(dense, 1)))
 
 
 @pytest.mark.parametrize("how", ["loaded", "thawed"])

@@ -156,6 +156,10 @@ def every_third(step: int) -> int:
     return 3
 
 
+def rarer(step: int) -> int:
+    return 1 if step < 2 else 3
+
+
 def falling_clip(step: int) -> float:
     return 1e-3 * 0.5**step
 
@@ -180,7 +184,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "scale of the gradient, inverse": {"preconditioner_scale": "gradient", "solver": "inverse"},
     "decay as callable": {"factor_decay": later_more},
     "falling decay as callable": {"factor_decay": falling},
-    "refresh warm-up": {"inv_update_steps": 3, "refresh_warmup_steps": 2},
+    "rarer later": {"inv_update_steps": rarer},
     "some layers": {"skip_layers": ["2"]},
     "one layer": {"skip_layers": ["2", "4"]},
     "no layer": {"skip_layers": ["*"]},

@@ -281,8 +281,7 @@ def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: boo
         worker.step()
     if resumed:
         saved = worker.state_dict()
-        never = {"factor_update_steps": 1000, "refresh_warmup_steps": 0}  # by own passes
-        worker = distkfac(model, factor_decay=None, **never)
+        worker = distkfac(model, factor_decay=None, factor_update_steps=1000)  # by own passes
         worker.load_state_dict(saved)
     before = [float(block.factors.weight) for block in worker._curvature.layers.blocks]
     hear(worker, helped(worker), 0, sent, 0)

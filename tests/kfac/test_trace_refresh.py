@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from budgeted import MEASURED, Run
 from contract import each_kronecker, factors, make, same, take
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, counted, replaced, shard, vector
@@ -161,12 +162,14 @@ def test_intervals_say_when_layers_are_looked_at() -> None:
     assert [step for step, names in enumerate(solved) if names] == [0, 3, 6, 9]
 
 
-def test_every_layer_is_solved_in_the_warm_up() -> None:
-    model = MLP.model()
-    optimizer = make(KAISA, model, refresh="trace", trace_bounds=(1e9, 1e8), refresh_warmup_steps=4)
-    solved = trained(optimizer, model, BATCHES[:4])
+def test_every_layer_is_solved_while_costs_are_measured() -> None:
+    run = Run(refresh="trace", trace_bounds=(1e9, 1e8))
+    optimizer, model = run.optimizer, run.model
+    solved = trained(optimizer, model, MEASURED // 10 * BATCHES)
     assert all(len(names) == LAYERS for names in solved)
+    assert not run.budget.measuring
     assert not traces(optimizer).settled
+    run.budget.chosen |= {"inv_update_steps": 1}
     assert trained(optimizer, model, BATCHES[4:6]) == [set(), set()]
     assert len(traces(optimizer).settled) == LAYERS
 

@@ -286,7 +286,7 @@ class Cadence:
 
     def _is_dense(self, step: int) -> bool:
         """Whether statistics and refreshes are due whatever the intervals."""
-        return step < self._budget.until or step == self._layers.newcomers_at
+        return self._budget.measuring or step == self._layers.newcomers_at
 
     def _is_one_of(self, option: str, step: int) -> bool:
         """Whether a step is one of an interval's, by the name of its option."""

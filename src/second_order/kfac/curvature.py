@@ -378,7 +378,10 @@ class KFACCurvature(Curvature):
 
     def _follow_refresh(self) -> None:
         """Let γ, intervals and the length of steps follow what a refresh tells; a collective."""
-        if not self._refreshed:
+        options = self._options
+        if not self._refreshed or not (
+            options.by_drift or options.follows_steps or options.damping_floor
+        ):
             return
         world, blocks = self.training.world, self.layers.active
         with self.training.meter.stage("agree"):
