@@ -41,7 +41,6 @@ OPTIONS: dict[str, Any] = {
     "kl_clip": 2.5e-3,  # active at some steps of `mlp`: always, it would hide a gradient's scale
     "factor_update_steps": 1,
     "inv_update_steps": 1,
-    "refresh_warmup_steps": 0,
     **EXACT,
 }
 
@@ -117,11 +116,11 @@ def by_reference(
     `refresh_at`: inverses are solved at that step as well, as after a checkpoint was loaded.
     """
     chosen = {**OPTIONS, **options}
-    warmup, lr = chosen["refresh_warmup_steps"], float(chosen["lr"])
+    lr = float(chosen["lr"])
 
     def every(name: str) -> Callable[[int], int]:
         extra = refresh_at if name == "inv_update_steps" else None
-        return lambda step: 1 if step < warmup or step == extra else at(chosen[name], step)
+        return lambda step: 1 if step == extra else at(chosen[name], step)
 
     same = ("damping", "factor_decay", "kl_clip", "momentum", "relative_damping", "solver")
     model, patterns = case.model(), chosen.get("skip_layers", ())

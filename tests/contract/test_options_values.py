@@ -64,7 +64,6 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("subspace_momentum", -0.1, r"subspace_momentum=-0\.1 is outside \[0, 1\); use 'average'"),
     ("seed", -1, "seed=-1 is below 0; use 0"),
     ("seed", 2**63, r"seed is above 2\*\*62, and generators take 64 bits; use 0"),
-    ("refresh_warmup_steps", -1, "refresh_warmup_steps=-1 is below 0; use 0 to keep to"),
     ("damping", 10**400, "damping is a whole number that no float can hold; 'auto' follows"),
     ("debug", 0, "debug=0 is below 1; use True for every 100 steps, False for never"),
     ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
@@ -188,8 +187,6 @@ TYPES: list[tuple[str, Any, str]] = [
     ("grad_scaler", torch.amp.GradScaler, r"GradScaler.* has no scale\(\); pass a torch"),
     ("lr", "0.1", "lr='0.1' is neither a number nor a tensor"),
     ("lr", True, "lr=True is neither a number nor a tensor"),
-    ("refresh_warmup_steps", 2.5, r"refresh_warmup_steps=2\.5 is not a whole number; use 0 to"),
-    ("refresh_warmup_steps", True, "refresh_warmup_steps=True is not a whole number; use 0 to"),
     ("helper_timeout", "60", "helper_timeout='60' is not a number; 60.0 is the default"),
     ("debug", 1.5, r"debug=1\.5 is not a whole number; use True for every 100 steps"),
     ("debug", None, "debug=None is not a whole number; use True for every 100 steps"),
@@ -293,9 +290,8 @@ def test_a_callable_is_held_to_the_same_bounds_and_named(
 ) -> None:
     model = mlp()
     options: dict[str, Any] = {option: lambda step: value}
-    for warm_up in ("refresh_warmup_steps", "warmup_steps"):
-        if takes(System, warm_up):
-            options[warm_up] = 0
+    if takes(System, "warmup_steps"):
+        options["warmup_steps"] = 0
     with pytest.raises(error, match=message):  # the first step asks no interval
         train_twice(System(model, lr=0.1, **options), model)
 

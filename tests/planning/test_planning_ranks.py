@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
 OPTIMIZERS: dict[str, Any] = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}
-INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3, "refresh_warmup_steps": 0}
+INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 DUE = [(True, True), (False, False), (True, False)]
 
 
