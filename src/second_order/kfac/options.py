@@ -418,7 +418,7 @@ class KFACOptions:
         scales = "auto", "newton", "gradient"
         check_choice("preconditioner_scale", self.preconditioner_scale, scales)
         check_choice("solver", self.solver, SOLVERS)
-        for name in BUDGETED:
+        for name in reversed(BUDGETED):  # statistics may have got the interval of refreshes
             if getattr(self, name) not in (None, AUTO):
                 check_interval(name, getattr(self, name))
         if self.overhead is not None:
