@@ -69,8 +69,8 @@ def test_one_interval_alone() -> None:
     assert Run(inv_update_steps=20, overhead=0.05).go(MEASURED).budget.chosen == {
         "factor_update_steps": 2  # 5 / (5 − 40/20)
     }
-    run = Run(inv_update_steps=lambda step: 8 if step > 3 else 100, overhead=0.06).go(MEASURED)
-    assert run.budget.chosen == {"factor_update_steps": 5}  # 5 / (6 − 40/8)
+    run = Run(inv_update_steps=lambda step: 8 if step > 3 else 100, overhead=0.061).go(MEASURED)
+    assert run.budget.chosen == {"factor_update_steps": 5}  # 5 / (6.1 − 40/8)
     run = Run(factor_update_steps=3).go(MEASURED + 6)
     assert run.updates == [*range(MEASURED), 21, 24]
 

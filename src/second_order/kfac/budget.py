@@ -281,7 +281,8 @@ class Cadence:
             return list(self._layers.active) if self._is_one_of("inv_update_steps", step) else []
         if self._is_dense(step):
             return list(self._layers.active)
-        self.drift.least = self._budget.chosen.get("inv_update_steps", 1)
+        allowed = self._budget.chosen.get("inv_update_steps", 1)
+        self.drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
         return self.drift.due(self._layers.active, step)
 
     def _is_dense(self, step: int) -> bool:

@@ -389,7 +389,7 @@ class KFACCurvature(Curvature):
             curvature = [b.ensure_factors().mean_curvature() for b in mine if b.factors is not None]
             drift = [] if self.drift is None else self.drift.changes_of(blocks, set(mine))
             told = [self._measured, _total(curvature), *drift]
-            work = float(sum(block.state.work for block in blocks))
+            work = float(sum(block.state.work for block in mine))
             counts = [float(self._measured is not None), float(len(curvature)), work]
             numbers = _numbers(told, (1, 1, *(3 for _ in drift)))
             heard = torch.tensor([*counts, *numbers], dtype=torch.float64)
@@ -402,7 +402,7 @@ class KFACCurvature(Curvature):
             if self.drift is not None:
                 price = PRICE[self._options.solver] / world.size
                 costs = [price * solve_cost_of(block) for block in blocks]
-                self.drift.hear(blocks, changes, work / world.size, costs)
+                self.drift.hear(blocks, changes, work, costs)
         self._cadence.tell_of_drift()
 
     def _stepping(self) -> list[Tensor]:
@@ -663,8 +663,14 @@ class KFACCurvature(Curvature):
         if self.drift is None:
             last = self.training.steps - 1
             return {name: float(self._cadence.interval(name, last)) for name in BUDGETED}
-        every = self.drift.metrics["drift/interval"]
-        return {**dict.fromkeys(BUDGETED, every), **self.drift.metrics}
+        found, every = self.drift.metrics, self._options.factor_update_steps
+        found["inv_update_steps"] = found["factor_update_steps"] = found["drift/interval"]
+        if every is not None:
+            last = self.training.steps - 1
+            found["factor_update_steps"] = float(
+                self._cadence.interval("factor_update_steps", last)
+            )
+        return found
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""

@@ -1,0 +1,430 @@
+"""Layers are refreshed as they drift: what is measured, what follows, and what bounds it.
+
+Functions that take (rank, world_size, ...) run on the pool's ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from budgeted import Run
+from contract import KRONECKER, each_kronecker, make, take
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ZOO
+from ranks import replaced, shard
+from reference import block as dense_block
+from reference import to_matrix
+from threaded import Gate, solving
+from torch import Tensor, nn
+
+from second_order import KAISA, DistKFAC, SecondOrderWarning
+from second_order.kfac.drift import (
+    ADAPTIVE,
+    LONGEST,
+    PLAIN,
+    SMALL,
+    Bounds,
+    Change,
+    Drift,
+    least_intervals,
+)
+from second_order.kfac.solves import Solves
+
+if TYPE_CHECKING:
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+LAYERS = "0", "2", "4"
+BATCHES = MLP.batches(10, n=12)
+BY_DRIFT: dict[str, Any] = {"factor_update_steps": None, "inv_update_steps": None}
+SYSTEMS = {System.__name__: System for System in KRONECKER}
+
+
+# The rule.
+
+
+@pytest.mark.parametrize(
+    ("interval", "alike", "cosine", "least", "expected"),
+    [
+        (8, 0, 0.94, 1, (4, 0)),
+        (8, 1, 0.94, 1, (4, 0)),
+        (1, 0, -1.0, 1, (1, 0)),
+        (8, 0, 0.96, 1, (8, 0)),
+        (8, 1, 0.96, 1, (8, 0)),  # not in a row
+        (8, 0, 0.99, 1, (8, 1)),
+        (8, 1, 0.99, 1, (16, 0)),
+        (LONGEST, 1, 0.99, 1, (LONGEST, 0)),
+        (1, 1, 0.99, 8, (16, 0)),  # it was 8 steps apart that they were alike
+        (2, 0, 0.5, 8, (4, 0)),
+        (64, 1, 0.99, 64, (64, 0)),
+    ],
+)
+def test_what_a_refresh_changes_by_hand(
+    interval: int, alike: int, cosine: float, least: int, expected: tuple[int, int]
+) -> None:
+    bounds = Bounds(apart=0.95, alike=0.985, patience=2)
+    found = Change(interval, alike=alike).then(cosine, 1.5, bounds, least)
+    assert (found.interval, found.alike) == expected
+    assert (found.cosine, found.length) == (cosine, 1.5)
+
+
+def test_an_adaptive_base_waits_for_no_second_one() -> None:
+    assert Change(4).then(0.98, 1.0, ADAPTIVE).interval == 8
+    assert Change(4).then(0.98, 1.0, PLAIN).interval == 4
+
+
+COSTS = st.lists(st.floats(0.0, 1e13), min_size=1, max_size=20)
+
+
+@given(costs=COSTS, work=st.floats(1.0, 1e13))
+def test_least_intervals_keep_the_work_of_the_passes(costs: list[float], work: float) -> None:
+    """Up to the rounding to powers of two, by which one may be the square root of 2 too short."""
+    found = least_intervals(costs, work)
+    assert all(every > 0 and every & (every - 1) == 0 for every in found)
+    total = sum(map(math.sqrt, costs))
+    if all(math.sqrt(cost) * total / (work + SMALL) < 2**10 for cost in costs):
+        spent = sum(cost / every for cost, every in zip(costs, found, strict=True))
+        assert spent <= math.sqrt(2) * (work + SMALL) * (1 + 1e-9)
+    by_cost = [every for _, every in sorted(zip(costs, found, strict=True))]
+    assert by_cost == sorted(by_cost)
+
+
+@given(costs=COSTS, work=st.floats(1.0, 1e12), more=st.floats(1.0, 1e3))
+def test_more_work_never_makes_an_interval_longer(
+    costs: list[float], work: float, more: float
+) -> None:
+    few, many = least_intervals(costs, work), least_intervals(costs, more * work)
+    assert all(b <= a for a, b in zip(few, many, strict=True))
+
+
+def test_where_the_work_is_not_known_nothing_is_bounded() -> None:
+    assert least_intervals([1e15, 1.0], 0.0) == [1, 1]
+
+
+class Layer:
+    """As much of a block as a drift looks at."""
+
+    def __init__(self, solved: bool = True) -> None:
+        self.solved = solved
+
+
+def drift_of(intervals: list[int]) -> tuple[Drift, list[Any]]:
+    drift, layers = Drift(), [Layer() for _ in intervals]
+    drift.changes = {
+        layer: Change(interval)  # type: ignore[misc]
+        for layer, interval in zip(layers, intervals, strict=True)
+    }
+    return drift, layers
+
+
+@given(st.lists(st.sampled_from([1, 2, 4, 8, 16, 32]), min_size=1, max_size=12), st.integers(0, 64))
+def test_layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants(
+    intervals: list[int], step: int
+) -> None:
+    drift, layers = drift_of(intervals)
+    tick = sorted(intervals)[len(intervals) // 4]
+    due = drift.due(layers, step)
+    assert due == [
+        layer
+        for layer, every in zip(layers, intervals, strict=True)
+        if step % max(every, tick) == 0
+    ]
+    assert not due or step % tick == 0
+
+
+def test_a_layer_without_an_inverse_is_due_whenever_any_could_be() -> None:
+    drift, layers = drift_of([4, 4, 4, 32])
+    layers[3].solved = False
+    assert drift.due(layers, 3) == []
+    assert drift.due(layers, 4) == layers
+    alone, (layer,) = drift_of([32])
+    layer.solved = False
+    assert alone.due([layer], 5) == [layer]
+
+
+def test_an_inverse_is_waited_for_at_the_step_before_the_next() -> None:
+    drift, (layer,) = drift_of([8])
+    assert [drift.late(layer, age) for age in (0, 6, 7, 8)] == [False, False, True, True]
+    drift.least = 16
+    assert not drift.late(layer, 14)
+    assert drift.late(layer, 15)
+
+
+def test_a_gradient_that_vanishes_tells_nothing() -> None:
+    drift, layers = drift_of([4, 4])
+    drift.hear(layers, [0.0, 0.0, 0.0, 0.0, 1.0, 0.0], 0.0, [1.0, 1.0])
+    assert [drift.changes[layer] for layer in layers] == [Change(4), Change(4)]
+    drift.hear(layers, [math.nan, math.nan, 1.0, -2.0, 4.0, 1.0], 0.0, [1.0, 1.0])
+    assert drift.changes[layers[0]] == Change(4)
+    assert drift.changes[layers[1]] == Change(2, -1.0, 2.0)
+
+
+# What is measured.
+
+Told = dict[str, tuple[float, float]]
+
+
+def kept_here(optimizer: Any) -> dict[str, Any]:
+    """The averages (A, G) of every layer of which this rank has both."""
+    return {
+        block.name: tuple(block.factors.matrices(torch.float64))
+        for block in optimizer._curvature.layers.blocks
+        if None not in block.ensure_factors().stored.values()
+    }
+
+
+def told_by_hand(before: Any, after: Any, gradients: Any) -> Told:
+    """Of each layer whose factors are here: P by old and new factors, dense and in float64."""
+    found = {}
+    for name in after:
+        g = gradients[name].flatten()
+        eye = torch.eye(len(g), dtype=torch.float64)
+        old, new = (
+            torch.linalg.solve(dense_block(*both[name]) + 0.1 * eye, g) for both in (before, after)
+        )
+        found[name] = (
+            float(old @ new / (old.norm() * new.norm())),
+            float(old.norm() / new.norm()),
+        )
+    return found
+
+
+def mean_gradients(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    MLP.loss(twin(batch[0]), batch[1]).backward()
+    found = {}
+    for name in LAYERS:
+        layer: Any = twin.get_submodule(name)
+        found[name] = to_matrix(layer, layer.weight.grad, layer.bias.grad)
+    return found
+
+
+def second_refresh(rank: int, world_size: int, system: str) -> tuple[Told, Told, Any]:
+    """What the second refresh tells, by hand as far as this rank knows, and by the system."""
+    model = MLP.model()
+    optimizer = make(SYSTEMS[system], model, **BY_DRIFT)
+    first, second = ((10 * x, y) if i else (x, y) for i, (x, y) in enumerate(BATCHES[:2]))
+    take(model, optimizer, shard(first, rank, world_size))
+    before, gradients = kept_here(optimizer), mean_gradients(model, second)
+    take(model, optimizer, shard(second, rank, world_size))
+    by_hand = told_by_hand(before, kept_here(optimizer), gradients)
+    changes = optimizer._curvature.drift.changes
+    told = {block.name: (change.cosine, change.length) for block, change in changes.items()}
+    return by_hand, told, optimizer.statistics()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_cosine_and_length_are_those_of_dense_preconditioning(
+    world: World, system: str, world_size: int
+) -> None:
+    """Of the mean gradient over all ranks, whoever preconditions; sent in float32."""
+    results = world.run(second_refresh, world_size, system)
+    by_hand = {name: each for known, _, _ in results for name, each in known.items()}
+    assert set(by_hand) == set(LAYERS)
+    assert min(cosine for cosine, _ in by_hand.values()) < 0.99
+    for _, told, numbers in results:
+        assert told == results[0][1]
+        for name, expected in by_hand.items():
+            assert told[name] == pytest.approx(expected, rel=1e-5)
+        assert numbers["drift/cosine/min"] == min(cosine for cosine, _ in told.values())
+        assert numbers["drift/cosine"] == sorted(cosine for cosine, _ in told.values())[1]
+        assert numbers["drift/length"] == sorted(length for _, length in told.values())[1]
+
+
+def test_products_are_exact_before_they_are_sent() -> None:
+    model, found = MLP.model(), {}
+    optimizer = make(KAISA, model, **BY_DRIFT)
+    take(model, optimizer, BATCHES[0])
+    before, gradients = kept_here(optimizer), mean_gradients(model, BATCHES[1])
+    drift = optimizer._curvature.drift
+
+    def kept(blocks: Any, mine: Any) -> list[Any]:
+        for block in blocks:
+            product, old, new = block.take_change().tolist()
+            found[block.name] = product / math.sqrt(old * new), math.sqrt(old / new)
+        return [None] * len(blocks)
+
+    with replaced(drift, {"changes_of": kept}):
+        take(model, optimizer, BATCHES[1])
+    expected = told_by_hand(before, kept_here(optimizer), gradients)
+    for name in LAYERS:
+        assert found[name] == pytest.approx(expected[name], rel=1e-10)
+
+
+# What follows.
+
+
+def trained(
+    rank: int, world_size: int, system: str, steps: int, changed_at: int, options: Any = None
+) -> tuple[list[list[int]], list[list[str]], Any]:
+    """A training on one batch again and again, and on quite another from some step on.
+
+    Returns each step's intervals, the layers solved at each, and what is saved.
+    """
+    model, solved = MLP.model(), []
+    optimizer = make(SYSTEMS[system], model, lr=1e-3, **BY_DRIFT, **(options or {}))
+    curvature, intervals = optimizer._curvature, []
+    x, y = BATCHES[0]
+    for step in range(steps):
+        batch = (x, y) if step < changed_at else (-30 * x.flip(1), y.flip(0))
+        take(model, optimizer, shard(batch, rank, world_size))
+        landed = curvature.solves.landed_at
+        solved.append([b.name for b in curvature.layers.blocks if landed.get(b) == step])
+        intervals.append([curvature.drift.interval(b) for b in curvature.layers.blocks])
+    optimizer.consolidate(to=None)
+    return intervals, solved, copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_intervals_grow_where_nothing_changes_and_fall_where_all_does(
+    world: World, system: str, world_size: int
+) -> None:
+    """On all ranks alike."""
+    results = world.run(trained, world_size, system, 160, 128)
+    intervals, solved, _ = results[0]
+    assert all(found[:2] == (intervals, solved) for found in results)
+    assert intervals[0] == [1, 1, 1]
+    assert min(intervals[127]) >= 16
+    assert min(intervals[159]) < min(intervals[127])
+    for step, names in enumerate(solved[1:], 1):
+        for name in names:
+            assert step % intervals[step - 1][LAYERS.index(name)] == 0
+    assert 12 < sum(map(bool, solved[:128])) < 40
+
+
+@each_kronecker
+def test_a_resumed_run_has_the_intervals(System: Any) -> None:
+    intervals, _, (weights, saved) = trained(0, 1, System.__name__, 41, 1000)
+    model = MLP.model()
+    model.load_state_dict(weights)
+    resumed = make(System, model, lr=1e-3, **BY_DRIFT)
+    resumed.load_state_dict(saved)
+    curvature = resumed._curvature
+    assert max(intervals[-1]) >= 4
+    assert [curvature.drift.interval(b) for b in curvature.layers.blocks] == intervals[-1]
+    for _ in range(3):  # steps 41 to 43: new inverses are no change
+        take(model, resumed, BATCHES[0])
+        assert [curvature.drift.interval(b) for b in curvature.layers.blocks] == intervals[-1]
+
+
+def test_an_interval_that_cannot_be_is_refused() -> None:
+    _, _, (_, saved) = trained(0, 1, "KAISA", 3, 1000)
+    saved["state"][0]["curvature"]["drift_interval"] = 0
+    with pytest.raises(ValueError, match="drift_interval"):
+        make(KAISA, MLP.model(), **BY_DRIFT).load_state_dict(saved)
+
+
+# Numbers, budgets, quiet steps, threads.
+
+
+@each_kronecker
+def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
+    model, found = MLP.model(), []
+    optimizer = make(System, model, inv_update_steps=10, factor_update_steps=None)
+    for step in range(22):
+        take(model, optimizer, BATCHES[step % 2])
+        landed = optimizer._curvature.solves.landed_at.values()
+        found += [step] * (step in landed)
+        assert optimizer.statistics()["factor_update_steps"] == 10
+    assert found == [0, 10, 20]
+    assert optimizer._curvature.drift is None
+
+
+def test_a_quiet_step_solves_nothing_and_takes_no_statistics() -> None:
+    model, calls = MLP.model(), []
+    optimizer = make(KAISA, model, lr=1e-3, **BY_DRIFT)
+    submit = Solves._submit
+
+    def counting(solves: Any, blocks: Any, damping: float) -> None:
+        calls.append(len(blocks))
+        submit(solves, blocks, damping)
+
+    quiet = 0
+    with replaced(Solves, {"_submit": counting}):
+        for _ in range(60):
+            calls.clear()
+            due = optimizer._curvature._cadence.due()
+            listening = optimizer._curvature.layers.capture.enabled
+            take(model, optimizer, BATCHES[0])
+            assert sum(calls) == len(due)
+            assert listening == bool(due)
+            quiet += not due
+    assert quiet > 30
+
+
+def test_a_budget_that_forbids_what_drift_wants_is_told_of_once() -> None:
+    """A refresh every 16 steps is allowed; the data are others at each."""
+    run = Run(**BY_DRIFT, overhead=0.04)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SecondOrderWarning)
+        for step in range(70):
+            x, y = MLP.batch(12, seed=step)
+            run.time.spend(run.T)
+            take(run.model, run.optimizer, (10.0 ** (step // 16 % 2 * 2) * x, y), MLP.loss)
+    told = [str(w.message) for w in caught if "overhead" in str(w.message)]
+    assert run.budget.chosen == {"inv_update_steps": 15}
+    assert run.refreshes == [0, 1, 2, 3, 4, 16, 32, 48, 64]
+    assert len(told) == 1
+    assert "overhead=0.04 leaves a refresh every 16 steps" in told[0]
+    assert "want one oftener" in told[0]
+    assert "intervals by budget, overhead 0.04: inverses every 15" in str(run.optimizer.summary())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_work_is_that_of_one_ranks_passes(world: World, world_size: int) -> None:
+    """By whichever system, and however many ranks watch a layer."""
+    rows = 12 // world_size
+    expected = (
+        6
+        * rows
+        * sum(
+            layer.out_features * (layer.in_features + 1)
+            for layer in MLP.model().modules()
+            if isinstance(layer, nn.Linear)
+        )
+    )
+    for system in SYSTEMS:
+        for found in world.run(worked, world_size, system):
+            assert found == expected
+
+
+def worked(rank: int, world_size: int, system: str) -> float:
+    model, heard = MLP.model(), []
+    optimizer = make(SYSTEMS[system], model, **BY_DRIFT)
+    drift = optimizer._curvature.drift
+    with replaced(drift, {"hear": lambda _, __, work, ___: heard.append(work)}):
+        take(model, optimizer, shard(BATCHES[0], rank, world_size))
+    return float(heard[0])
+
+
+def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:
+    model, gate = MLP.model(), Gate()
+    options = {"max_staleness": None, "inverse_threads": 1, "lr": 1e-3}
+    with make(DistKFAC, model, **BY_DRIFT, **options) as optimizer:
+        curvature = optimizer._curvature
+        while min(map(curvature.drift.interval, curvature.layers.blocks)) < 8:
+            take(model, optimizer, BATCHES[0])
+        while not curvature._cadence.due():
+            take(model, optimizer, BATCHES[0])
+        before = dict(curvature.solves.landed_at)
+        launched, due = optimizer._training.steps, curvature._cadence.due()
+        with solving(gate), gate.open_when_waited_for():
+            next_due = launched + 1
+            take(model, optimizer, BATCHES[0])
+            while not curvature._cadence.due():
+                assert all(curvature.solves.landed_at[b] == before[b] for b in due)
+                take(model, optimizer, BATCHES[0])
+                next_due += 1
+        assert next_due >= launched + 8
+        assert {curvature.solves.landed_at[b] for b in due} == {next_due - 1}
+        assert {curvature.solves.taken_at[b] for b in due} == {launched}
