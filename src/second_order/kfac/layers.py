@@ -52,7 +52,6 @@ UNREACHED = (
 )
 
 MOST_NAMES = 10  # in a warning
-MUCH = 0.1  # of the parameters: the share of matrices without a rule that is not left to the base
 UNEXPLAINED = tuple(
     f"the inputs and output gradients of its calls do not make its weight's gradient, so that its "
     f"factors would not be its curvature: {cause}; tell how its class computes by "
@@ -116,21 +115,7 @@ class Layers:
         params = members_of(self._training.groups) if optimized is None else optimized
         reshard(self._training.model)
         known = {id(block.weight): block for block in self.blocks}
-        params = list(params)
-        rules = self._settled(params)
-        self.blocks, self.left = self._found(params, rules, self._options.skip_layers, known)
-
-    def _settled(self, params: Sequence[Tensor]) -> BlockRules:
-        """The rules, with "auto" replaced by what it comes to for some parameters."""
-        if self._rules.other_matrices != AUTO:
-            return self._rules
-        base = replace(self._rules, other_matrices="base")
-        if not self._options.adaptive or any(map(is_dtensor, params)):
-            return base
-        gradient = replace(self._rules, other_matrices="gradient")
-        blocks, _ = self._found(params, gradient, self._options.skip_layers, {})
-        share = _share([block.weight for block in gradient_blocks(blocks)], params)
-        return gradient if share >= MUCH else base
+        self.blocks, self.left = self._found(params, self._rules, self._options.skip_layers, known)
 
     def _found(
         self,
@@ -140,7 +125,10 @@ class Layers:
         known: Mapping[int, KroneckerBlock],
     ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
         """What :func:`find_blocks` finds of some parameters."""
-        options, owned = self._options, {id(p): p.numel() for p in params}
+        options, params = self._options, list(params)
+        if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
+            rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
+        owned = {id(p): p.numel() for p in params}
         return find_blocks(
             self._training.model,
             owned,

@@ -396,10 +396,13 @@ class KFACOptions:
     @property
     def block_rules(self) -> BlockRules:
         """The rules for which modules become blocks."""
+        others = self.other_matrices
+        if others == AUTO and not self.adaptive:
+            others = "base"
         return BlockRules(
             max_factor_dim=self.max_factor_dim,
             max_exact_dim=self.max_exact_dim if self.exact_blocks else None,
-            other_matrices=self.other_matrices,
+            other_matrices=others,
         )
 
     @property

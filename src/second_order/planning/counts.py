@@ -337,18 +337,22 @@ class Case:
     def _solutions_travel(self, rank: int) -> list[Transfer]:
         if not self.network.layers:
             return []
+        told = [agreed("solve_exchange", self._world, self._told)] if self._told else []
         grid, verdicts = self.plan.grid, FLOAT * len(self.network.layers)
         buckets = self._decompositions.get(grid.row_of(rank), [])
         return [
             agreed("solve_exchange", self._world, verdicts),
-            agreed("solve_exchange", self._world, self._told),
+            *told,
             *copied("solve_exchange", self._row, grid.column_of(rank), buckets),
         ]
 
     @property
     def _told(self) -> int:
         """Bytes by which γ, intervals and the length of steps follow what a refresh tells."""
-        by_layer = len(self.network.layers) if self.options.by_drift else 0
+        options = self.options
+        if not (options.by_drift or options.follows_steps or options.damping_floor):
+            return 0
+        by_layer = len(self.network.layers) if options.by_drift else 0
         return torch.float64.itemsize * (TOLD + TOLD_BY_LAYER * by_layer)
 
     @cached_property
