@@ -119,8 +119,10 @@ class KFACCurvature(Curvature):
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
-        lengths = (ADAPTIVE if options.adaptive else PLAIN) if options.follows_steps else None
-        self.step_length = StepLength(lengths)
+        self.step_length = StepLength()
+        if options.follows_steps:
+            adaptive = options.adaptive
+            self.step_length = StepLength(ADAPTIVE) if adaptive else StepLength(1.0, PLAIN)
         self._measured: Tensor | None = None
         self._closed = False
         self.workers = 0

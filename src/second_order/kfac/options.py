@@ -122,7 +122,7 @@ AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 PreconditionerScale: TypeAlias = Literal["auto", "newton", "gradient"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
 DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
-FLOOR, ADAPTIVE_FLOOR = 0.01, 0.05  # of the layers' mean
+FLOOR, ADAPTIVE_FLOOR = 0.01, 0.25  # of the layers' mean
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 

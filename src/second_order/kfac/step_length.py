@@ -54,32 +54,32 @@ class Lengths:
     level: float
 
 
-# Chosen as the bounds of drift are. SGD's clip bounds its steps; an adaptive base makes all equally
-# long, though P spreads them over more directions than the gradient has.
-PLAIN = Lengths(0.02, 1.0, 0.2, 1.0, 0.1)
-ADAPTIVE = Lengths(1.0, 2.5, 0.1, 0.2, -0.2)
+# Chosen as the bounds of drift are. An adaptive base makes all steps equally long; those along P,
+# which spreads over more directions than the gradient, change predictions less, and may be longer.
+PLAIN, ADAPTIVE = Lengths(0.02, 1.0, 0.2, 1.0, 0.1), 2.0
 
 
 class StepLength:
     """The factor of the steps of preconditioned weights; the same on every rank.
 
     Args:
-        lengths: Bounds and rates; None for τ = 1 throughout.
+        factor: τ at the start.
+        lengths: Bounds and rates; None for the same τ throughout.
 
     Attributes:
         factor: τ.
     """
 
-    def __init__(self, lengths: Lengths | None) -> None:
+    def __init__(self, factor: float = 1.0, lengths: Lengths | None = None) -> None:
         self._lengths = lengths
-        self.factor = 1.0
+        self.factor = factor
         self._sign, self._size, self._weight = 0.0, 0.0, 0.0
         self._before: dict[Tensor, Tensor] = {}
         self._step: dict[Tensor, Tensor] = {}  # -Δ
 
     @property
     def follows(self) -> bool:
-        """Whether τ is not 1 throughout."""
+        """Whether τ follows what steps do."""
         return self._lengths is not None
 
     def measured(self, params: Iterable[Tensor]) -> Tensor | None:
@@ -105,7 +105,7 @@ class StepLength:
         """
         self._step = {}
         self._before = {}
-        if self.follows and (asked or self.factor != 1.0):
+        if (self.follows and asked) or self.factor != 1.0:
             self._before = {p: local(p).detach().clone() for p in params}
 
     def follow(self, s: float) -> None:
@@ -137,7 +137,7 @@ class StepLength:
         old = list(before.values())
         if self.factor != 1.0:
             torch._foreach_lerp_(now, old, 1.0 - self.factor)
-        if asked:
+        if asked and self.follows:
             torch._foreach_sub_(old, now)
             self._step = before
 
