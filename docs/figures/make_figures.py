@@ -95,8 +95,8 @@ def step() -> Figure:
 
     lanes = [
         (3.38, "every step", "#ffffff", BLACK),
-        (2.02, "at each refresh, or every factor_update_steps", "#e9f4fb", BLUE),
-        (0.72, "a refresh, by drift, or every inv_update_steps", "#fdf1e7", RED),
+        (2.02, "a refresh: the averages", "#e9f4fb", BLUE),
+        (0.72, "a refresh: the inverses", "#fdf1e7", RED),
     ]
     for y, label, colour, ink in lanes:
         axes.add_patch(
@@ -148,7 +148,8 @@ def step() -> Figure:
     axes.text(
         8.02,
         bottom - 0.05,
-        f"At every step at first,\nthen as often as it changes\nP: every 1 to {LONGEST} steps.",
+        "At every step at first,\nand the more seldom,\n"
+        f"the less it changes: 1 to {LONGEST} steps.",
         ha="right",
         va="center",
         color=BLACK,
