@@ -328,8 +328,8 @@ MUTANTS = [
     _mutant(
         "messages forget since the beginning of a resumed run",
         "kfac/curvature.py",
-        "        self.budget.load(saved)\n        self._cadence.updated()\n",
-        "        self.budget.load(saved)\n",
+        "        self._cadence.updated()\n        self.watch()\n",
+        "        self.watch()\n",
         "stats::a_first_message_forgets_no_more_than_since_the_last_update",
     ),
     _mutant(
@@ -356,7 +356,7 @@ MUTANTS = [
     _mutant(
         "relative damping without the mean curvature",
         "kfac/solves.py",
-        "damping * _curvature_of(block) for",
+        "damping * _curvature_of(b).clamp_min(least) for",
         "damping for",
         "invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature",
     ),
@@ -405,22 +405,15 @@ MUTANTS = [
     _mutant(
         "stale inverses after a change of layers",
         "kfac/solves.py",
-        "due = due or self.wanted",
+        "due = list(self._plan) if self.wanted else due",
         "pass",
         "kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step",
     ),
     _mutant(
-        "a step of warm-up too many",
-        "kfac/budget.py",
-        "if step < self._dense_until or",
-        "if step <= self._dense_until or",
-        "kaisa::the_warm_up_is_so_many_steps_and_no_more",
-    ),
-    _mutant(
         "newcomers wait for the interval",
         "kfac/budget.py",
-        " or step == self._layers.newcomers_at:",
-        ":",
+        " or step == self._layers.newcomers_at",
+        "",
         "robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics",
     ),
     _mutant(
@@ -1261,16 +1254,9 @@ MUTANTS = [
     _mutant(
         "a step staler than allowed",
         "kfac/solves.py",
-        "steps - self.flights[block].step >= most",
-        "steps - self.flights[block].step > most",
+        "if most is not None and age >= most:",
+        "if most is not None and age > most:",
         "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
-    ),
-    _mutant(
-        "a warm-up that waits for nothing",
-        "kfac/solves.py",
-        "self._training.steps < self._options.refresh_warmup_steps",
-        "False",
-        "distkfac::during_the_warm_up_it_is_synchronous",
     ),
     _mutant(
         "a copy forgets what was under way",
@@ -1361,7 +1347,7 @@ MUTANTS = [
     _mutant(
         "factors forget by the step, not by the update",
         "kfac/budget.py",
-        'every = min(self._every("factor_update_steps", steps), steps - dense + 1)',
+        'every = min(self.interval("factor_update_steps", steps), steps - self._budget.until + 1)',
         "pass",
         "distkfac::without_a_decay_factors_forget_evenly_in_time",
     ),
@@ -2503,14 +2489,14 @@ MUTANTS = [
     _mutant(
         "a budget of solves that have not come",
         "kfac/solves.py",
-        "return self._budget.measuring or self",
-        "return self",
+        "return self._budget.measuring or (self",
+        "return (self",
         "budget::solves_on_threads_are_waited_for_while_they_are_measured",
     ),
     _mutant(
         "a budget that the weight of the past does not follow",
         "kfac/budget.py",
-        "steps - dense + 1)",
+        "steps - self._budget.until + 1)",
         "1)",
         "budget::the_weight_of_the_past_follows_the_chosen_interval",
     ),
@@ -2982,7 +2968,7 @@ MUTANTS = [
     _mutant(
         "averages that begin with rounded numbers",
         "kfac/curvature.py",
-        "exact = self.training.steps < self._options.refresh_warmup_steps",
+        "exact = self.training.steps < EXACT",
         "exact = False",
         "exchange_dtype::the_first_statistics_travel_as_they_are",
     ),
@@ -3044,11 +3030,39 @@ MUTANTS = [
         "trace_refresh::layers_are_solved_where_the_dense_trace_has_moved",
     ),
     _mutant(
-        "layers that settle in the warm-up",
+        "intervals that never fall",
+        "kfac/drift.py",
+        "if cosine < bounds.apart:",
+        "if False:",
+        "drift::intervals_grow_where_nothing_changes_and_fall_where_all_does",
+    ),
+    _mutant(
+        "a solve on a thread that is older than drift allows",
         "kfac/solves.py",
-        "judged = not self._dense",
+        "(self.drift is not None and self.drift.late(block, age))",
+        "False",
+        "drift::solves_on_threads_are_waited_for_by_the_step_before_the_next",
+    ),
+    _mutant(
+        "a resumed run that forgets its intervals",
+        "kfac/curvature.py",
+        "self.drift.load(saved, self.layers.blocks)",
+        "pass",
+        "drift::a_resumed_run_has_the_intervals",
+    ),
+    _mutant(
+        "a plan without what ranks tell each other after a refresh",
+        "planning/counts.py",
+        '[agreed("solve_exchange", self._world, self._told)] if self._told else []',
+        "[]",
+        "planning_ranks::processes_send_what_is_counted",
+    ),
+    _mutant(
+        "layers that settle while costs are measured",
+        "kfac/solves.py",
+        "judged = not self._budget.measuring",
         "judged = True",
-        "trace_refresh::every_layer_is_solved_in_the_warm_up",
+        "trace_refresh::every_layer_is_solved_while_costs_are_measured",
     ),
     _mutant(
         "a failed layer is spared",
