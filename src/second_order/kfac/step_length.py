@@ -1,15 +1,17 @@
-"""How long steps are, by what the last one did to the loss.
+"""How long the steps of preconditioned weights are: τ times the base's.
+
+Over a base that scales its steps itself τ is 2. Over others it follows what the last step did:
 
 after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ is not preconditioned yet:
                         the loss still falls along Δ where s > 0, and rises where the step was too
                         long
 S, Z                    <- running averages of s and of |s|, debiased
-τ                       <- τ exp(a (S / Z + b)), and at once by exp(s / Z) where -s > 2 Z
+τ                       <- τ exp(a (S / Z + b)), and at once by exp(s / 2 Z) where -s > 2 Z
 w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
 
 S / Z tells how often s has one sign, whatever the scale of the loss. It is looked at where layers
 are refreshed, at each step of a young training and seldom later; in between nothing is done while
-τ is 1. Only preconditioned weights are scaled, all by one τ.
+τ is 1.
 """
 
 from __future__ import annotations
