@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,6 +63,17 @@ BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
 }
+
+
+@dataclass(frozen=True)
+class DenseFirst:
+    """An interval of one during the first steps."""
+
+    steps: int
+    every: int
+
+    def __call__(self, step: int) -> int:
+        return 1 if step < self.steps else self.every
 
 
 def _named(value: Any) -> str | None:

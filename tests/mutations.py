@@ -329,7 +329,7 @@ MUTANTS = [
         "messages forget since the beginning of a resumed run",
         "kfac/curvature.py",
         "        self._cadence.updated()\n        self.watch()\n",
-        "        self.budget.load(saved)\n",
+        "        self.watch()\n",
         "stats::a_first_message_forgets_no_more_than_since_the_last_update",
     ),
     _mutant(
@@ -1254,8 +1254,8 @@ MUTANTS = [
     _mutant(
         "a step staler than allowed",
         "kfac/solves.py",
-        "most is not None and age >= most:",
-        "most is not None and age > most:",
+        "if most is not None and age >= most:",
+        "if most is not None and age > most:",
         "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
     ),
     _mutant(
@@ -3030,6 +3030,34 @@ MUTANTS = [
         "trace_refresh::layers_are_solved_where_the_dense_trace_has_moved",
     ),
     _mutant(
+        "intervals that never fall",
+        "kfac/drift.py",
+        "if cosine < bounds.apart:",
+        "if False:",
+        "drift::intervals_grow_where_nothing_changes_and_fall_where_all_does",
+    ),
+    _mutant(
+        "a solve on a thread that is older than drift allows",
+        "kfac/solves.py",
+        "(self.drift is not None and self.drift.late(block, age))",
+        "False",
+        "drift::solves_on_threads_are_waited_for_by_the_step_before_the_next",
+    ),
+    _mutant(
+        "a resumed run that forgets its intervals",
+        "kfac/curvature.py",
+        "self.drift.load(saved, self.layers.blocks)",
+        "pass",
+        "drift::a_resumed_run_has_the_intervals",
+    ),
+    _mutant(
+        "a plan without what ranks tell each other after a refresh",
+        "planning/counts.py",
+        '[agreed("solve_exchange", self._world, self._told)] if self._told else []',
+        "[]",
+        "planning_ranks::processes_send_what_is_counted",
+    ),
+    _mutant(
         "layers that settle while costs are measured",
         "kfac/solves.py",
         "judged = not self._budget.measuring",
@@ -3385,13 +3413,6 @@ MUTANTS = [
         "age >= self.interval(block) - 1",
         "age >= self.interval(block)",
         "drift::an_inverse_is_waited_for_at_the_step_before_the_next",
-    ),
-    _mutant(
-        "a drift that no thread waits for",
-        "kfac/solves.py",
-        "self.drift is not None and self.drift.late(block, age)",
-        "False",
-        "drift::solves_on_threads_are_waited_for_by_the_step_before_the_next",
     ),
     _mutant(
         "the change of a refresh by its own inverse twice",

@@ -12,14 +12,15 @@ What is recorded already stays as it is.
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from contract import EXACT
+from contract import EXACT, DenseFirst
 from models import ZOO
-from ranks import shard, vector
+from ranks import replaced, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).parent / "data" / "recorded.pt"
 STEPS, SAVED_AT, BATCH = 8, 4, 12
+EARLY = 2  # steps that were refreshed each, and whose solves were waited for
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01}
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 # An interval of three, a clip that binds at some steps and not at others.
@@ -39,9 +41,8 @@ KFAC: dict[str, Any] = {
     "relative_damping": True,
     "kl_clip": 2e-3,
     "factor_decay": 0.9,
-    "factor_update_steps": 2,
-    "inv_update_steps": 3,
-    "refresh_warmup_steps": 2,
+    "factor_update_steps": DenseFirst(EARLY, 2),
+    "inv_update_steps": DenseFirst(EARLY, 3),
 }
 # What was so when the steps were recorded, and had no name.
 NEWTON = {"preconditioner_scale": "newton"}
@@ -141,12 +142,20 @@ def run(rank: int, world_size: int, name: str, saved: dict[str, Any] | None = No
             x, y = shard(batches[step], rank, workers)
             optimizer.zero_grad()
             ZOO[case].loss(model(x), y).backward()
-            optimizer.step()
+            with at_once(optimizer) if step < EARLY else nullcontext():
+                optimizer.step()
             trajectory.append(vector(model))
         return trajectory, kept
     finally:
         if hasattr(optimizer, "close"):
             optimizer.close()
+
+
+def at_once(optimizer: Any) -> AbstractContextManager[None]:
+    """Solves on threads are waited for."""
+    if not isinstance(optimizer, DistKFAC):
+        return nullcontext()
+    return replaced(optimizer._curvature.solves, {"_waits": lambda block: True})
 
 
 def record(start: Callable[..., Any], name: str, processes: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ STEPS = 4  # before the end
 LIMIT = 55.0  # seconds, after which processes are killed
 PATIENCE = 20.0  # of workers and helpers
 
-EACH_STEP = {"refresh_warmup_steps": 0, "factor_update_steps": 1, "inv_update_steps": 1}
+EACH_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}
 
 # System, processes, options.
 SYSTEMS: dict[str, tuple[Any, int, dict[str, Any]]] = {

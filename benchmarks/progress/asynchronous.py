@@ -40,7 +40,7 @@ import progress
 from asynchronous_cost import CHEAP, EIGEN, EQUAL, GRID, Intervals, Record
 from curvature import rounded
 from curvature_cost import table
-from progress import Run, Setting
+from progress import Run, Setting, fresh_first
 from progress_distributed import geometric_mean, steps
 from second_order import DistKFAC
 from speed import machine, write
@@ -83,8 +83,8 @@ class Way:
                 network,
                 momentum=0.9,
                 inverse_threads=1,
-                factor_update_steps=factors,
-                inv_update_steps=inverses,
+                factor_update_steps=fresh_first(factors),
+                inv_update_steps=fresh_first(inverses),
                 **OPTIONS[model],
                 **self.options,
             )

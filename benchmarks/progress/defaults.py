@@ -45,13 +45,12 @@ DAMPINGS = {
     "AdamW": (0.03, 0.1, 0.3, 1.0),
 }
 OTHERS: dict[str, list[dict[str, Any]]] = {
-    "interval": [{"inv_update_steps": 20}, {"inv_update_steps": 50}, {"inv_update_steps": 100}],
+    "interval": [{"inv_update_steps": steps} for steps in (1, 10, 20, 50, 100)],  # not by drift
     "memory": [
         {"factor_decay": {"decay": decay, "share": share}}
         for decay in (0.95, 0.978, 0.995)
         for share in (None, 1 / 3)
     ],
-    "warm-up": [{"refresh_warmup_steps": 0}, {"refresh_warmup_steps": 50}],
 }
 RATES = (0.5, 2.0)  # times the base's best
 PENALTY = 2.0  # times the steps of the whole training, for a target that is never met

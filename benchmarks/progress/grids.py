@@ -237,7 +237,7 @@ DAMPINGS, INTERVALS = (0.1, 0.5, 2.0, 8.0), (1, 10, 50, 100)
 
 
 def damping(seeds: int) -> list[Row]:
-    """Statistics and inverses at every so many steps, from the first one on: no warm-up."""
+    """Statistics and inverses at every so many steps, from the first one on."""
     labels = [
         {"optimizer": optimizer, "damping": gamma, "interval": every, "seed": seed}
         for optimizer in ("KAISA", "DPKFAC")
@@ -251,7 +251,6 @@ def damping(seeds: int) -> list[Row]:
             "damping": row["damping"],
             "factor_update_steps": row["interval"],
             "inv_update_steps": row["interval"],
-            "refresh_warmup_steps": 0,
         }
         return Point("MLP", row["optimizer"], 64, row["seed"], 200, 0.05, options=options)
 

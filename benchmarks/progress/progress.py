@@ -64,6 +64,11 @@ class Run:
     milliseconds_per_step: float = 0.0
 
 
+def fresh_first(every: int, steps: int = 20) -> Callable[[int], int]:
+    """An interval that is 1 in the first steps, in which curvature changes most."""
+    return lambda step: 1 if step < steps else every
+
+
 def sgd(lr: float, steps: int = 300) -> Setting:
     return Setting(
         "SGD", f"lr {lr}", lambda model: SGD(model.parameters(), lr=lr, momentum=0.9), steps
@@ -114,7 +119,7 @@ AUTOENCODER_TUNED: tuple[dict[str, object], ...] = (
     },
 )
 OVER_ADAM: tuple[dict[str, object], ...] = (
-    {"lr": 0.014, "refresh_warmup_steps": 50},
+    {"lr": 0.014},
     {"lr": 0.014, "solver": "eigen"},
 )
 

@@ -8,7 +8,7 @@ intervals  statistics and solves at every step, beside the defaults' 10 / 100 an
 clip       the bound κ for batches of 32 to all 1,437 images, with two dampings
 binding    at which of the first 200 steps the default clip shortens a step
 spectrum   how unevenly the curvature of a layer is spread over its directions
-fisher     empirical and sampled labels, with and without the warm-up of the refresh
+fisher     empirical and sampled labels, with fresh inverses in the first steps and without
 distkfac   its default clip, a looser one, and the paper's schedule
 late       DistKFAC: the highest losses after convergence, by the memory of its factors
 large      seconds to invert a factor of 9,217 rows
@@ -41,7 +41,7 @@ import digits
 import progress
 from curvature import rounded
 from curvature_cost import table
-from progress import Setting
+from progress import Setting, fresh_first
 from second_order import KAISA, DecayingClip, DistKFAC
 from speed import machine
 
@@ -91,10 +91,20 @@ class Data:
         return loss, met
 
 
+def at(factors: int | None, inverses: int | None) -> Record:
+    """Intervals from the first step on; None for those by drift."""
+    return {"factor_update_steps": factors, "inv_update_steps": inverses}
+
+
+def fresh(factors: int, inverses: int) -> Record:
+    """The same after the first steps, each of which has both."""
+    return at(fresh_first(factors), fresh_first(inverses))
+
+
 # What is not varied. It is said here, so that the stored runs stay what they are.
 STATED: dict[type[KAISA] | type[DistKFAC], Record] = {
-    KAISA: {"solver": "eigen", "inv_update_steps": 100, "factor_decay": 0.95},
-    DistKFAC: {"factor_decay": 0.9},
+    KAISA: {"solver": "eigen", "factor_decay": 0.95, **fresh(10, 100)},
+    DistKFAC: {"factor_decay": 0.9, **fresh(20, 20)},
 }
 
 
@@ -161,11 +171,12 @@ def steps_table(title: str, rows: Sequence[Record]) -> Table:
 # ---------------------------------------------------------------------------------------- sections
 
 INTERVALS: dict[str, Record] = {
-    "1 / 1": {"factor_update_steps": 1, "inv_update_steps": 1},
+    "1 / 1": at(1, 1),
     "10 / 100": {},
     "10 / 100, inverse": {"solver": "inverse"},
-    "10 / 20": {"inv_update_steps": 20},
-    "10 / 100, no warm-up": {"refresh_warmup_steps": 0},
+    "10 / 20": fresh(10, 20),
+    "10 / 100, no warm-up": at(10, 100),
+    "by drift": at(None, None),
 }
 CLIPS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 BATCHES = (32, 64, 128, 512, 1437)
@@ -204,7 +215,7 @@ def fisher(seeds: int) -> list[Record]:
             "autoencoder",
             f"{labels}, warm-up {warm_up}",
             seeds,
-            {"fisher": labels, "likelihood": "bernoulli", "refresh_warmup_steps": warm_up},
+            {"fisher": labels, "likelihood": "bernoulli", **({} if warm_up else at(10, 100))},
             targets=("loss 26", "loss 20"),
         )
         for labels, warm_up in tqdm(work, desc="fisher", leave=False)
@@ -218,7 +229,7 @@ def distkfac(seeds: int) -> list[Record]:
     for model in tqdm(half, desc="distkfac", leave=False):
         paper = DecayingClip(start=0.01, decay=0.96, every=half[model])
         for label, kappa in (("1e-4", 1e-4), ("1e-3", 1e-3), ("the paper's schedule", paper)):
-            options = {"kl_clip": kappa, "factor_update_steps": 10, "async_inverse": False}
+            options = {"kl_clip": kappa, "async_inverse": False, **fresh(10, 20)}
             rows.append(steps_to(model, f"clip {label}", seeds, options, kind=DistKFAC))
     return rows
 
@@ -276,9 +287,9 @@ def spectrum(seeds: int) -> list[Record]:
     for seed in tqdm(range(seeds), desc="spectrum", leave=False):
         torch.manual_seed(seed)
         network = digits.mlp()
-        optimizer = KAISA(
-            network, lr=0.1, momentum=0.9, factor_decay=0.95, solver="eigen", symmetry_aware=False
-        )
+        options: Record = {"solver": "eigen", "symmetry_aware": False, **at(1, 1)}
+        stated: Record = {"damping": 0.5, "kl_clip": 1e-4, "factor_decay": 0.95}
+        optimizer = KAISA(network, lr=0.1, momentum=0.9, **stated, **options)
         batches = digits.batches(len(data.images), 64, seed=seed)
         for _, indices in zip(range(20), batches, strict=False):
             optimizer.zero_grad()
@@ -314,7 +325,7 @@ def spectrum_table(rows: Sequence[Record]) -> Table:
 
 
 LATE: dict[str, Record] = {
-    "1 / 1, 0.95": {"factor_update_steps": 1, "inv_update_steps": 1, "factor_decay": 0.95},
+    "1 / 1, 0.95": {**at(1, 1), "factor_decay": 0.95},
     "20 / 20, 0.95": {"factor_decay": 0.95},
     "20 / 20, 0.9": {},
     "20 / 20, None": {"factor_decay": None},

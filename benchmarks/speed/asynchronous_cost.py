@@ -90,9 +90,9 @@ SMALL: dict[str, Workload] = {
 
 
 def distkfac(model: nn.Module, **options: Any) -> DistKFAC:
-    """One thread to solve, and no warm-up: steps as they are for most of a training."""
+    """One thread to solve, and intervals as they are given from the first step on."""
     keywords: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "inverse_threads": 1}
-    return DistKFAC(model, **{**keywords, "refresh_warmup_steps": 0, **options})
+    return DistKFAC(model, **{**keywords, **options})
 
 
 def first_only(step: int) -> int:

@@ -81,14 +81,13 @@ class Runner:
         self.times += [self.step() for _ in range(steps)]
 
 
-def calibrated(workload: Workload, overhead: float, warmup: int) -> Runner:
+def calibrated(workload: Workload, overhead: float) -> Runner:
     """KAISA with its intervals chosen."""
     runner = Runner(
         workload,
         factor_update_steps="auto",
         inv_update_steps="auto",
         overhead=overhead,
-        refresh_warmup_steps=warmup,
     )
     budget = runner.curvature.budget
     budget.clock = HostClock(time.process_time)
@@ -143,13 +142,11 @@ def beyond(times: list[float], kinds: list[str]) -> float:
     return total
 
 
-def measure(
-    workload: Workload, overheads: list[float], warmup: int, longest: float
-) -> Iterator[Record]:
+def measure(workload: Workload, overheads: list[float], longest: float) -> Iterator[Record]:
     """A row for each overhead."""
     parts: dict[str, list[float]] = {}
     for overhead in overheads:
-        auto, plain = calibrated(workload, overhead, warmup), Runner(workload)
+        auto, plain = calibrated(workload, overhead), Runner(workload)
         plain.step()
         budget = auto.curvature.budget
         parts = parts or timed_parts(auto, repeats=3)
@@ -223,7 +220,6 @@ def main() -> None:
     names = [name for name, workload in WORKLOADS.items() if workload.device == "cpu"]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument("--overheads", nargs="+", type=float, default=[0.15, 0.05])
-    parser.add_argument("--warmup", type=int, default=5, help="steps that are calibrated by")
     parser.add_argument("--longest", type=float, default=100, help="seconds of one measurement")
     parser.add_argument("--json", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
@@ -231,9 +227,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows: list[Record] = []
     for name in arguments.workloads:
-        for row in measure(
-            WORKLOADS[name], arguments.overheads, arguments.warmup, arguments.longest
-        ):
+        for row in measure(WORKLOADS[name], arguments.overheads, arguments.longest):
             rows.append(row)
             print(name, *(row[k] for k in ("overhead", "intervals", "measured", "extrapolated")))
     Console(width=140).print(table(rows))

@@ -54,7 +54,6 @@ def passes(workload: Workload, case: str, backend: str) -> Callable[[], None]:
             lr=0.01,
             factor_update_steps=every,
             inv_update_steps=NEVER,
-            refresh_warmup_steps=0,
         )
     if case == "broken":
         for module in model.modules():

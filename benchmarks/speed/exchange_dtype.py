@@ -8,11 +8,12 @@ see the same passes and send in bfloat16:
 
     sums      with one gradient worker a layer, where sums of statistics alone travel
     both      with two, where decompositions do as well
-    at once   both, from the first step, without the exact warm-up
+    at once   both, from the first step, where the first statistics are exact otherwise
 
 All keep running averages of their own, so that errors add up as in a training. Compared are the
 preconditioned gradients P of each layer before any clip, ‖P̂ - P‖ / ‖P‖, at the first refresh from
-rounded sums, and forty steps later; with "at once" at the first step alone.
+rounded sums, and forty steps later; with "at once" at the first step alone. Statistics and
+inverses come at each of the first steps, and then every ten.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,10 +39,10 @@ from torch.nn.functional import cross_entropy
 import digits
 from language_model import Block
 from second_order import KAISA
-from second_order.kfac.options import KFACOptions
+from second_order.kfac import curvature as kfac
 
 STEPS, BATCH = 61, 128
-WARMUP = KFACOptions.refresh_warmup_steps
+EXACT = kfac.EXACT  # first steps whose statistics travel unrounded
 DAMPINGS = 0.5, 0.05  # the default under SGD, and a tenth of it
 
 
@@ -79,20 +81,26 @@ def read(optimizer: KAISA, clipped: bool) -> dict[str, Tensor]:
     }
 
 
+def every(step: int) -> int:
+    """Steps between statistics, and between refreshes."""
+    return 1 if step < EXACT else 10
+
+
 def measure(name: str, solver: str, damping: float) -> list[dict[str, Any]]:
     """The rows of a case: sums alone in bfloat16, and everything."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model, data = MODELS[name](), digits.load_split()
     options: dict[str, Any] = {"solver": solver, "damping": damping}
+    options |= dict.fromkeys(("factor_update_steps", "inv_update_steps"), every)
     narrow: dict[str, Any] = {"exchange_dtype": torch.bfloat16, "kl_clip": None, "lr": 0.0}
     exact = KAISA(model, lr=0.05, momentum=0.9, **options)
     shadows = {
         "sums": KAISA(model, grad_worker_fraction=0, **options, **narrow),
         "both": KAISA(model, **options, **narrow),
-        "at once": KAISA(model, **options, **narrow, refresh_warmup_steps=0),
+        "at once": KAISA(model, **options, **narrow),
     }
-    first = {"sums": WARMUP, "both": WARMUP, "at once": 0}
+    first = {"sums": EXACT, "both": EXACT, "at once": 0}
     errors: dict[str, list[list[float]]] = {kind: [] for kind in shadows}
     numbers: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("exact", *shadows)}
     order = digits.batches(len(data.train_labels), BATCH, seed=0, rank=rank, world_size=ranks)
@@ -107,7 +115,8 @@ def measure(name: str, solver: str, damping: float) -> list[dict[str, Any]]:
             for p, gradient in zip(params, gradients, strict=True):
                 assert p.grad is not None
                 p.grad.copy_(gradient)
-            optimizer.step()
+            with patch.object(kfac, "EXACT", 0 if kind == "at once" else EXACT):
+                optimizer.step()
             found[kind] = read(optimizer, clipped=kind == "exact")
             numbers[kind].append(optimizer.statistics())
         for kind, of_kind in errors.items():
@@ -117,7 +126,7 @@ def measure(name: str, solver: str, damping: float) -> list[dict[str, Any]]:
     for kind, of_kind in errors.items():
         row: dict[str, Any] = {"model": name, "solver": solver, "damping": damping, "kind": kind}
         compared = {"first": of_kind[first[kind]], "last": of_kind[-1]}
-        if kind == "at once":  # without a warm-up its averages are of fewer steps, too
+        if kind == "at once":  # later its averages are as those of "both"
             del compared["last"]
         for when, each in compared.items():
             row[when] = {"median": statistics.median(each), "worst": max(each)}

@@ -94,7 +94,6 @@ def measure(label: str, kind: str, dtype: str, steps: int) -> dict[str, Any]:
             exchange_dtype=DTYPES[dtype],
             factor_update_steps=1,
             inv_update_steps=KINDS[kind],
-            refresh_warmup_steps=0,
         )
         runs[exchange] = model, optimizer
     decompose = SOLVERS["inverse"].decompose

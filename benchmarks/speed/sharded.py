@@ -152,7 +152,7 @@ def measured(kind: type[SecondOrderOptimizer], options: dict[str, Any], *, shard
         model = DistributedDataParallel(model)
     made: Any = kind
     chosen = {"factor_update_steps": INTERVAL, "inv_update_steps": INTERVAL, **options}
-    optimizer = made(model, lr=1e-3, base=torch.optim.AdamW, refresh_warmup_steps=0, **chosen)
+    optimizer = made(model, lr=1e-3, base=torch.optim.AdamW, **chosen)
     total = 0
     for _, windows in zip(range(2), batches(size, seed=0), strict=False):
         optimizer.zero_grad()

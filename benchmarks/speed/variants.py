@@ -55,7 +55,6 @@ class Variant:
             solver=self.solver,
             factor_update_steps=statistics,
             inv_update_steps=solve,
-            refresh_warmup_steps=0,
             **self.options,
         )
 

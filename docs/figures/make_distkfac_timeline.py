@@ -131,7 +131,6 @@ def run(arguments: argparse.Namespace) -> Record:
         inverse_threads=1,
         solver="eigen",  # whose solves are long beside the steps of so small a network
         inv_update_steps=INTERVAL,
-        refresh_warmup_steps=0,
     )
     mine = batches(len(data.train_images), BATCH, seed=dist.get_rank())
     with optimizer:

@@ -9,7 +9,6 @@ their costs come from :mod:`second_order.distributed.assignment`.
 from __future__ import annotations
 
 import argparse
-import inspect
 import io
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -33,6 +32,7 @@ from second_order.distributed.assignment import (
     assign_owners,
     gradient_worker_count,
 )
+from second_order.kfac.drift import LONGEST
 
 HERE = Path(__file__).parent
 
@@ -93,12 +93,10 @@ def step() -> Figure:
     axes.set(xlim=(0, 8.2), ylim=(0.12, 4.12))
     axes.axis("off")
 
-    parameters = inspect.signature(KAISA).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
     lanes = [
         (3.38, "every step", "#ffffff", BLACK),
-        (2.02, f"every factor_update_steps ({defaults['factor_update_steps']})", "#e9f4fb", BLUE),
-        (0.72, f"every inv_update_steps ({defaults['inv_update_steps']})", "#fdf1e7", RED),
+        (2.02, "a refresh: the averages", "#e9f4fb", BLUE),
+        (0.72, "a refresh: the inverses", "#fdf1e7", RED),
     ]
     for y, label, colour, ink in lanes:
         axes.add_patch(
@@ -150,8 +148,8 @@ def step() -> Figure:
     axes.text(
         8.02,
         bottom - 0.05,
-        f"During the first\nrefresh_warmup_steps ({defaults['refresh_warmup_steps']})\n"
-        "all three run at every step.",
+        "At every step at first,\nand the more seldom,\n"
+        f"the less it changes: 1 to {LONGEST} steps.",
         ha="right",
         va="center",
         color=BLACK,
@@ -214,7 +212,13 @@ def kaisa(
 ) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """KAISA without momentum, and without a clip, so that its direction shows."""
     return lambda model: KAISA(
-        model, lr=lr, damping=damping, kl_clip=kl_clip, fisher="sampled", likelihood="gaussian"
+        model,
+        lr=lr,
+        damping=damping,
+        kl_clip=kl_clip,
+        inv_update_steps=1,
+        fisher="sampled",
+        likelihood="gaussian",
     )
 
 

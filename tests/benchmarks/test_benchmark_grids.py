@@ -63,14 +63,16 @@ def test_tables_have_a_cell_for_every_point(name: str, monkeypatch: pytest.Monke
         assert name in ("processes", "doubly") or len(filled) == len(cells)
 
 
-def test_solves_are_counted_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solves_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trace_refresh.TARGETS, "tabular", 1e-9)
     monkeypatch.setitem(trace_refresh.TASKS, "tabular", ("SGD", 0.1))
     every = trace_refresh.measured("tabular", "every 100", 0)
-    assert every["due"] == every["solves"] == 2  # steps 100 and 200 of 300
+    assert every["due"] == every["solves"] == 22  # of the first 20 steps, of 100 and of 200
     assert every["steps"] is None
     assert every["settled"] == 0
     rule = trace_refresh.measured("tabular", "trace 1, 0", 0)
-    assert rule["due"] == 28
-    assert 0 <= rule["solves"] < 28
-    assert trace_refresh.table([every, rule]).row_count == 2
+    assert rule["due"] == 48
+    assert 1 <= rule["solves"] < 48
+    drift = trace_refresh.measured("tabular", "drift", 0)
+    assert 1 < drift["due"] == drift["solves"] < 300
+    assert trace_refresh.table([every, rule, drift]).row_count == 3

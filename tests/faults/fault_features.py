@@ -258,7 +258,7 @@ def _of_another(run: Run, _: dict[str, Any]) -> Any:
     """The checkpoint of one of our own that is not this one, of the same model."""
     model = Net(run.width)
     other: Any = DHO2 if run.system.kfac else KAISA
-    steps = {"warmup_steps": 0} if run.system.kfac else {"refresh_warmup_steps": 1}
+    steps = {"warmup_steps": 0} if run.system.kfac else {}
     group = run.optimizer.worker_group if run.system.helpers else None
     optimizer = other(model, lr=0.05, momentum=0.9, process_group=group, **steps)
     x, y = run.batch()

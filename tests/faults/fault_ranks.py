@@ -266,8 +266,6 @@ def _(run: Run) -> None:
 
     name = "curvature_interval" if run.system.kind is DHO2 else "inv_update_steps"
     run.options[name] = interval
-    if run.system.kfac:
-        run.options["refresh_warmup_steps"] = 0
 
 
 @fault("another width", UNLIKE, suits=several, moments=("whole",), expect="raises")

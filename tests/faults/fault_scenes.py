@@ -83,7 +83,6 @@ KFAC: dict[str, Any] = {
     "lr": 0.05,
     "momentum": 0.9,
     "damping": 1.0,
-    "refresh_warmup_steps": 1,
     "factor_update_steps": 1,
     "inv_update_steps": 3,
 }

@@ -34,7 +34,7 @@ GIVEN = {
     *("rest_kwargs", "self", "base_kwargs"),
 }
 
-KRONECKER_STEPS = {"factor_update_steps": 1, "inv_update_steps": 2, "refresh_warmup_steps": 2}
+KRONECKER_STEPS = {"factor_update_steps": 1, "inv_update_steps": 2}
 PAIR_STEPS = {"largest": 3, "curvature_interval": 3, "warmup_steps": 1, "epoch_steps": 3}
 USUAL = {**KRONECKER_STEPS, **PAIR_STEPS, "helper_timeout": 10.0}
 
@@ -44,9 +44,8 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "damping": ("auto", 0.03, 0.3, 1.0, 10.0),
     "factor_decay": ("auto", 0.0, 0.5, 0.95, PerStep(0.9)),
     "kl_clip": ("auto", 1e-4, 1e-2, None, DecayingClip()),
-    "factor_update_steps": (1, 2, 3, "auto"),
-    "inv_update_steps": (1, 2, 3, "auto"),
-    "refresh_warmup_steps": (0, 1, 3, 20),
+    "factor_update_steps": (None, 1, 2, 3, "auto"),
+    "inv_update_steps": (None, 1, 2, 3, "auto"),
     "max_factor_dim": (1, 3, 6, 8192),
     "max_exact_dim": (1, 3, 256),
     "trace_bounds": ((0.1, 0.0), (0.0, 0.0), (0.5, 0.01), (1.0, 1.0)),
@@ -54,7 +53,7 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "debug": (False, True, 1, 3),
     "max_staleness": (None, 0, 1, 3),
     "inverse_threads": (None, 1, 2),
-    "overhead": (0.01, 0.2, 5.0),
+    "overhead": (None, 0.01, 0.2, 5.0),
     "largest": (0, 1, 2, 5, 50),
     "smallest": (0, 1, 2),
     "curvature_interval": (1, 2, 4, "auto"),

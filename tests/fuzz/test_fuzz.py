@@ -117,7 +117,7 @@ def test_the_judge() -> None:
 
 def test_the_base_alone_is_another_training(world: World) -> None:
     """And that of the optimizer is the same on all ranks."""
-    example = replace(KAISA, options={"lr": 0.05, "refresh_warmup_steps": 2})
+    example = replace(KAISA, options={"lr": 0.05, "inv_update_steps": 2})
     results = world.run(train, 2, example)
     assert torch.equal(results[0]["parameters"], results[1]["parameters"])
     alone = base_alone(example)["parameters"]

@@ -465,7 +465,7 @@ def test_a_wide_linear_after_a_feature_map_trains_in_little_memory() -> None:
     )  # fmt: skip
     x = torch.randn(16, 1, 8, 8)
     y = x.mean((1, 2, 3)).gt(0).long()
-    optimizer = DistKFAC(model, lr=0.05, momentum=0.9, max_factor_dim=1024, refresh_warmup_steps=2)
+    optimizer = DistKFAC(model, lr=0.05, momentum=0.9, max_factor_dim=1024)
     losses = [float(take(model, optimizer, (x, y))) for _ in range(8)]
     optimizer.close()
     assert losses[-1] < 0.5 * losses[0]
@@ -473,7 +473,7 @@ def test_a_wide_linear_after_a_feature_map_trains_in_little_memory() -> None:
 
 def test_a_wide_linear_has_three_small_factors() -> None:
     model = nn.Sequential(nn.Conv2d(1, 256, 3), nn.Flatten(), nn.Linear(2304, 512))
-    optimizer = DistKFAC(model, lr=0.05, max_factor_dim=1024, refresh_warmup_steps=0)
+    optimizer = DistKFAC(model, lr=0.05, max_factor_dim=1024)
     (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "2")
     assert isinstance(block, DoublyFactoredBlock)
     assert [block.shape.dim(k) for k in block.shape.letters] == [256, 512, 9]

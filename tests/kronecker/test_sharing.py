@@ -42,7 +42,7 @@ def test_the_product_of_one_tensor_is_formed_once_and_changes_nothing(system: An
         torch.manual_seed(0)
         model = Attention()
         options = {"max_staleness": 0} if system.__name__ == "DistKFAC" else {}
-        optimizer = system(model, lr=0.1, refresh_warmup_steps=20, **options)
+        optimizer = system(model, lr=0.1, inv_update_steps=1, **options)
         formed: list[int] = []
 
         def counted(*args: Any, formed: list[int] = formed) -> Tensor:

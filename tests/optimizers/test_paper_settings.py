@@ -242,8 +242,8 @@ def test_every_value_counts(System: Any) -> None:
 
     whole = ends(SETTINGS[System])
     for name, value in SETTINGS[System].items():
-        always = name == "refresh_warmup_steps" and SETTINGS[System]["inv_update_steps"] == 1
-        if value == known[name].default or name in PLACED or always:
+        usual = name == "factor_update_steps" and SETTINGS[System]["inv_update_steps"] == 1
+        if value == known[name].default or name in PLACED or usual:
             continue
         others = {key: each for key, each in SETTINGS[System].items() if key != name}
         if name == "damping":  # one without relative_damping has to be given

@@ -189,7 +189,7 @@ def test_sampled_fisher_names_the_remedy_for_reentrant_checkpoints() -> None:
 def test_a_newcomer_is_solved_as_soon_as_it_has_statistics(how: str) -> None:
     """Not at the next of the long intervals, and without a warning that it is never called."""
     model = MLP.model()
-    intervals = {"factor_update_steps": 100, "inv_update_steps": 100, "refresh_warmup_steps": 0}
+    intervals = {"factor_update_steps": 100, "inv_update_steps": 100}
     late = list(model[2].parameters())
     if how == "unfrozen":
         model[2].requires_grad_(False)

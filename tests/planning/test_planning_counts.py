@@ -260,7 +260,7 @@ OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
 }
 BELOW: dict[str, dict[str, Any]] = {"DistKFAC": {"async_inverse": False}}
-INTERVALS = {"factor_update_steps": 5, "inv_update_steps": 5, "refresh_warmup_steps": 0}
+INTERVALS = {"factor_update_steps": 5, "inv_update_steps": 5}
 
 
 @st.composite

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
 OPTIMIZERS: dict[str, Any] = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}
-INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3, "refresh_warmup_steps": 0}
+INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 DUE = [(True, True), (False, False), (True, False)]
+BY_DRIFT = {"factor_update_steps": None, "inv_update_steps": None}
 
 
 def network() -> nn.Module:
@@ -32,7 +33,7 @@ def network() -> nn.Module:
 def accounts(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
     """The bytes of three steps by account, as the optimizer has counted them."""
     model, found = network(), []
-    with OPTIMIZERS[name](model, lr=0.01, **INTERVALS, **options) as optimizer:
+    with OPTIMIZERS[name](model, lr=0.01, **{**INTERVALS, **options}) as optimizer:
         for _ in range(len(DUE)):
             model.zero_grad()
             model(torch.randn(4, 4)).square().mean().backward()
@@ -50,16 +51,18 @@ def accounts(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
         ("KAISA", {"solver": "eigen", "preconditioner_scale": "gradient"}, {}, 3),
         ("DPKFAC", {"other_matrices": "gradient"}, {}, 3),
         ("DistKFAC", {}, {"async_inverse": False}, 2),
+        ("KAISA", BY_DRIFT, {}, 2),
     ],
 )
 def test_processes_send_what_is_counted(
     world: World, name: str, options: dict[str, Any], more: dict[str, Any], ranks: int
 ) -> None:
     """The word of greeting among it, which pretended ranks have not."""
-    planned = PLANNED[name](**options)
+    planned = PLANNED[name](**{**INTERVALS, **options})
     case = Case(planned.network(network()), planned, ranks)
+    due = [(True, True)] * len(DUE) if options is BY_DRIFT else DUE  # drift begins at each step
     for rank, steps in enumerate(world.run(accounts, ranks, name, {**options, **more})):
-        for seen, (statistics, refresh) in zip(steps, DUE, strict=True):
+        for seen, (statistics, refresh) in zip(steps, due, strict=True):
             work = case.work(rank, statistics=statistics, refresh=refresh)
             stages = dict.fromkeys(t.stage for t in work.transfers if t.handed)
             assert {stage: work.handed(stage) for stage in stages} == seen

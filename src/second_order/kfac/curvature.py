@@ -42,7 +42,7 @@ from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
-from second_order.kfac.options import BUDGETED, KFACOptions
+from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
 from second_order.kfac.pipeline import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
@@ -119,8 +119,10 @@ class KFACCurvature(Curvature):
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
-        lengths = (ADAPTIVE if options.adaptive else PLAIN) if options.follows_steps else None
-        self.step_length = StepLength(lengths)
+        self.step_length = StepLength()
+        if options.follows_steps:
+            adaptive = options.adaptive
+            self.step_length = StepLength(ADAPTIVE) if adaptive else StepLength(1.0, PLAIN)
         self._measured: Tensor | None = None
         self._closed = False
         self.workers = 0
@@ -150,6 +152,11 @@ class KFACCurvature(Curvature):
         """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
         self.layers.replace_params(others)
         self.gradients = self._gradients()
+
+    def replaced(self) -> None:
+        """Leave matrices without a rule to the base, now that no rank has their whole gradients."""
+        if self._options.other_matrices == AUTO and gradient_blocks(self.layers.blocks):
+            self.replan()
 
     def description(self) -> list[str]:
         """The options, and the layers."""

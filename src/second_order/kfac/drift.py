@@ -119,31 +119,47 @@ class Drift:
 
     Attributes:
         changes: What the last refresh of each layer changed.
-        least: Steps that the budget leaves between refreshes, at least.
         held: Number of layers that want to be refreshed oftener than that.
     """
 
     def __init__(self, bounds: Bounds = PLAIN) -> None:
         self._bounds = bounds
         self.changes: dict[KroneckerBlock, Change] = {}
-        self.least = 1
+        self._least = 1
         self.held = 0
         self._affordable: dict[KroneckerBlock, int] = {}
+        self._schedule: tuple[int, tuple[int, ...]] | None = None  # tick, and layers' intervals
+
+    @property
+    def least(self) -> int:
+        """Steps that the budget leaves between refreshes, at least."""
+        return self._least
+
+    @least.setter
+    def least(self, steps: int) -> None:
+        if steps != self._least:
+            self._least, self._schedule = steps, None
 
     def interval(self, block: KroneckerBlock) -> int:
         """Steps from a layer's refresh to the next, as drift, budget and work allow."""
         wanted = self.changes.get(block, Change()).interval
         return max(wanted, self._affordable.get(block, 1), self.least)
 
-    def due(self, blocks: Iterable[KroneckerBlock], step: int) -> list[KroneckerBlock]:
+    def due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
         """The layers that are due at a step; those without an inverse are whenever any could be."""
-        blocks = list(blocks)
-        intervals = {block: self.interval(block) for block in blocks}
-        known = sorted(every for block, every in intervals.items() if block.solved)
-        tick = known[int(len(known) * WANTED_BY)] if known else 1
+        tick, intervals = self._scheduled(blocks)
         if step % tick:
             return []
-        return [b for b, every in intervals.items() if not b.solved or step % max(every, tick) == 0]
+        pairs = zip(blocks, intervals, strict=True)
+        return [b for b, every in pairs if not b.solved or step % max(every, tick) == 0]
+
+    def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
+        """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
+        if self._schedule is None:
+            intervals = tuple(map(self.interval, blocks))
+            known = sorted(i for b, i in zip(blocks, intervals, strict=True) if b.solved)
+            self._schedule = known[int(len(known) * WANTED_BY)] if known else 1, intervals
+        return self._schedule
 
     def late(self, block: KroneckerBlock, age: int) -> bool:
         """Whether a solve of factors of so many steps ago is to be waited for."""
@@ -180,6 +196,7 @@ class Drift:
                 self.changes[block] = before.then(1 - apart, length, self._bounds, least)
         self.held = sum(change.interval < self.least for change in self.changes.values())
         self._affordable = dict(zip(blocks, least_intervals(costs, work), strict=True))
+        self._schedule = None
 
     def follow(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Keep what is known of these layers, and of no others."""
@@ -187,12 +204,13 @@ class Drift:
         for known in (self.changes, self._affordable):
             for block in known.keys() - kept:
                 del known[block]
+        self._schedule = None
 
     # ------------------------------------------------------------------------ state and summary
 
-    def facts(self, blocks: Iterable[KroneckerBlock]) -> tuple[int, ...]:
+    def facts(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, ...]:
         """The intervals, which must be equal on all ranks."""
-        return tuple(map(self.interval, blocks))
+        return self._scheduled(blocks)[1]
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """What a checkpoint keeps of a layer."""
@@ -201,6 +219,7 @@ class Drift:
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over the intervals of a checkpoint."""
         self.changes.clear()
+        self._schedule = None
         for block in blocks:
             part = saved.get(block.weight)
             if part is not None and DRIFT_INTERVAL in part:

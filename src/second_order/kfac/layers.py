@@ -39,6 +39,7 @@ from second_order.kronecker.model_blocks import (
     LeftToBase,
     find_blocks,
 )
+from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
 from second_order.report import Summary
 from second_order.sharded import FSDPParams, is_dtensor, plain_type, reshard
@@ -124,7 +125,10 @@ class Layers:
         known: Mapping[int, KroneckerBlock],
     ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
         """What :func:`find_blocks` finds of some parameters."""
-        options, owned = self._options, {id(p): p.numel() for p in params}
+        options, params = self._options, list(params)
+        if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
+            rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
+        owned = {id(p): p.numel() for p in params}
         return find_blocks(
             self._training.model,
             owned,

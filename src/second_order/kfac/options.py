@@ -122,7 +122,7 @@ AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 PreconditionerScale: TypeAlias = Literal["auto", "newton", "gradient"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
 DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
-FLOOR, ADAPTIVE_FLOOR = 0.01, 0.05  # of the layers' mean
+FLOOR, ADAPTIVE_FLOOR = 0.01, 0.25  # of the layers' mean
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
@@ -233,7 +233,9 @@ to the base. Norms of other classes are found by what they compute.""",
     "other_matrices": """\
 "gradient": matrices of which no rule is known, those of recurrent layers or lone parameters for
 example, and of layers that are too large, get factors from the gradient itself, as in Shampoo; a
-side longer than ``max_factor_dim`` its diagonal. "base" leaves them to the base.""",
+side longer than ``max_factor_dim`` its diagonal. "base" leaves them to the base. "auto": "gradient"
+under a base that scales its steps itself, where such matrices are a tenth of the parameters or more
+and FSDP2 has not sharded them; "base" otherwise.""",
     "skip_layers": """\
 Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``, that
 the base trains alone, with all that is inside them.""",
@@ -305,7 +307,7 @@ class KFACOptions:
     max_factor_dim: int = 8192
     exact_blocks: bool = False
     max_exact_dim: int = 256
-    other_matrices: str = "base"
+    other_matrices: str = AUTO
     adaptive: bool = False
     damping_floor: float = 0.0
     follows_steps: bool = False
@@ -394,10 +396,13 @@ class KFACOptions:
     @property
     def block_rules(self) -> BlockRules:
         """The rules for which modules become blocks."""
+        others = self.other_matrices
+        if others == AUTO and not self.adaptive:
+            others = "base"
         return BlockRules(
             max_factor_dim=self.max_factor_dim,
             max_exact_dim=self.max_exact_dim if self.exact_blocks else None,
-            other_matrices=self.other_matrices,
+            other_matrices=others,
         )
 
     @property
@@ -416,7 +421,7 @@ class KFACOptions:
         scales = "auto", "newton", "gradient"
         check_choice("preconditioner_scale", self.preconditioner_scale, scales)
         check_choice("solver", self.solver, SOLVERS)
-        for name in BUDGETED:
+        for name in reversed(BUDGETED):  # statistics may have got the interval of refreshes
             if getattr(self, name) not in (None, AUTO):
                 check_interval(name, getattr(self, name))
         if self.overhead is not None:
@@ -454,7 +459,7 @@ class KFACOptions:
         check_count("max_factor_dim", self.max_factor_dim, "rows")
         check_count("max_exact_dim", self.max_exact_dim, "rows")
         check_flag("exact_blocks", self.exact_blocks)
-        check_choice("other_matrices", self.other_matrices, ("base", "gradient"))
+        check_choice("other_matrices", self.other_matrices, (AUTO, "base", "gradient"))
         check_count(
             "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
         )

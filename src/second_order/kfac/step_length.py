@@ -1,15 +1,17 @@
-"""How long steps are, by what the last one did to the loss.
+"""How long the steps of preconditioned weights are: τ times the base's.
+
+Over a base that scales its steps itself τ is 2. Over others it follows what the last step did:
 
 after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ is not preconditioned yet:
                         the loss still falls along Δ where s > 0, and rises where the step was too
                         long
 S, Z                    <- running averages of s and of |s|, debiased
-τ                       <- τ exp(a (S / Z + b)), and at once by exp(s / Z) where -s > 2 Z
+τ                       <- τ exp(a (S / Z + b)), and at once by exp(s / 2 Z) where -s > 2 Z
 w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
 
 S / Z tells how often s has one sign, whatever the scale of the loss. It is looked at where layers
 are refreshed, at each step of a young training and seldom later; in between nothing is done while
-τ is 1. Only preconditioned weights are scaled, all by one τ.
+τ is 1.
 """
 
 from __future__ import annotations
@@ -54,32 +56,32 @@ class Lengths:
     level: float
 
 
-# Chosen as the bounds of drift are. SGD's clip bounds its steps; an adaptive base makes all equally
-# long, though P spreads them over more directions than the gradient has.
-PLAIN = Lengths(0.02, 1.0, 0.2, 1.0, 0.1)
-ADAPTIVE = Lengths(1.0, 2.5, 0.1, 0.2, -0.2)
+# Chosen as the bounds of drift are. An adaptive base makes all steps equally long; those along P,
+# which spreads over more directions than the gradient, change predictions less, and may be longer.
+PLAIN, ADAPTIVE = Lengths(0.02, 1.0, 0.2, 1.0, 0.1), 2.0
 
 
 class StepLength:
     """The factor of the steps of preconditioned weights; the same on every rank.
 
     Args:
-        lengths: Bounds and rates; None for τ = 1 throughout.
+        factor: τ at the start.
+        lengths: Bounds and rates; None for the same τ throughout.
 
     Attributes:
         factor: τ.
     """
 
-    def __init__(self, lengths: Lengths | None) -> None:
+    def __init__(self, factor: float = 1.0, lengths: Lengths | None = None) -> None:
         self._lengths = lengths
-        self.factor = 1.0
+        self.factor = factor
         self._sign, self._size, self._weight = 0.0, 0.0, 0.0
         self._before: dict[Tensor, Tensor] = {}
         self._step: dict[Tensor, Tensor] = {}  # -Δ
 
     @property
     def follows(self) -> bool:
-        """Whether τ is not 1 throughout."""
+        """Whether τ follows what steps do."""
         return self._lengths is not None
 
     def measured(self, params: Iterable[Tensor]) -> Tensor | None:
@@ -105,7 +107,7 @@ class StepLength:
         """
         self._step = {}
         self._before = {}
-        if self.follows and (asked or self.factor != 1.0):
+        if (self.follows and asked) or self.factor != 1.0:
             self._before = {p: local(p).detach().clone() for p in params}
 
     def follow(self, s: float) -> None:
@@ -137,7 +139,7 @@ class StepLength:
         old = list(before.values())
         if self.factor != 1.0:
             torch._foreach_lerp_(now, old, 1.0 - self.factor)
-        if asked:
+        if asked and self.follows:
             torch._foreach_sub_(old, now)
             self._step = before
 

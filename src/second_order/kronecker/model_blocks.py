@@ -29,6 +29,7 @@ from second_order.sharded import plain_type
 __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
 LONE = "Parameter"  # in the place of a class, of what no layer has
+MUCH = 0.1  # of the parameters: the share of matrices without a rule that "auto" does not leave
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class BlockRules:
         max_exact_dim: Normalisations and lone biases have exact blocks, up to so many entries, and
             diagonals above; None leaves them to the base.
         other_matrices: Whether matrices without a block, also those of layers that are too large,
-            get factors from their "gradient"; "base" leaves them to the base.
+            get factors from their "gradient"; "base" leaves them to the base; "auto": only where
+            they are a tenth of the parameters or more.
     """
 
     max_factor_dim: int | None = None
@@ -295,15 +297,19 @@ def find_blocks(
                 block = KroneckerBlock(names, modules, bias, factor_dtype, triangular, found)
         blocks.append(block)
     ours = {id(p) for block in blocks for p in (block.weight, block.bias) if p is not None}
-    if rules.other_matrices == "gradient":
+    others: list[GradientBlock] = []
+    if rules.other_matrices != "base":
         for name, module, p in _matrices(model, set(owned) - ours, barred_modules):
             made = known.get(id(p))
             if not isinstance(made, GradientBlock) or made.modules != [module]:
                 most = rules.max_factor_dim
                 made = GradientBlock(name, module, p, most, factor_dtype, triangular)
             if not _too_large(made.shape, rules):
-                blocks.append(made)
-                ours.add(id(p))
+                others.append(made)
+    least = MUCH * sum(owned.values()) if rules.other_matrices == "auto" else 0.0
+    if others and sum(block.weight.numel() for block in others) >= least:
+        blocks += others
+        ours |= {id(block.weight) for block in others}
         for key in ours & counted_in.keys():
             row = left[counted_in[key]]
             left[counted_in[key]] = replace(row, parameters=row.parameters - owned[key])

@@ -46,6 +46,7 @@ __all__ = ["Case", "Share", "alike_of", "compared"]
 
 WORDS = 16  # bytes of the words by which ranks compare what they are about to do
 FLOAT = torch.float32.itemsize
+TOLD, TOLD_BY_LAYER = 5, 3  # numbers that ranks add up after a refresh; the latter by drift
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def compared(among: Among) -> Transfer:
 
 
 def agreed(stage: str, among: Among, nbytes: int) -> Transfer:
-    """The greatest of all ranks' numbers, which gloo takes, among many ranks in rounds."""
+    """All ranks' numbers in one, by their greatest or sum; gloo has rounds among many ranks."""
     rounds = rounds_among(among.size) if goes_in_rounds(among.size, nbytes) else 1
     return all_reduced(stage, among, nbytes * rounds, 1, host=True)
 
@@ -336,12 +337,23 @@ class Case:
     def _solutions_travel(self, rank: int) -> list[Transfer]:
         if not self.network.layers:
             return []
+        told = [agreed("solve_exchange", self._world, self._told)] if self._told else []
         grid, verdicts = self.plan.grid, FLOAT * len(self.network.layers)
         buckets = self._decompositions.get(grid.row_of(rank), [])
         return [
             agreed("solve_exchange", self._world, verdicts),
+            *told,
             *copied("solve_exchange", self._row, grid.column_of(rank), buckets),
         ]
+
+    @property
+    def _told(self) -> int:
+        """Bytes by which γ, intervals and the length of steps follow what a refresh tells."""
+        options = self.options
+        if not (options.by_drift or options.follows_steps or options.damping_floor):
+            return 0
+        by_layer = len(self.network.layers) if options.by_drift else 0
+        return torch.float64.itemsize * (TOLD + TOLD_BY_LAYER * by_layer)
 
     @cached_property
     def _decompositions(self) -> dict[int, list[Bucket]]:

@@ -149,7 +149,10 @@ def plan(
     of_pairs = [system for system in systems if system in PAIRED]
     of_all = _of_factors(shared, of_pairs)
     make = {
-        (system, solver): partial(PLANNED[system], base=base, solver=solver, **of_all)
+        # At intervals: a refresh by drift tells more.
+        (system, solver): partial(
+            PLANNED[system], base=base, solver=solver, inv_update_steps=1, **of_all
+        )
         for system in of_factors
         for solver in solvers
     }

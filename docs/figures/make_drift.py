@@ -1,0 +1,163 @@
+"""Draw what refreshes change along a training, and how intervals follow it.
+
+    PYTHONPATH=examples:benchmarks/progress python docs/figures/make_drift.py
+
+A transformer of benchmarks/progress/unseen.py, KAISA over AdamW with nothing set but the learning
+rate: most of a minute.
+"""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from second_order.kfac.drift import ADAPTIVE, LONGEST
+from tasks import TASKS, Job, build
+
+HERE = Path(__file__).parent
+JOB, STEPS = Job("unseen transformer", "KAISA, AdamW", 0.0045, 0), 200
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+BLUE, RED, GREY = "#0072B2", "#D55E00", "#666666"
+
+
+@dataclass
+class Drifts:
+    """What is known of the layers after steps.
+
+    Attributes:
+        refreshed: Number of layers that were solved at each step.
+        layers: Number of layers.
+        at: Steps at which all numbers below are known.
+        cosines: Of each layer at its last refresh, at each of these steps.
+        lengths: Its length of P by the old inverse over that by the new one.
+        intervals: Its steps from that refresh to the next.
+    """
+
+    layers: int = 0
+    refreshed: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    cosines: list[list[float]] = field(default_factory=list)
+    lengths: list[list[float]] = field(default_factory=list)
+    intervals: list[list[int]] = field(default_factory=list)
+
+
+def train() -> Drifts:
+    """Train for the steps of the figure."""
+    task, found = TASKS[JOB.task](), Drifts()
+    torch.manual_seed(JOB.seed)
+    model = task.make()
+    optimizer: Any = build(JOB, model)
+    curvature = optimizer._curvature
+    for step, batch in zip(range(STEPS), task.batches(JOB.seed), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = JOB.lr * JOB.share_of_rate(step)
+        optimizer.zero_grad()
+        task.loss_of(model, batch).backward()
+        optimizer.step()
+        found.refreshed.append(list(curvature.solves.landed_at.values()).count(step))
+        changes = list(curvature.drift.changes.values())
+        if found.refreshed[-1] and changes:
+            found.at.append(step)
+            found.cosines.append([change.cosine for change in changes])
+            found.lengths.append([change.length for change in changes])
+            found.intervals.append(list(map(curvature.drift.interval, curvature.drift.changes)))
+    found.layers = len(curvature.plan)
+    return found
+
+
+def held(of: Callable[[Sequence[float]], float], rows: Sequence[Sequence[float]]) -> list[float]:
+    """A number of each row, the last one once more: it holds to the end."""
+    numbers = list(map(of, rows))
+    return [*numbers, numbers[-1]]
+
+
+def drawn(found: Drifts) -> Figure:
+    """Three panels, one above the other."""
+    figure = Figure(figsize=(8.2, 6.0), layout="constrained")
+    at = [*found.at, STEPS]
+    cosine, length, interval = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
+    middle = {"color": BLUE, "linewidth": 1.5, "drawstyle": "steps-post"}
+    worst = {"color": RED, "linewidth": 1.0, "drawstyle": "steps-post"}
+
+    cosine.axhspan(ADAPTIVE.alike, 1.0, color="#e9f4fb", lw=0)
+    cosine.axhspan(-1.0, ADAPTIVE.apart, color="#fdf1e7", lw=0)
+    cosine.plot(at, held(statistics.median, found.cosines), **middle)
+    cosine.plot(at, held(min, found.cosines), **worst)
+    lowest = min(map(min, found.cosines))
+    cosine.set_ylim(min(lowest - 0.05, 0.5), 1.005)
+    cosine.set_ylabel("cosine of P by the old\nand by the new inverse")
+    cosine.text(
+        0.995,
+        0.04,
+        f"shaded below {ADAPTIVE.apart:g}: the layer's interval is halved\n"
+        f"shaded above {ADAPTIVE.alike:g}: it is doubled",
+        transform=cosine.transAxes,
+        ha="right",
+        va="bottom",
+        color=GREY,
+    )
+
+    length.axhline(1.0, color=GREY, linewidth=0.8, linestyle="--")
+    length.plot(at, held(statistics.median, found.lengths), **middle)
+    length.plot(at, held(max, found.lengths), **worst)
+    length.set_yscale("log")
+    length.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    length.minorticks_off()
+    length.set_ylabel("length of the old P\nover that of the new")
+
+    interval.plot(at, held(statistics.median, found.intervals), **middle)
+    interval.plot(at, held(min, found.intervals), **worst)
+    interval.set_yscale("log", base=2)
+    interval.set_ylim(0.4, 1.3 * LONGEST)
+    powers = [2**i for i in range(LONGEST.bit_length())]
+    interval.set_yticks(powers, list(map(str, powers)))
+    interval.minorticks_off()
+    interval.set_ylabel("steps to the layer's\nnext refresh")
+    interval.set_xlabel("step")
+    for step, count in enumerate(found.refreshed):
+        if count:
+            height = 0.12 * count / found.layers
+            interval.axvline(step, 0, height, color=GREY, linewidth=0.8)
+    refreshes = sum(map(bool, found.refreshed))
+    print(  # noqa: T201
+        f"{refreshes} of {STEPS} steps have a refresh, each of "
+        f"{found.layers} layers {sum(found.refreshed) / found.layers:.1f}"
+    )
+
+    handles = cosine.get_lines()
+    cosine.legend(
+        handles,
+        ("the layer in the middle", "the layer that changes most"),
+        frameon=False,
+        ncols=2,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+    )
+    for axes in (cosine, length, interval):
+        axes.set_xlim(0, STEPS)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main() -> None:
+    """Train and draw."""
+    torch.set_num_threads(1)
+    mpl.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8})
+    buffer = io.BytesIO()
+    drawn(train()).savefig(buffer, dpi=160, facecolor="#ffffff")
+    # A palette is a third of the bytes.
+    Image.open(buffer).convert("RGB").quantize(128).save(HERE / "drift.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()
