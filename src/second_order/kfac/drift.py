@@ -137,6 +137,7 @@ class Drift:
 
     @least.setter
     def least(self, steps: int) -> None:
+        """Have the budget leave so many."""
         if steps != self._least:
             self._least, self._schedule = steps, None
 
@@ -154,7 +155,7 @@ class Drift:
         return [b for b, every in pairs if not b.solved or step % max(every, tick) == 0]
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
-        """Steps between refreshes of any layer, and each layer's interval; kept until they change."""
+        """Steps between any two refreshes, and each layer's interval; kept until they change."""
         if self._schedule is None:
             intervals = tuple(map(self.interval, blocks))
             known = sorted(i for b, i in zip(blocks, intervals, strict=True) if b.solved)
