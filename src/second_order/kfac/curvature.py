@@ -11,7 +11,6 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,6 +39,7 @@ from second_order.kfac.checkpoint import (
 from second_order.kfac.clip import Clip
 from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
+from second_order.kfac.feedback import Feedback
 from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
@@ -48,7 +48,6 @@ from second_order.kfac.plan import (
     LayerPlan,
     Plan,
     dims_of,
-    solve_cost_of,
     with_one_worker,
 )
 from second_order.kfac.sharded_gradients import ShardedGradients
@@ -65,7 +64,6 @@ from second_order.stopwatch import Account, clock_of
 
 __all__ = ["KFACCurvature"]
 
-PRICE = {"inverse": 1.3, "eigen": 5.0}  # operations of a solve over n³ of its factors
 EXACT = 20  # first steps whose statistics travel unrounded
 
 
@@ -128,6 +126,7 @@ class KFACCurvature(Curvature):
         self.workers = 0
         self.layers.find()
         self.gradients = self._gradients()
+        self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
 
     def _gradients(self) -> ResultGradients | OwnerGradients | ShardedGradients:
         """Make the exchange of gradients, as they are kept and as the system wants them."""
@@ -249,14 +248,11 @@ class KFACCurvature(Curvature):
                 self.helpers.hear(heard, self.training)
         with self.training.meter.stage("average_gradients"):
             average()
-        params = self._stepping() if self._refreshed else ()
-        self._measured = self.step_length.measured(params)
+        rows = isinstance(self.gradients, ShardedGradients)
+        self._measured = self._feedback.measured(self.plan, rows)
         with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
-        self.step_length.keep(
-            [p for block in self.plan if block.solved for p in block.params],
-            asked=self._refreshed or bool(self._cadence.due(coming=1)),
-        )
+        self._feedback.keep(self.plan, coming=bool(self._cadence.due(coming=1)))
 
     def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the statistics of the step's passes and of helpers.
@@ -373,54 +369,11 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             threads = self.solves.threads
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
-        self._follow_refresh()
+        self._feedback.follow(self.plan, self.layers.active, self._measured)
+        self._cadence.tell_of_drift()
         self.step_length.scale(asked=bool(self._cadence.due(coming=1)))
         self._cadence.tell_of_cost()
         self.budget.lap(working=bool(self.plan))
-
-    def _follow_refresh(self) -> None:
-        """Let γ, intervals and the length of steps follow what a refresh tells; a collective."""
-        options = self._options
-        if not self._refreshed or not (
-            options.by_drift or options.follows_steps or options.damping_floor
-        ):
-            return
-        world, blocks = self.training.world, self.layers.active
-        with self.training.meter.stage("agree"):
-            mine = [b for b in self.plan if b.solved and self.plan[b].workers[0] == self._rank]
-            curvature = [b.ensure_factors().mean_curvature() for b in mine if b.factors is not None]
-            drift = [] if self.drift is None else self.drift.changes_of(blocks, set(mine))
-            told = [self._measured, _total(curvature), *drift]
-            work = float(sum(block.state.work for block in mine))
-            counts = [float(self._measured is not None), float(len(curvature)), work]
-            numbers = _numbers(told, (1, 1, *(3 for _ in drift)))
-            heard = torch.tensor([*counts, *numbers], dtype=torch.float64)
-            if world.size > 1:
-                world.on_cpu().all_reduce([heard]).wait()
-            known, layers, work, s, total, *changes = heard.tolist()
-            self.step_length.follow(s if known else math.nan)
-            if layers:
-                self.solves.mean_curvature = total / layers
-            if self.drift is not None:
-                price = PRICE[self._options.solver] / world.size
-                costs = [price * solve_cost_of(block) for block in blocks]
-                self.drift.hear(blocks, changes, work, costs)
-        self._cadence.tell_of_drift()
-
-    def _stepping(self) -> list[Tensor]:
-        """The preconditioned parameters whose mean gradients this rank has, or its rows of all."""
-        rows = isinstance(self.gradients, ShardedGradients)
-        return [
-            p
-            for block, layer in self.plan.items()
-            if block.solved and (rows or layer.workers[0] == self._rank)
-            for p in block.params
-        ]
-
-    @property
-    def _refreshed(self) -> bool:
-        """Whether layers have been put to use at this step; the same on every rank."""
-        return self.training.steps in self.solves.landed_at.values()
 
     def averaging_processes(self) -> int:
         """The processes that train, whose gradients are averaged."""
@@ -683,23 +636,6 @@ class KFACCurvature(Curvature):
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
         settled = "; ".join(filter(None, settings))
         return replace(self.layers.summary(said), intervals=self.budget.said, settings=settled)
-
-
-def _total(scalars: Sequence[Tensor]) -> Tensor | None:
-    """The sum of scalars on one device; None if there are none."""
-    return torch.stack([each.to(scalars[0].device) for each in scalars]).sum() if scalars else None
-
-
-def _numbers(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> list[float]:
-    """Entries of tensors, zeros for None, in float64; a device is waited for once."""
-    known = [t for t in tensors if t is not None]
-    flat = [t.reshape(-1).to(known[0].device, torch.float32) for t in known]
-    entries = iter(torch.cat(flat).tolist() if flat else [])
-    return [
-        0.0 if t is None else float(next(entries))
-        for t, size in zip(tensors, sizes, strict=True)
-        for _ in range(size)
-    ]
 
 
 @contextmanager

@@ -40,7 +40,7 @@ DRIFT_INTERVAL = "drift_interval"
 
 LONGEST = 32
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
-SMALL = 1e8  # operations that take as long as what a step costs besides its products
+SMALL = 5e8  # operations that take as long as what a step costs besides its products
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ class Drift:
 
     @least.setter
     def least(self, steps: int) -> None:
+        """Have the budget leave so many."""
         if steps != self._least:
             self._least, self._schedule = steps, None
 
@@ -154,7 +155,11 @@ class Drift:
         return [b for b, every in pairs if not b.solved or step % max(every, tick) == 0]
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
+<<<<<<< HEAD
         """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
+=======
+        """Steps between any two refreshes, and each layer's interval; kept until they change."""
+>>>>>>> w-rest
         if self._schedule is None:
             intervals = tuple(map(self.interval, blocks))
             known = sorted(i for b, i in zip(blocks, intervals, strict=True) if b.solved)
