@@ -155,11 +155,7 @@ class Drift:
         return [b for b, every in pairs if not b.solved or step % max(every, tick) == 0]
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
-<<<<<<< HEAD
         """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
-=======
-        """Steps between any two refreshes, and each layer's interval; kept until they change."""
->>>>>>> w-rest
         if self._schedule is None:
             intervals = tuple(map(self.interval, blocks))
             known = sorted(i for b, i in zip(blocks, intervals, strict=True) if b.solved)
