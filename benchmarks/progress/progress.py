@@ -66,7 +66,12 @@ class Run:
 
 def fresh_first(every: int, steps: int = 20) -> Callable[[int], int]:
     """An interval that is 1 in the first steps, in which curvature changes most."""
-    return lambda step: 1 if step < steps else every
+
+    def interval(step: int) -> int:
+        return 1 if step < steps else every
+
+    interval.__name__ = f"{every} after {steps}"  # what a setting's label says
+    return interval
 
 
 def sgd(lr: float, steps: int = 300) -> Setting:
@@ -113,7 +118,8 @@ AUTOENCODER_TUNED: tuple[dict[str, object], ...] = (
         "damping": 2e-4,
         "relative_damping": False,
         "kl_clip": 3e-5,
-        "inv_update_steps": 20,
+        "factor_update_steps": fresh_first(10),
+        "inv_update_steps": fresh_first(20),
         "solver": "eigen",
         "factor_decay": 0.95,
     },

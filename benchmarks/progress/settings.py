@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
@@ -91,7 +91,10 @@ class Data:
         return loss, met
 
 
-def at(factors: int | None, inverses: int | None) -> Record:
+Interval: TypeAlias = int | Callable[[int], int] | None
+
+
+def at(factors: Interval, inverses: Interval) -> Record:
     """Intervals from the first step on; None for those by drift."""
     return {"factor_update_steps": factors, "inv_update_steps": inverses}
 
