@@ -630,7 +630,8 @@ class KFACCurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        settings = [self._options.said, self.solves.traces.said]
+        drift = "" if self.drift is None else self.drift.said
+        settings = [self._options.said, self.solves.traces.said, drift]
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")

@@ -227,6 +227,15 @@ class Drift:
                 self.changes[block] = Change(part.whole(DRIFT_INTERVAL, 1))
 
     @property
+    def said(self) -> str:
+        """A part of a line of the summary; "" before anything has drifted."""
+        if not self.changes:
+            return ""
+        every = sorted(map(self.interval, self.changes))
+        held = f", {self.held} held back by overhead" if self.held else ""
+        return f"refreshes by drift, every {_plural(every[0])} to {_plural(every[-1])}{held}"
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Cosines, lengths and intervals at the layers' last refreshes, to log."""
         changes = list(self.changes.values())
@@ -236,6 +245,10 @@ class Drift:
         found["drift/cosine/min"] = min((c.cosine for c in known), default=math.nan)
         found["drift/length"] = _median(change.length for change in known)
         return found
+
+
+def _plural(steps: float) -> str:
+    return "step" if steps == 1 else f"{steps:.0f} steps"
 
 
 def _change(product: float, before: float, now: float) -> tuple[float, float]:
