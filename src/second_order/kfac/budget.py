@@ -285,6 +285,14 @@ class Cadence:
         self.drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
         return self.drift.due(self._layers.active, step)
 
+    @property
+    def may_come(self) -> bool:
+        """Whether a refresh may be due at the next step.
+
+        A callable is not asked before its turn: one that raises on one rank would part the others.
+        """
+        return callable(self._options.inv_update_steps) or bool(self.due(coming=1))
+
     def _is_dense(self, step: int) -> bool:
         """Whether statistics and refreshes are due whatever the intervals."""
         return self._budget.measuring or step == self._layers.newcomers_at

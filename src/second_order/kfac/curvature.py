@@ -252,7 +252,7 @@ class KFACCurvature(Curvature):
         self._measured = self._feedback.measured(self.plan, rows)
         with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
-        self._feedback.keep(self.plan, coming=bool(self._cadence.due(coming=1)))
+        self._feedback.keep(self.plan, coming=self._cadence.may_come)
 
     def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the statistics of the step's passes and of helpers.
@@ -371,7 +371,7 @@ class KFACCurvature(Curvature):
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
         self._feedback.follow(self.plan, self.layers.active, self._measured)
         self._cadence.tell_of_drift()
-        self.step_length.scale(asked=bool(self._cadence.due(coming=1)))
+        self.step_length.scale(asked=self._cadence.may_come)
         self._cadence.tell_of_cost()
         self.budget.lap(working=bool(self.plan))
 
