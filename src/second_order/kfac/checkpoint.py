@@ -11,7 +11,7 @@ from second_order.contract.checkpoint import ELSEWHERE, HEADER
 from second_order.contract.saved import COUNTABLE, SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.budget import SAVED, check_saved_intervals
-from second_order.kfac.drift import DRIFT_INTERVAL
+from second_order.kfac.drift import DRIFT, DRIFT_ALIKE, DRIFT_INTERVAL
 from second_order.kfac.layers import Layers
 from second_order.kfac.step_length import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.trace_refresh import SETTLED
@@ -41,7 +41,7 @@ READ_BY_ALL = (
     MEANS,
     EXAMPLES,
     SETTLED,
-    DRIFT_INTERVAL,
+    *DRIFT,
     *ALIKE,
     *sorted(SAVED),
     *CHOSEN,
@@ -138,8 +138,9 @@ def check_saved_factors(
         part.check_known(known, ELSEWHERE)
         if SETTLED in part:
             part.whole(SETTLED, 0, 1)
-        if DRIFT_INTERVAL in part:
-            part.whole(DRIFT_INTERVAL, 1)
+        for name, least in ((DRIFT_INTERVAL, 1), (DRIFT_ALIKE, 0)):
+            if name in part:
+                part.whole(name, least)
         there = [letter for letter in LETTERS if letter in part]
         if there or MEANS in part or EXAMPLES in part:
             part.require([WEIGHT])

@@ -26,6 +26,8 @@ from second_order.kronecker.block import KroneckerBlock
 
 __all__ = [
     "ADAPTIVE",
+    "DRIFT",
+    "DRIFT_ALIKE",
     "DRIFT_INTERVAL",
     "LONGEST",
     "PLAIN",
@@ -35,8 +37,8 @@ __all__ = [
     "least_intervals",
 ]
 
-DRIFT_INTERVAL = "drift_interval"
-"""The entry of a checkpoint, in the part of every layer."""
+DRIFT_INTERVAL, DRIFT_ALIKE = DRIFT = ("drift_interval", "drift_alike")
+"""The entries of a checkpoint, in the part of every layer."""
 
 LONGEST = 32
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
@@ -215,7 +217,8 @@ class Drift:
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """What a checkpoint keeps of a layer."""
-        return {DRIFT_INTERVAL: self.interval(block)}
+        alike = self.changes.get(block, Change()).alike
+        return {DRIFT_INTERVAL: self.interval(block), DRIFT_ALIKE: alike}
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over the intervals of a checkpoint."""
@@ -223,8 +226,9 @@ class Drift:
         self._schedule = None
         for block in blocks:
             part = saved.get(block.weight)
-            if part is not None and DRIFT_INTERVAL in part:
-                self.changes[block] = Change(part.whole(DRIFT_INTERVAL, 1))
+            if part is not None and part.keys() >= set(DRIFT):
+                alike = part.whole(DRIFT_ALIKE, 0)
+                self.changes[block] = Change(part.whole(DRIFT_INTERVAL, 1), alike=alike)
 
     @property
     def said(self) -> str:

@@ -193,10 +193,10 @@ Steps from one refresh of the inverses to the next; number or callable, or "auto
 ``overhead`` allows. None: as ``refresh`` says.""",
     "overhead": """\
 The share of a step of the base alone that statistics and refreshes may cost together, on average,
-above 0 and up to 10; their cost is measured in the first 20 steps, five by drift, and what is chosen then is
-kept, in checkpoints, too. With refreshes by drift none comes oftener than that allows, where the
-two are in conflict a warning says so; None: by drift alone. With an interval that is "auto" it
-chooses the interval; None: 0.15.""",
+above 0 and up to 10; their cost is measured in the first 20 steps, five by drift, and what is
+chosen then is kept, in checkpoints, too. With refreshes by drift none comes oftener than that
+allows, where the two are in conflict a warning says so; None: by drift alone. With an interval that
+is "auto" it chooses the interval; None: 0.15.""",
     "fisher": """\
 "empirical" takes the gradients of your own backward; "sampled" draws labels from the
 model's predictions and takes the gradients of those, at the price of a further
