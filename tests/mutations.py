@@ -3430,7 +3430,7 @@ MUTANTS = [
     ),
     _mutant(
         "work as often as ranks watch a layer",
-        "kfac/curvature.py",
+        "kfac/feedback.py",
         "block.state.work for block in mine",
         "block.state.work for block in blocks",
         "drift::work_is_that_of_one_ranks_passes",
@@ -3438,8 +3438,8 @@ MUTANTS = [
     _mutant(
         "intervals lost in a checkpoint",
         "kfac/drift.py",
-        "Change(part.whole(DRIFT_INTERVAL, 1))",
-        "Change()",
+        "Change(part.whole(DRIFT_INTERVAL, 1), alike=alike)",
+        "Change(alike=alike)",
         "drift::a_resumed_run_has_the_intervals",
     ),
     _mutant(
