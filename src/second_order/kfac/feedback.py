@@ -104,7 +104,8 @@ class Feedback:
             if world.size > 1:
                 world.on_cpu().all_reduce([heard]).wait()
             known, layers, work, s, total, *changed = heard.tolist()
-            self._step_length.follow(s if known else math.nan)
+            rate = max((float(group["lr"]) for group in self._training.groups), default=0.0)
+            self._step_length.follow(s if known else math.nan, rate, self._training.steps)
             if layers:
                 self._solves.mean_curvature = total / layers
             if drift is not None:
