@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from ranks import replaced, shard
 from torch import Tensor, nn
 
 from second_order import KAISA
+from second_order.contract.saved import SavedPart
 from second_order.kfac.clip import bound_for
 from second_order.kfac.options import ADAPTIVE_FLOOR, FLOOR
-from second_order.kfac.step_length import ADAPTIVE, PAST, PLAIN, StepLength
+from second_order.kfac.step_length import PAST, PLAIN, ScheduledLength, StepLength
 
 if TYPE_CHECKING:
     from pool import World
@@ -74,38 +76,59 @@ def followed(told: list[float]) -> list[float]:
     ids=str,
 )
 def test_it_follows_what_steps_do(told: list[float]) -> None:
-    length, found = StepLength(1.0, PLAIN), []
+    length, found = StepLength(PLAIN), []
     for s in told:
-        length.follow(s)
+        length.follow(s, 0.1, 0)
         found.append(length.factor)
     assert found == pytest.approx(followed(told), rel=1e-12)
     assert all(PLAIN.least <= tau <= PLAIN.most for tau in found)
 
 
 def test_the_scale_of_the_loss_is_no_matter() -> None:
-    a, b = StepLength(1.0, PLAIN), StepLength(1.0, PLAIN)
+    a, b = StepLength(PLAIN), StepLength(PLAIN)
     for s in (1.0, -0.5, 0.2, -3.0, 0.1):
-        a.follow(s)
-        b.follow(1e6 * s)
+        a.follow(s, 0.1, 0)
+        b.follow(1e6 * s, 0.1, 0)
     assert a.factor == pytest.approx(b.factor, rel=1e-12)
     assert a.factor < 1
 
 
 def test_what_is_not_known_changes_nothing() -> None:
-    length = StepLength(1.0, PLAIN)
-    length.follow(-1.0)
+    length = StepLength(PLAIN)
+    length.follow(-1.0, 0.1, 0)
     before = copy.copy(length.__dict__)
     for s in (math.nan, math.inf, -math.inf):
-        length.follow(s)
+        length.follow(s, 0.1, 0)
     assert length.__dict__ == before
-    fixed = StepLength(ADAPTIVE)
-    fixed.follow(-1.0)
-    assert (fixed.factor, fixed.follows, fixed.saved()) == (2.0, False, {})
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        (lambda step: 0.01, []),
+        (lambda step: 0.01 * (step + 1), range(1, 100)),
+        (lambda step: 0.01 * min(step, 20), range(1, 23)),  # moves last at step 20
+        (lambda step: 0.01 * 0.5 ** (step // 50), range(50, 56)),
+    ],
+    ids=["constant", "moving", "warm-up", "halved"],
+)
+def test_over_an_adaptive_base_steps_are_longer_while_the_rate_moves(
+    rate: Callable[[int], float], expected: Sequence[int]
+) -> None:
+    length, longer = ScheduledLength(), []
+    for step in range(100):
+        length.follow(math.nan, rate(step), step)
+        assert length.factor in (1.0, 2.0)
+        longer += [step] if length.factor == 2.0 else []
+        if step == 60:  # goes on in another process
+            length, saved = ScheduledLength(), length.saved()
+            length.load({torch.zeros(()): SavedPart(0, "curvature", "weight", saved)})
+    assert longer == list(expected)
 
 
 def test_a_gradient_of_zero_changes_nothing() -> None:
-    length = StepLength(1.0, PLAIN)
-    length.follow(0.0)
+    length = StepLength(PLAIN)
+    length.follow(0.0, 0.1, 0)
     assert length.factor == 1.0
 
 
@@ -126,9 +149,9 @@ def measured(rank: int, world_size: int, system: str, options: Any) -> tuple[lis
     length = optimizer._curvature.step_length
     follow = length.follow
 
-    def hearing(s: float) -> None:
+    def hearing(s: float, rate: float, step: int) -> None:
         told.append(s)
-        follow(s)
+        follow(s, rate, step)
 
     with replaced(length, {"follow": hearing}):
         for i, batch in enumerate(BATCHES[:6]):
@@ -166,7 +189,7 @@ def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
         take(model, optimizer, BATCHES[0])
         optimizer._curvature.step_length.factor = factor
         before = [p.detach().clone() for p in model.parameters()]
-        with replaced(optimizer._curvature.step_length, {"follow": lambda s: None}):
+        with replaced(optimizer._curvature.step_length, {"follow": lambda *told: None}):
             take(model, optimizer, BATCHES[1])
         ends.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
         states.append(
@@ -186,16 +209,22 @@ def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
 
 @each_kronecker
 def test_over_an_adaptive_base_steps_are_twice_as_long(System: Any) -> None:
-    steps = []
+    """At the second of two rates, not at the first one."""
+    ends, lengths = [], []
     for clip in ("auto", None):
         model = MLP.model()
-        before = [p.detach().clone() for p in model.parameters()]
         optimizer = make(System, model, **{**ADAM, "kl_clip": clip})
-        take(model, optimizer, BATCHES[0])
-        steps.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
-        assert optimizer.statistics()["step_length"] == (2.0 if clip else 1.0)
-    for twice, once in zip(*steps, strict=True):
-        torch.testing.assert_close(twice, 2 * once, rtol=1e-9, atol=1e-15)
+        steps = []
+        for batch, rate in zip(BATCHES[:3], (0.01, 0.02, 0.03), strict=False):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.param_groups[0]["lr"] = rate
+            take(model, optimizer, batch)
+            steps.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
+            lengths.append(optimizer.statistics()["step_length"])
+        ends.append(steps)
+    assert lengths == [1.0, 2.0, 2.0, 1.0, 1.0, 1.0]
+    for longer, once in zip(*(steps[0] for steps in ends), strict=True):
+        assert torch.equal(longer, once)
 
 
 def test_a_number_or_none_leaves_steps_as_they_are() -> None:
@@ -282,7 +311,7 @@ def test_a_resumed_run_has_the_length(System: Any) -> None:
     optimizer = make(System, model, **FOLLOWS)
     for batch in BATCHES[:5]:
         take(model, optimizer, batch)
-    optimizer._curvature.step_length.follow(-1e3)
+    optimizer._curvature.step_length.follow(-1e3, 0.1, 0)
     saved = copy.deepcopy(optimizer.state_dict())
     resumed = make(System, model, **FOLLOWS)
     resumed.load_state_dict(saved)
