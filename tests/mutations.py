@@ -3495,9 +3495,9 @@ MUTANTS = [
     _mutant(
         "a clip that lowering lr does not lower",
         "kfac/clip.py",
-        "USUAL_LR if self._options.kl_clip == AUTO else 0.0",
-        "0.0",
-        "step_length::below_a_rate_of_a_tenth_steps_are_shorter_as_the_rate_is",
+        "rates = list(map(_raised, rates))",
+        "rates = list(rates)",
+        "step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root",
     ),
     _mutant(
         "a length that follows where a clip is given",

@@ -409,10 +409,10 @@ def first_step(lr: float, clip: Any) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
 
 
-def test_below_a_rate_of_a_tenth_steps_are_shorter_as_the_rate_is() -> None:
+def test_below_a_rate_of_a_tenth_steps_are_shorter_by_its_root() -> None:
     """Above it, or with a clip that is given, a step that is clipped is as long at any rate."""
     usual = first_step(0.1, "auto")
     for lr in (0.05, 0.02):
-        torch.testing.assert_close(first_step(lr, "auto"), usual * (lr / 0.1))
+        torch.testing.assert_close(first_step(lr, "auto"), usual * (lr / 0.1) ** 0.5)
         torch.testing.assert_close(first_step(lr, 1e-5), first_step(0.1, 1e-5))
     torch.testing.assert_close(first_step(0.4, "auto"), usual)

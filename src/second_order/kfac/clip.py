@@ -8,6 +8,7 @@ Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -22,7 +23,7 @@ from second_order.options import PEAK_LR, value_at
 __all__ = ["USUAL_BATCH", "Clip", "bound_for", "kl_change", "kl_clip_coefficient"]
 
 USUAL_BATCH, USUAL_BOUND = 64.0, 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
-USUAL_LR = 0.1  # at a lower rate steps are shorter as the rate is: lowering it always helps
+USUAL_LR = 0.1  # at a lower rate steps are shorter, by the root of the rate: lowering it helps
 
 
 def kl_change(
@@ -124,9 +125,10 @@ class Clip:
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
-        least = USUAL_LR if self._options.kl_clip == AUTO else 0.0
         groups = {id(p): group for group in self._training.groups for p in group["params"]}
-        rates = [_at_least(groups[id(block.weight)][which], least) for block in results]
+        rates = [groups[id(block.weight)][which] for block in results]
+        if self._options.kl_clip == AUTO:
+            rates = list(map(_raised, rates))
         before = [gradients[block] for block in results]
         change = kl_change(list(results.values()), before, rates)
         if self._options.kl_clip != AUTO:
@@ -142,5 +144,8 @@ class Clip:
         return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
 
 
-def _at_least(lr: float | Tensor, least: float) -> float | Tensor:
-    return lr.clamp_min(least) if isinstance(lr, Tensor) else max(lr, least)
+def _raised(lr: float | Tensor) -> float | Tensor:
+    """The rate by which "auto" reckons: below 0.1 the geometric mean of the two."""
+    if isinstance(lr, Tensor):
+        return torch.where(lr < USUAL_LR, (lr * USUAL_LR).sqrt(), lr)
+    return math.sqrt(lr * USUAL_LR) if lr < USUAL_LR else lr
