@@ -562,3 +562,59 @@ def test_the_defaults_beside_their_base() -> None:
             chosen = [r for r in runs if math.isclose(r["job"]["lr"], lr * factor)]
             assert chosen
             assert steps_of(cell) == median_steps(chosen), (label, factor)
+
+
+TASK_COLUMNS = (
+    "AdamW",
+    "Muon",
+    "SOAP",
+    "SGD",
+    "KAISA, AdamW",
+    "KAISA, AdamW, twice the rate",
+    "KAISA, SGD",
+    "KAISA, SGD, twice the rate",
+)
+
+
+def test_other_tasks() -> None:
+    record = stored("tasks")["tasks"]
+    table = rows("docs/defaults.md", "task", "AdamW", "Muon", "SOAP", "SGD")
+    assert {f"unseen {name}" for name in table} == record.keys()
+    for name, cells in table.items():
+        losses: dict[str, list[float]] = {}
+        for run in record[f"unseen {name}"]["runs"]:
+            losses.setdefault(run["name"], []).append(run["losses"][-1])
+        for column, cell in zip(TASK_COLUMNS, cells, strict=True):
+            of = losses.get(column)
+            assert cell == (f"{statistics.mean(of):.3g} / {max(of):.3g}" if of else "")
+
+
+def test_how_often_kaisa_ends_above_its_base() -> None:
+    page = (ROOT / "docs" / "defaults.md").read_text()
+    many = total = 0
+    for task, found in stored("sensitivity")["tasks"].items():
+        levels = {
+            (r["job"]["warmup"], r["job"]["optimizer"], r["job"]["lr"], r["job"]["seed"]): (
+                statistics.mean(r["losses"][-5:])
+            )
+            for r in found["runs"]
+        }
+        for warmup, lr in found["rates"].items():
+            rises = max(w for w, *_ in levels) if warmup != "none" else 0
+            cells = []
+            for share in (0.5, 1.0, 2.0, 4.0):
+                ratios = [
+                    levels[rises, f"KAISA, {found['base']}", share * lr, seed]
+                    / levels[rises, found["base"], lr, seed]
+                    for seed in range(20)
+                ]
+                above = sum(not ratio <= 1 for ratio in ratios)
+                many, total = many + above * (share <= 2), total + 20 * (share <= 2)
+                worst = max(ratios)
+                told = f"{worst:,.0f}" if worst >= 10 else f"{worst:.2g}"
+                cells.append(f"{above / 20:.0%}, {told}".replace("%", " %"))
+            name = task.removeprefix("unseen ").replace("friedman", "Friedman")
+            until = "none" if warmup == "none" else "a tenth"
+            line = f"| {name}, {found['base']} | {until}, {lr:g} | {' | '.join(cells)} |"
+            assert line in page, line
+    assert f"{many} of {total} end above the base" in page
