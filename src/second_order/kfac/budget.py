@@ -358,10 +358,14 @@ class Cadence:
         """Take note that the averages have been updated at this step."""
         self.updated_at = self._training.steps
 
-    def decay(self) -> float:
-        """The averages' weight of the past at an update from the training passes."""
+    def decay(self, age: int | None = None) -> float:
+        """The averages' weight of the past at an update from the training passes.
+
+        Args:
+            age: Steps since the last update, if this one has been noted already.
+        """
         if self._options.factor_update_steps is None:
-            return self.decay_since_update()
+            return self.decay_since_update() if age is None else self._decay_after(age)
         every, steps = 1, self._training.steps
         counts_steps = isinstance(self._options.factor_decay, PerStep)
         if counts_steps and not self._is_dense(steps):

@@ -33,7 +33,7 @@ LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
-ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, *RATE)
+ALIKE = (MEAN_CURVATURE, *dict.fromkeys((*STEP_LENGTH, *RATE)))
 """Entries that are the same in the parts of all layers."""
 
 READ_BY_ALL = (

@@ -231,8 +231,9 @@ class KFACCurvature(Curvature):
                 average()
 
         with self.training.meter.stage("statistics"), on(Account.STATISTICS):
+            age = self.training.steps - self._cadence.updated_at
             coming = self.take_statistics()
-            self._take_gradients(averaged)
+            self._take_gradients(averaged, age)
         due = self._cadence.due()
         if due and self._cadence.judges_cost:  # what the passes have queued is not the refresh's
             clock_of(self.training.device).settle()
@@ -251,7 +252,12 @@ class KFACCurvature(Curvature):
         self._measured = self._feedback.measured(self.plan, rows)
         with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
-        self._feedback.keep(self.plan, coming=self._cadence.may_come)
+        self._feedback.keep(self.plan, coming=self._may_land)
+
+    @property
+    def _may_land(self) -> bool:
+        """Whether inverses may be put to use at the next step; the same on every rank."""
+        return bool(self.solves.flights) or self._cadence.may_come
 
     def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the statistics of the step's passes and of helpers.
@@ -276,7 +282,9 @@ class KFACCurvature(Curvature):
         if self._pipeline is not None:
             if own:
                 self._pipeline.expect(self._wire)
-                coming = self._take_in(self._pipeline.sums(self.layers, exchange.statistics))
+                coming = self._take_in(
+                    self._pipeline.sums(self.layers, exchange.statistics), self._cadence.decay()
+                )
                 self._cadence.updated()
             else:
                 self._pipeline.drain()
@@ -325,9 +333,8 @@ class KFACCurvature(Curvature):
         exact = self.training.steps < EXACT
         return None if exact else self._system.exchange_dtype
 
-    def _take_in(self, coming: Iterator[Sums]) -> Iterator[list[KroneckerBlock]]:
+    def _take_in(self, coming: Iterator[Sums], decay: float) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the sums that come; yields their layers."""
-        decay = self._cadence.decay()
         while True:
             with self.training.meter.stage("statistics"), self.budget.on(Account.STATISTICS):
                 sums = next(coming, None)
@@ -338,8 +345,13 @@ class KFACCurvature(Curvature):
                 self.layers.take_in(sums, decay)
             yield blocks
 
-    def _take_gradients(self, average: Callable[[], None]) -> None:
-        """Update the averages of matrices that no rule knows, by the mean gradients."""
+    def _take_gradients(self, average: Callable[[], None], age: int) -> None:
+        """Update the averages of matrices that no rule knows, by the mean gradients.
+
+        Args:
+            average: Waits for the gradients.
+            age: Steps since the last update of the averages.
+        """
         blocks = gradient_blocks(self.plan)
         if not blocks or not self._cadence.takes_statistics():
             return
@@ -356,7 +368,7 @@ class KFACCurvature(Curvature):
         )
         for block in blocks:
             block.expect()
-        self.layers.take_in(sums, self._cadence.decay())
+        self.layers.take_in(sums, self._cadence.decay(age))
 
     def _precondition(self) -> None:
         """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""
@@ -364,13 +376,13 @@ class KFACCurvature(Curvature):
         self.gradients.precondition(self.plan, self._exchange, self._options.inv_dtype)
 
     def correct(self) -> None:
-        """Offer the stepped parameters to stats workers; the step is over."""
+        """Scale the step, and offer the parameters to stats workers; the step is over."""
+        self._feedback.follow(self.plan, self.layers.active, self._measured)
+        self._cadence.tell_of_drift()
+        self.step_length.scale(asked=self._may_land)
         if self.helpers is not None:
             threads = self.solves.threads
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
-        self._feedback.follow(self.plan, self.layers.active, self._measured)
-        self._cadence.tell_of_drift()
-        self.step_length.scale(asked=self._cadence.may_come)
         self._cadence.tell_of_cost()
         self.budget.lap(working=bool(self.plan))
 
@@ -562,6 +574,8 @@ class KFACCurvature(Curvature):
             self.helpers.close()
         self.solves.close()
         self.layers.close()
+        if self.drift is not None:
+            self.drift.follow(())
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True

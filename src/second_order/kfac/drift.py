@@ -223,7 +223,8 @@ class Drift:
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over the intervals of a checkpoint."""
         self.changes.clear()
-        self._schedule = None
+        self._affordable.clear()
+        self.held, self._schedule = 0, None
         for block in blocks:
             part = saved.get(block.weight)
             if part is not None and part.keys() >= set(DRIFT):

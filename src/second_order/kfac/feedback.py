@@ -21,6 +21,7 @@ from second_order.kfac.plan import LayerPlan, solve_cost_of
 from second_order.kfac.solves import Solves
 from second_order.kfac.step_length import StepLength
 from second_order.kronecker.block import KroneckerBlock
+from second_order.sharded import is_dtensor
 
 __all__ = ["Feedback"]
 
@@ -61,7 +62,8 @@ class Feedback:
             plan: The plan of each layer that trains.
             rows: Whether every rank has rows of all gradients.
         """
-        blocks = plan if rows else self._mine(plan)
+        mine = self._mine(plan)
+        blocks = [b for b in plan if b in mine or (rows and is_dtensor(b.weight))]
         stepping = [p for block in blocks if block.solved for p in block.params]
         return self._step_length.measured(stepping if self.refreshed else ())
 
@@ -104,9 +106,11 @@ class Feedback:
             if world.size > 1:
                 world.on_cpu().all_reduce([heard]).wait()
             known, layers, work, s, total, *changed = heard.tolist()
-            rate = max((float(group["lr"]) for group in self._training.groups), default=0.0)
+            ours = {id(p) for block in blocks for p in block.params}
+            groups = (g for g in self._training.groups if not ours.isdisjoint(map(id, g["params"])))
+            rate = max((float(group["lr"]) for group in groups), default=0.0)
             self._step_length.follow(s if known else math.nan, rate, self._training.steps)
-            if layers:
+            if layers and math.isfinite(total):
                 self._solves.mean_curvature = total / layers
             if drift is not None:
                 price = PRICE[options.solver] / world.size

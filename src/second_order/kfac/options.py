@@ -187,7 +187,7 @@ the tasks that the defaults were chosen on.""",
     "factor_update_steps": """\
 Steps from one update of statistics to the next; number or callable, or "auto": as often as
 ``overhead`` allows. None: at each refresh by drift; otherwise every 10 steps, or as often as
-refreshes if these come more often.""",
+refreshes where a smaller number is given for these.""",
     "inv_update_steps": """\
 Steps from one refresh of the inverses to the next; number or callable, or "auto": as often as
 ``overhead`` allows. None: as ``refresh`` says.""",
@@ -324,7 +324,8 @@ class KFACOptions:
         told: dict[str, Any] = {
             "adaptive": adaptive,
             "damping_floor": 0.0,
-            "follows_steps": keywords["kl_clip"] == AUTO,
+            # A schedule-free base keeps other points than the weights, which would not be scaled.
+            "follows_steps": keywords["kl_clip"] == AUTO and not _averages(keywords["base"]),
         }
         ours = {field.name: keywords[field.name] for field in fields(cls) if field.name not in told}
         ours |= told
@@ -463,6 +464,11 @@ class KFACOptions:
         check_count(
             "max_consecutive_failures", self.max_consecutive_failures, "refreshes that may fail"
         )
+
+
+def _averages(base: Any) -> bool:
+    """Whether a base trains at points of its own, between which ``train`` and ``eval`` switch."""
+    return all(callable(getattr(base, name, None)) for name in ("train", "eval"))
 
 
 def _settle_intervals(ours: dict[str, Any]) -> None:

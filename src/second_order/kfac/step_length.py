@@ -42,8 +42,8 @@ STEP_SIGN = "step_sign"
 STEP_LENGTH = ("step_length", STEP_SIGN, "step_size", "step_weight")
 """The entries of a checkpoint, in the part of every layer: τ, S, Z and the weight of these two."""
 
-RATE = ("step_rate", "step_rate_changed")
-"""Further entries over an adaptive base: the rate at the last refresh, and when it last moved."""
+RATE = (STEP_LENGTH[0], "step_rate", "step_rate_changed")
+"""The entries over an adaptive base: τ, the rate at the last refresh, and when it last moved."""
 
 PAST = 0.8  # weight of the past in S and Z
 RISES = 2.0  # times Z: a rise that shortens steps at once
@@ -201,14 +201,15 @@ class ScheduledLength(StepLength):
         self.factor = LONGER if moves else 1.0
 
     def saved(self) -> dict[str, float]:
-        """The rate at the last refresh, and the step at which it last moved."""
+        """What the length of the coming steps follows from."""
         rate = 0.0 if math.isnan(self._rate) else self._rate
-        return dict(zip(RATE, (rate, self._changed + 1), strict=True))
+        return dict(zip(RATE, (self.factor, rate, self._changed + 1), strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over what a checkpoint has."""
         found = next((part for part in saved.values() if part.keys() >= set(RATE)), None)
         self.factor, self._rate, self._changed = 1.0, math.nan, -1
         if found is not None:
-            rate, changed = (found.number(name, 0.0) for name in RATE)
+            factor, rate, changed = (found.number(name, 0.0) for name in RATE)
+            self.factor = LONGER if factor > 1 else 1.0
             self._rate, self._changed = rate or math.nan, int(changed) - 1
