@@ -79,6 +79,8 @@ def test_steps_of_kaisa_over_adam(page: str) -> None:
         for cell, name in zip(cells, names, strict=True):
             steps, seconds = fewest(by_optimizer(runs, name), task(label)[1])
             assert steps_of(cell) == steps, (label, name)
+            if math.isinf(steps):
+                continue
             told = re.search(r"\(([\d.]+) s\)", cell)
             assert told is not None
             assert float(told.group(1)) == pytest.approx(seconds, abs=0.051)

@@ -93,7 +93,8 @@ class DistKFAC(KroneckerOptimizer):
         max_staleness: Steps after which a solve is waited for; None: never, but by drift, as
             ``inv_update_steps`` says. 0 is the synchronous algorithm.
         deterministic: Put inverses to use exactly ``max_staleness`` steps, by drift at most the
-            layer's interval less one, after the snapshot that they are solved from, be they ready sooner or not: runs can be repeated bit for bit.
+            layer's interval less one, after the snapshot that they are solved from, be they ready
+            sooner or not: runs can be repeated bit for bit.
         conv_factors: "kfc", or "cheap": the inputs of a convolution are averaged over locations,
             and its gradients summed, before they are squared (Ba et al. 2017, appendix A).
         doubly_factored: (locations, channels) of the inputs of wide Linears that are fed by a
