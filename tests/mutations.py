@@ -3502,8 +3502,8 @@ MUTANTS = [
     _mutant(
         "a length that follows where a clip is given",
         "kfac/options.py",
-        '"follows_steps": keywords["kl_clip"] == AUTO,',
-        '"follows_steps": True,',
+        '"follows_steps": keywords["kl_clip"] == AUTO and',
+        '"follows_steps": True and',
         "step_length::a_number_or_none_leaves_steps_as_they_are",
     ),
 ]

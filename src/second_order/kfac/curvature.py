@@ -252,12 +252,7 @@ class KFACCurvature(Curvature):
         self._measured = self._feedback.measured(self.plan, rows)
         with self.training.meter.stage("precondition"), on(Account.APART):
             self._precondition()
-        self._feedback.keep(self.plan, coming=self._may_land)
-
-    @property
-    def _may_land(self) -> bool:
-        """Whether inverses may be put to use at the next step; the same on every rank."""
-        return bool(self.solves.flights) or self._cadence.may_come
+        self._feedback.keep(self.plan, coming=bool(self.solves.flights) or self._cadence.may_come)
 
     def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the statistics of the step's passes and of helpers.
@@ -346,12 +341,7 @@ class KFACCurvature(Curvature):
             yield blocks
 
     def _take_gradients(self, average: Callable[[], None], age: int) -> None:
-        """Update the averages of matrices that no rule knows, by the mean gradients.
-
-        Args:
-            average: Waits for the gradients.
-            age: Steps since the last update of the averages.
-        """
+        """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
         blocks = gradient_blocks(self.plan)
         if not blocks or not self._cadence.takes_statistics():
             return
@@ -379,7 +369,7 @@ class KFACCurvature(Curvature):
         """Scale the step, and offer the parameters to stats workers; the step is over."""
         self._feedback.follow(self.plan, self.layers.active, self._measured)
         self._cadence.tell_of_drift()
-        self.step_length.scale(asked=self._may_land)
+        self.step_length.scale(asked=bool(self.solves.flights) or self._cadence.may_come)
         if self.helpers is not None:
             threads = self.solves.threads
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
