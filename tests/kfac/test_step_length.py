@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.contract.saved import SavedPart
+from second_order.kfac import step_length as rule
 from second_order.kfac.clip import bound_for
 from second_order.kfac.options import ADAPTIVE_FLOOR, FLOOR
-from second_order.kfac.step_length import PAST, PLAIN, ScheduledLength, StepLength
+from second_order.kfac.step_length import ADAPTIVE, PLAIN, STEP_LENGTH, Lengths, StepLength
 
 if TYPE_CHECKING:
     from pool import World
@@ -39,30 +40,34 @@ SYSTEMS = {System.__name__: System for System in KRONECKER}
 # The rule.
 
 
-def followed(told: list[float]) -> list[float]:
+def followed(told: list[tuple[float, int]], lengths: Lengths) -> list[float]:
     """τ after each number, by the formula at the top of the module."""
-    tau, lengths = 1.0, PLAIN
+    tau, last = 1.0, None
     found: list[float] = []
     signs: list[float] = []
     sizes: list[float] = []
-    for s in told:
-        weights = [PAST**k for k in range(len(signs))][::-1]
-        before = sum(w * z for w, z in zip(weights, sizes, strict=True)) / sum(weights or [1.0])
-        signs, sizes = [*signs, s], [*sizes, abs(s)]
-        weights = [PAST**k for k in range(len(signs))][::-1]
-        S, Z = (
-            sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-            for values in (signs, sizes)
-        )
-        level, rises = (S / Z if Z else -lengths.level) + lengths.level, -s > 2 * before > 0
+
+    def average(values: list[float]) -> float:
+        weights = [rule.PAST**k for k in range(len(values))][::-1]
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights or [1.0])
+
+    for s, step in told:
+        before, size = average(sizes), abs(s)
+        signs, sizes = [*signs, math.copysign(1.0, s) if s else 0.0], [*sizes, size]
+        level, rises = average(signs) + rule.LEVEL, -s > 2 * before > 0
         rate = max(s / before, -4.0) / 2 if rises else 0.0
-        if level < 0 or not rises:
-            rate += level * (lengths.longer if level > 0 else lengths.shorter)
+        if level < 0:
+            rate += level
+        elif not rises:
+            rate += 0.2 * level * (1 if last is None else min(step - last, 4))
+        last = step
         tau = min(max(tau * math.exp(rate), lengths.least), lengths.most)
         found.append(tau)
     return found
 
 
+@pytest.mark.parametrize("lengths", [PLAIN, ADAPTIVE], ids=["plain", "adaptive"])
+@pytest.mark.parametrize("every", [1, 2, 7])
 @pytest.mark.parametrize(
     "told",
     [
@@ -75,13 +80,24 @@ def followed(told: list[float]) -> list[float]:
     ],
     ids=str,
 )
-def test_it_follows_what_steps_do(told: list[float]) -> None:
-    length, found = StepLength(PLAIN), []
-    for s in told:
-        length.follow(s, 0.1, 0)
+def test_it_follows_what_steps_do(told: list[float], every: int, lengths: Lengths) -> None:
+    length, found = StepLength(lengths), []
+    at = [(s, every * i) for i, s in enumerate(told)]
+    for s, step in at:
+        length.follow(s, 0.1, step)
         found.append(length.factor)
-    assert found == pytest.approx(followed(told), rel=1e-12)
-    assert all(PLAIN.least <= tau <= PLAIN.most for tau in found)
+    assert found == pytest.approx(followed(at, lengths), rel=1e-12)
+    assert all(lengths.least <= tau <= lengths.most for tau in found)
+
+
+def test_large_steps_of_long_ago_hold_no_later_ones_back() -> None:
+    """τ falls as the loss rises, and is back some steps after it does so no more."""
+    length = StepLength(PLAIN)
+    for step in range(80):
+        length.follow(-10.0 if 5 <= step < 15 else 1e-6, 0.1, step)
+        if step == 14:
+            assert length.factor < 0.1
+    assert length.factor == PLAIN.most
 
 
 def test_the_scale_of_the_loss_is_no_matter() -> None:
@@ -98,7 +114,7 @@ def test_what_is_not_known_changes_nothing() -> None:
     length.follow(-1.0, 0.1, 0)
     before = copy.copy(length.__dict__)
     for s in (math.nan, math.inf, -math.inf):
-        length.follow(s, 0.1, 0)
+        length.follow(s, 0.1, 1)
     assert length.__dict__ == before
 
 
@@ -115,18 +131,29 @@ def test_what_is_not_known_changes_nothing() -> None:
 def test_over_an_adaptive_base_steps_are_longer_while_the_rate_moves(
     rate: Callable[[int], float], expected: Sequence[int]
 ) -> None:
-    length, longer = ScheduledLength(), []
+    """Each step's loss rises a little, which shortens steps at a constant rate alone."""
+    length, longer = StepLength(ADAPTIVE), []
     for step in range(100):
-        length.follow(math.nan, rate(step), step)
-        assert length.factor in (1.0, 2.0)
+        length.follow(-1.0, rate(step), step)
+        assert length.factor == 2.0 or step not in expected
         longer += [step] if length.factor == 2.0 else []
         if step == 60:  # goes on in another process
-            length, saved = ScheduledLength(), length.saved()
+            saved = length.saved()
+            length = StepLength(ADAPTIVE)
             length.load({torch.zeros(()): SavedPart(0, "curvature", "weight", saved)})
+            assert length.saved() == saved
     assert longer == list(expected)
 
 
-def test_a_gradient_of_zero_changes_nothing() -> None:
+@pytest.mark.parametrize("told", [1.0, -1.0])
+def test_what_a_schedule_leaves_is_followed_on(told: float) -> None:
+    length = StepLength(ADAPTIVE)
+    for step in range(100):
+        length.follow(told, 0.01 * min(step, 20), step)
+    assert length.factor == (ADAPTIVE.most if told > 0 else ADAPTIVE.least)
+
+
+def test_a_gradient_of_zero_says_nothing() -> None:
     length = StepLength(PLAIN)
     length.follow(0.0, 0.1, 0)
     assert length.factor == 1.0
@@ -311,12 +338,13 @@ def test_a_resumed_run_has_the_length(System: Any) -> None:
     optimizer = make(System, model, **FOLLOWS)
     for batch in BATCHES[:5]:
         take(model, optimizer, batch)
-    optimizer._curvature.step_length.follow(-1e3, 0.1, 0)
+    optimizer._curvature.step_length.follow(-1e3, optimizer.param_groups[0]["lr"], 5)
     saved = copy.deepcopy(optimizer.state_dict())
     resumed = make(System, model, **FOLLOWS)
     resumed.load_state_dict(saved)
     before, after = (o._curvature.step_length.saved() for o in (optimizer, resumed))
     assert after == before
+    assert after.keys() == set(STEP_LENGTH)
     assert after["step_length"] < 1.0
     assert resumed._curvature.solves.mean_curvature == optimizer._curvature.solves.mean_curvature
     take(model, resumed, BATCHES[5])

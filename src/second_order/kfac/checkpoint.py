@@ -13,7 +13,7 @@ from second_order.contract.training import Training
 from second_order.kfac.budget import SAVED, check_saved_intervals
 from second_order.kfac.drift import DRIFT, DRIFT_ALIKE, DRIFT_INTERVAL
 from second_order.kfac.layers import Layers
-from second_order.kfac.step_length import RATE, STEP_LENGTH, STEP_SIGN
+from second_order.kfac.step_length import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.triangles import packed_diagonal
@@ -33,7 +33,7 @@ LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
-ALIKE = (MEAN_CURVATURE, *dict.fromkeys((*STEP_LENGTH, *RATE)))
+ALIKE = (MEAN_CURVATURE, *STEP_LENGTH)
 """Entries that are the same in the parts of all layers."""
 
 READ_BY_ALL = (

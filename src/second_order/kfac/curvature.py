@@ -54,7 +54,7 @@ from second_order.kfac.sharded_gradients import ShardedGradients
 from second_order.kfac.solves import Solves
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorkers
-from second_order.kfac.step_length import PLAIN, ScheduledLength, StepLength
+from second_order.kfac.step_length import ADAPTIVE, PLAIN, StepLength
 from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -117,9 +117,8 @@ class KFACCurvature(Curvature):
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
-        self.step_length = StepLength()
-        if options.follows_steps:
-            self.step_length = ScheduledLength() if options.adaptive else StepLength(PLAIN)
+        lengths = ADAPTIVE if options.adaptive else PLAIN
+        self.step_length = StepLength(lengths if options.follows_steps else None)
         self._measured: Tensor | None = None
         self._closed = False
         self.workers = 0

@@ -1,18 +1,18 @@
 """How long the steps of preconditioned weights are: τ times the base's.
 
-Over a base that scales its steps itself τ is 2 while a schedule moves the learning rate, and 1 at a
-constant one, where longer steps end in more noise. Over others it follows what the last step did:
+It follows what the last step did:
 
 after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ is not preconditioned yet:
                         the loss still falls along Δ where s > 0, and rises where the step was too
                         long
-S, Z                    <- running averages of s and of |s|, debiased
-τ                       <- τ exp(a (S / Z + b)), and at once by exp(s / 2 Z) where -s > 2 Z
+S, Z                    <- running averages of the sign of s and of |s|, debiased
+τ                       <- τ exp(a (S + b)), and at once by exp(s / 2 Z) where -s > 2 Z
 w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
 
-S / Z tells how often s has one sign, whatever the scale of the loss. It is looked at where layers
-are refreshed, at each step of a young training and seldom later, and so is the rate; in between
-nothing is done while τ is 1.
+S is looked at where layers are refreshed, at each step of a young training and seldom later; a
+counts the steps in between, as far as τ grows. Over a base that scales its steps itself τ may be
+up to 2, and is 2 throughout while a schedule moves the learning rate: what falls anyway need not
+be taught to. Nothing is done while τ is 1, but at the step before a look.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from second_order.contract.saved import SavedPart
 from second_order.sharded import local
 
 __all__ = [
+    "ADAPTIVE",
     "PLAIN",
-    "RATE",
     "STEP_LENGTH",
     "STEP_SIGN",
     "Lengths",
-    "ScheduledLength",
     "StepLength",
 ]
 
 STEP_SIGN = "step_sign"
-STEP_LENGTH = ("step_length", STEP_SIGN, "step_size", "step_weight")
-"""The entries of a checkpoint, in the part of every layer: τ, S, Z and the weight of these two."""
+STEP_LENGTH = (
+    *("step_length", STEP_SIGN, "step_size", "step_weight"),
+    *("step_looked_at", "step_rate", "step_rate_changed"),
+)
+"""The entries of a checkpoint, in the part of every layer: τ, S, Z and the weight of these two;
+when τ was last looked at, the rate at the last refresh, and when that last moved. Of steps one more
+is saved, 0 for never."""
 
-RATE = (STEP_LENGTH[0], "step_rate", "step_rate_changed")
-"""The entries over an adaptive base: τ, the rate at the last refresh, and when it last moved."""
-
-PAST = 0.8  # weight of the past in S and Z
+PAST = 0.9  # weight of the past in S and Z
+LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
+COUNTED = 4  # steps between two looks that count where τ grows, at most
+LEVEL = 0.1  # b: the larger, the oftener the loss may rise along a step
 RISES = 2.0  # times Z: a rise that shortens steps at once
-# An adaptive base makes all steps equally long; those along P, which spreads over more directions
-# than the gradient, change predictions less.
-LONGER, RECENT = 2.0, 0.1
+RECENT = 0.1  # of the steps so far, within which a rate that moves follows a schedule
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Bounds of τ, and how fast it changes.
+    """Bounds of τ.
 
     Attributes:
         least: The least τ.
         most: The largest.
-        longer: How fast it grows: a of the top of the file where the sum is positive.
-        shorter: How fast it falls: a where it is negative.
-        level: b, the larger, the oftener the loss may rise along a step.
+        scheduled: τ while a schedule moves the rate; None for what it is otherwise.
     """
 
     least: float
     most: float
-    longer: float
-    shorter: float
-    level: float
+    scheduled: float | None = None
 
 
-PLAIN = Lengths(0.02, 1.0, 0.2, 1.0, 0.1)  # chosen as the bounds of drift are
+# Chosen as the bounds of drift are. An adaptive base makes all steps equally long; those along P,
+# which spreads over more directions than the gradient, change predictions less.
+PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 
 
 class StepLength:
@@ -88,6 +88,7 @@ class StepLength:
         self._lengths = lengths
         self.factor = 1.0
         self._sign, self._size, self._weight = 0.0, 0.0, 0.0
+        self._looked_at, self._rate, self._rate_changed = -1, math.nan, -1
         self._before: dict[Tensor, Tensor] = {}
         self._step: dict[Tensor, Tensor] = {}  # -Δ
 
@@ -131,18 +132,34 @@ class StepLength:
             step: The step of the refresh.
         """
         bounds = self._lengths
-        if bounds is None or not math.isfinite(s):
+        if bounds is None:
+            return
+        moves = self._rate_moves(rate, step)
+        if moves and bounds.scheduled is not None:
+            self.factor, self._looked_at = bounds.scheduled, step
+            return
+        if not math.isfinite(s):
             return
         rises = -s > RISES * self._size > 0
         change = max(s / self._size, -4.0) / 2 if rises else 0.0
         self._weight = PAST * self._weight + 1
-        self._sign += (s - self._sign) / self._weight
+        self._sign += ((s > 0) - (s < 0) - self._sign) / self._weight
         self._size += (abs(s) - self._size) / self._weight
-        level = self._sign / self._size + bounds.level if self._size else 0.0
-        if level < 0 or not rises:
-            change += level * (bounds.longer if level > 0 else bounds.shorter)
-        factor = self.factor * math.exp(change)
-        self.factor = min(max(factor, bounds.least), bounds.most)
+        level = self._sign + LEVEL
+        if level < 0:
+            change += SHORTER * level
+        elif not rises:
+            since = 1 if self._looked_at < 0 else step - self._looked_at
+            change += LONGER * level * min(max(since, 1), COUNTED)
+        self._looked_at = step
+        self.factor = min(max(self.factor * math.exp(change), bounds.least), bounds.most)
+
+    def _rate_moves(self, rate: float, step: int) -> bool:
+        """Whether the rate has moved lately."""
+        if rate != self._rate and not math.isnan(self._rate):
+            self._rate_changed = step
+        self._rate = rate
+        return self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
 
     def scale(self, asked: bool) -> None:
         """Scale the base's step by τ.
@@ -167,7 +184,9 @@ class StepLength:
         """What a checkpoint has with every layer."""
         if not self.follows:
             return {}
-        numbers = self.factor, self._sign, self._size, self._weight
+        rate = 0.0 if math.isnan(self._rate) else self._rate
+        steps = self._looked_at + 1, rate, self._rate_changed + 1
+        numbers = self.factor, self._sign, self._size, self._weight, *steps
         return dict(zip(STEP_LENGTH, numbers, strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -177,39 +196,11 @@ class StepLength:
         found = next((part for part in saved.values() if part.keys() >= wanted), None)
         if self._lengths is None or found is None:
             return
-        numbers = (found.number(name) for name in STEP_LENGTH)
-        factor, self._sign, self._size, self._weight = numbers
+        factor, *averages, looked_at, rate, changed = (found.number(n) for n in STEP_LENGTH)
         self.factor = min(max(factor, self._lengths.least), self._lengths.most)
+        self._sign, self._size, self._weight = averages
+        self._rate = rate or math.nan
+        self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_before": {}, "_step": {}}
-
-
-class ScheduledLength(StepLength):
-    """The factor over a base that scales its steps itself: 2 while a schedule moves the rate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rate, self._changed = math.nan, -1
-
-    def follow(self, s: float, rate: float, step: int) -> None:
-        """Let τ be 2 if the rate has moved within the last tenth of the steps so far, else 1."""
-        if rate != self._rate and not math.isnan(self._rate):
-            self._changed = step
-        self._rate = rate
-        moves = self._changed >= 0 and step - self._changed <= RECENT * step
-        self.factor = LONGER if moves else 1.0
-
-    def saved(self) -> dict[str, float]:
-        """What the length of the coming steps follows from."""
-        rate = 0.0 if math.isnan(self._rate) else self._rate
-        return dict(zip(RATE, (self.factor, rate, self._changed + 1), strict=True))
-
-    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over what a checkpoint has."""
-        found = next((part for part in saved.values() if part.keys() >= set(RATE)), None)
-        self.factor, self._rate, self._changed = 1.0, math.nan, -1
-        if found is not None:
-            factor, rate, changed = (found.number(name, 0.0) for name in RATE)
-            self.factor = LONGER if factor > 1 else 1.0
-            self._rate, self._changed = rate or math.nan, int(changed) - 1
