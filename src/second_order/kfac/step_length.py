@@ -49,7 +49,7 @@ is saved, 0 for never."""
 PAST = 0.9  # weight of the past in S and Z
 LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
 COUNTED = 4  # steps between two looks that count where τ grows, at most
-LEVEL = 0.1  # b: the larger, the oftener the loss may rise along a step
+LEVEL = 0.1  # b, the larger, the oftener the loss may rise along a step; -b where τ > 1
 RISES = 2.0  # times Z: a rise that shortens steps at once
 RECENT = 0.1  # of the steps so far, within which a rate that moves follows a schedule
 
@@ -145,7 +145,7 @@ class StepLength:
         self._weight = PAST * self._weight + 1
         self._sign += ((s > 0) - (s < 0) - self._sign) / self._weight
         self._size += (abs(s) - self._size) / self._weight
-        level = self._sign + LEVEL
+        level = self._sign + math.copysign(LEVEL, 1.0 - self.factor)
         if level < 0:
             change += SHORTER * level
         elif not rises:
