@@ -122,8 +122,8 @@ MUTANTS = [
     _mutant(
         "descriptions compared by their length",
         "distributed/agreement.py",
-        "if word != words[0]),",
-        "if len(word) != len(words[0])),",
+        "repr(facts).encode()",
+        "repr(len(facts)).encode()",
         "collectives::every_rank_is_told_the_first_difference",
     ),
     _mutant(
@@ -1431,9 +1431,9 @@ MUTANTS = [
     ),
     _mutant(
         "groups are not compared",
-        "contract/outline.py",
-        "self._groups, self._word = found, word_of(found)",
-        "self._groups, self._word = found, 0",
+        "contract/consistency.py",
+        "self._outline, self._word = outline, fingerprint(outline)",
+        "self._outline, self._word = outline, 0",
         "agreement::a_rank_out_of_line_is_told_of_on_all",
     ),
     _mutant(
@@ -3244,30 +3244,30 @@ MUTANTS = [
     # Ranks that have parted, and files.
     _mutant(
         "checksums without places",
-        "distributed/checksums.py",
+        "distributed/agreement.py",
         "(_multipliers(words.device)[: block.numel()] * block).sum()",
         "block.sum(dtype=torch.int64)",
         "debug::places_count",
     ),
     _mutant(
         "checksums of the last block alone",
-        "distributed/checksums.py",
+        "distributed/agreement.py",
         "total * BETWEEN_BLOCKS + ",
         "",
         "debug::large_ones_are_read_in_blocks",
     ),
     _mutant(
         "ranks compared, and the base's state not",
-        "contract/outline.py",
-        "for key, value in _leaves(state.get(p, {})):",
-        "for key, value in ():",
+        "contract/consistency.py",
+        "entries = state[p].items() if p in state else ()",
+        "entries: Any = ()",
         "debug::a_parted_bit_is_named_with_its_rank_before_a_further_step",
     ),
     _mutant(
         "ranks with the same rows not compared",
-        "distributed/checksums.py",
-        "words += [ours if place == rows[world.rank] else None for place in places]",
-        "pass",
+        "contract/consistency.py",
+        "if theirs != bits:",
+        "if False:",
         "debug::rows_are_compared_with_those_of_replicas",
     ),
     _mutant(

@@ -228,8 +228,8 @@ def test_ranks_that_change_to_other_groups_are_told_before_any_has(world: World)
         assert "rank 1 has [group 0, 0.weight: [4, 4], trains]" in assigned
         assert "rank 0 has [group 1, 3.weight: [4, 4], trains]" in added
         assert "rank 1 has [group 1, 3.bias: [4], trains]" in added
-        assert "[group 1, 0.weight" in wrong
-        assert "[group 1, 3.weight" in neither
+        assert "[group 1, no tensors: 1]" in wrong
+        assert "[group 1, no tensors: 1]" in neither
         assert "rank 0 has [group 1, lr: 0.1], rank 1 has [group 1, lr: 1.1]" in rate
 
 
@@ -546,7 +546,7 @@ def test_every_rank_hears_of_each_other_in_rounds(world: World, world_size: int)
 
 
 def same_word(rank: int, world_size: int) -> int:
-    return agreement.word_of(("step", 3, 0.1, [None, True, float("nan")]))
+    return agreement.fingerprint(("step", 3, 0.1, [None, True, float("nan")]))
 
 
 def test_a_word_is_the_same_in_every_process(world: World) -> None:

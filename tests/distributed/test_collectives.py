@@ -20,7 +20,7 @@ from ranks import counted
 
 from second_order import RankMismatchError, SecondOrderError
 from second_order.distributed import collectives
-from second_order.distributed.agreement import require_equal
+from second_order.distributed.agreement import require_same
 from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import Delivery, PendingReduction, World
 from second_order.distributed.lent_groups import borrow_group
@@ -407,7 +407,7 @@ def every_method(rank: int, world_size: int) -> list[float]:
         world.broadcast_from_first([total])
         content = total * 5 if rank == 0 else None
         (arrived,) = world.all_to_all([Delivery(0, [1], 1, content)], total.dtype, total.device)
-        require_equal(world, ["same"], "things")
+        require_same(world, "go", ["same"], list)
         world.subgroup([rank])
     assert arrived is not None
     return torch.cat([total, wanted, arrived]).tolist()
@@ -484,7 +484,6 @@ def test_one_process_sends_nothing() -> None:
     tensor = torch.arange(3.0)
     world.all_reduce([tensor]).wait()
     world.broadcast_from_first([tensor])
-    require_equal(world, ["anything"], "things")
     world.reduce([tensor], [0]).wait()
     (same,) = world.all_to_all([Delivery(0, [0], 3, tensor)], tensor.dtype, tensor.device)
     assert same is tensor
@@ -536,33 +535,33 @@ def test_a_pickle_is_refused_at_another_place(
 # Agreement.
 
 
-def agree(rank: int, world_size: int, descriptions: list[list[str]]) -> None:
-    require_equal(World(), descriptions[rank], "models")
+def agree(rank: int, world_size: int, descriptions: list[str]) -> None:
+    facts = list(enumerate(descriptions[rank]))
+    require_same(World(), "go", facts, lambda: [("it", fact) for _, fact in facts], "remedy")
 
 
 def test_equal_descriptions_agree(world: pool.World) -> None:
-    assert world.run(agree, 3, [["a", "b"]] * 3) == [None] * 3
+    assert world.run(agree, 3, ["ab"] * 3) == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("descriptions", "message"),
     [
-        ([["a", "b"], ["a", "c"]], "rank 0 has [b], rank 1 has [c]"),
-        ([["a", "b", "x"], ["a", "b", "x"], ["a", "c", "y"]], "rank 0 has [b], rank 2 has [c]"),
-        ([["a"], ["a", "b"]], "rank 0 has [nothing more], rank 1 has [b]"),
-        ([["a", "b"], ["a"]], "rank 0 has [b], rank 1 has [nothing more]"),
-        ([[], ["a"], ["b"]], "rank 0 has [nothing more], rank 1 has [a]"),
+        (["ab", "ac"], "rank 0 has [it: b], rank 1 has [it: c]"),
+        (["abx", "abx", "acy"], "rank 0 has [it: b], rank 2 has [it: c]"),
+        (["ac", "ab", "ab"], "rank 1 has [it: b], rank 0 has [it: c]"),
+        (["a", "ab"], "rank 0 has [nothing more], rank 1 has [it: b]"),
+        (["ab", "a"], "rank 0 has [it: b], rank 1 has [nothing more]"),
+        (["", "a", "b"], "rank 0 has [nothing more], rank 1 has [it: a]"),
     ],
 )
 def test_every_rank_is_told_the_first_difference(
-    world: pool.World, descriptions: list[list[str]], message: str
+    world: pool.World, descriptions: list[str], message: str
 ) -> None:
     errors = world.run(agree, len(descriptions), descriptions, expect_errors=True)
     for error in errors:
         assert isinstance(error, RankMismatchError)
-        assert "the ranks built different models" in str(error)
-        assert message in str(error)
-        assert "build the same model with the same options on every rank" in str(error)
+        assert f"the ranks have parted: {message}; remedy" in str(error)
 
 
 def opinions(rank: int, world_size: int) -> list[bool]:

@@ -43,6 +43,7 @@ from second_order.contract.checkpoint import (
     header,
     read_checkpoint,
 )
+from second_order.contract.consistency import Consistency
 from second_order.contract.curvature import Curvature
 from second_order.contract.given import check_scaler, what_is_given
 from second_order.contract.groups import (
@@ -59,7 +60,6 @@ from second_order.contract.groups import (
 from second_order.contract.hidden import Division
 from second_order.contract.imitation import imitated
 from second_order.contract.notices import warns_at_its_end
-from second_order.contract.outline import Comparison, Outline, described, outline_of_load
 from second_order.contract.recipe import recipe_of
 from second_order.contract.sharding import (
     Places,
@@ -80,7 +80,6 @@ from second_order.contract.two_bases import (
     name_of,
     switch_of,
 )
-from second_order.distributed.agreement import require_equal
 from second_order.distributed.collectives import World
 from second_order.options import (
     PEAK_LR,
@@ -157,7 +156,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         for each in keywords:
             check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
-        comparison = Comparison(debug)
+        self._consistency = Consistency(debug)
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
         trouble = trouble_with_mesh(given.model, world, team and team(world))
@@ -180,9 +179,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"trains alone; call torch.distributed.init_process_group() before making the "
                 f"optimizer"
             )
-        self._constructed, self._outline, self._unwatched = False, Outline(), False
-        self._collected, self._comparison = Collected(), comparison
-
+        self._constructed, self._unwatched, self._collected = False, False, Collected()
         if given.strange and needs_model:
             training.warn(
                 f"{len(given.strange)} of {len(given.params)} parameters are not the model's, and "
@@ -214,11 +211,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _start_together(self, trouble: str | None) -> None:
         """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
-        lines = [*described(training), *self._curvature.description()]
-        lines.append(f"debug: every {self._comparison.every} steps")
+        lines = self._curvature.description()
         if self._division is not None:
             lines += self._division.description([d for _, d in kinds_of(self._base)])
-        require_equal(world, lines, "models or options")
+        self._consistency.check_built(training, lines)
         if trouble is not None:
             agree_on_shards(training, trouble)
         self._curvature.check_processes()  # of equal options, so that all raise or none
@@ -226,24 +222,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             tensors = [*training.model.parameters(), *training.model.buffers()]
             with torch.no_grad():
                 world.broadcast_from_first([t for t in tensors if not is_dtensor(t)])
-        if world.size > 1:
-            world.level()
-            world.aside()  # made now, while every rank is here
         self._constructed = True
         self._curvature.begin()
 
     def _agree(self, doing: str, coming: Sequence[dict[str, Any]] | None = None) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
         if self._curvature.instead is None:  # a helper does as it is told
-            self._outline.compare(
-                self._training.world,
-                f"{doing} of {type(self).__name__}",
-                self._training.steps,
-                self.param_groups,
-                self._curvature.facts,
-                self._training.names,
-                coming,
-            )
+            doing = f"{doing} of {type(self).__name__}"
+            self._consistency.check(self._training, self._curvature, doing, coming)
 
     # ------------------------------------------------------------------------------- stepping
 
@@ -297,8 +283,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self._collected.drop():
             self._share_state()
         with training.meter.stage("compare"):
-            self._agree("take a step")
-            self._comparison.compare(training, curvature)
+            doing = f"take a step of {training.name}"
+            self._consistency.check(training, curvature, doing, tensors=True)
         follow_learning_rates(self.param_groups)
         curvature.prepare()
         with training.meter.stage("average_gradients"):
@@ -558,9 +544,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         saved = found.curvature
-        self._outline.loaded = outline_of_load(
-            self._training, self.state, saved, self._curvature.read_by_all
-        )
+        self._consistency.loaded(self._training, self.state, saved, self._curvature.read_by_all)
         self._collected.drop()
         self._training.steps = found.steps
         if found.base and not any(saved.values()):
