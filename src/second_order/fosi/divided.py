@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.base_state import CURVATURE
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes

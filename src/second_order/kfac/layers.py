@@ -251,7 +251,7 @@ class Layers:
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
             conv_approximation=self._conv_approximation,
-            warn=self._training.notices.keep,
+            warn=self._training.warnings.keep,
             fsdp=fsdp,
             sampled=sampled,
         )

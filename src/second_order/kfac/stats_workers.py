@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
-from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import (
     MalformedError,

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from second_order.contract.arguments import check_scaler, what_is_given
 from second_order.contract.averaging import start_average
 from second_order.contract.base_state import CURVATURE, BaseState
 from second_order.contract.base_step import (
@@ -45,7 +46,6 @@ from second_order.contract.checkpoint import (
 )
 from second_order.contract.consistency import Consistency
 from second_order.contract.curvature import Curvature
-from second_order.contract.given import check_scaler, what_is_given
 from second_order.contract.groups import (
     check_assigned,
     check_ownership,
@@ -59,7 +59,6 @@ from second_order.contract.groups import (
 )
 from second_order.contract.hidden import Division
 from second_order.contract.imitation import imitated
-from second_order.contract.notices import warns_at_its_end
 from second_order.contract.recipe import recipe_of
 from second_order.contract.sharding import (
     Places,
@@ -80,6 +79,7 @@ from second_order.contract.two_bases import (
     name_of,
     switch_of,
 )
+from second_order.contract.warnings import warns_at_its_end
 from second_order.distributed.collectives import World
 from second_order.options import (
     PEAK_LR,
@@ -396,7 +396,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._take_groups(groups)
         if others:
             try:
-                with self._training.notices:
+                with self._training.warnings.held():
                     self._curvature.replan()
             except Exception:
                 self._take_groups(before)
@@ -632,7 +632,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         outer, self._unwatched = self._unwatched, True
         try:
-            with self._curvature.unwatched(), self._training.unwatched():
+            if self._training.late_ddp is not None:
+                self._training.late_ddp.remove()
+            with self._curvature.unwatched():
                 yield
         finally:
             self._unwatched = outer
@@ -640,8 +642,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
-        if self._training.first_pass is not None:
-            self._training.first_pass.remove()
+        if self._training.late_ddp is not None:
+            self._training.late_ddp.remove()
         self._collected.drop()
         if self.state:
             self._share_state()
