@@ -57,8 +57,8 @@ from second_order.contract.groups import (
     rename_assigned,
     shallow,
 )
-from second_order.contract.hidden import Division
 from second_order.contract.imitation import imitated
+from second_order.contract.partition import Partition
 from second_order.contract.recipe import recipe_of
 from second_order.contract.sharding import (
     Places,
@@ -77,6 +77,7 @@ from second_order.contract.two_bases import (
     kinds_of,
     made_again,
     name_of,
+    parts_of,
     switch_of,
 )
 from second_order.contract.warnings import warns_at_its_end
@@ -187,7 +188,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"{', '.join(given.strange[:10])}"
             )
         groups = given.groups
-        self._division = division = None if rest is None else Division(base, rest, layers)
+        self._division = division = None if rest is None else Partition(base, rest, layers)
         if division is None:
             # Groups of a model are named, as named_parameters() are; a base may not know of names.
             self._base = base(
@@ -213,7 +214,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training, world = self._training, self._training.world
         lines = self._curvature.description()
         if self._division is not None:
-            lines += self._division.description([d for _, d in kinds_of(self._base)])
+            lines += self._division.description(parts_of(self._base))
         self._consistency.check_built(training, lines)
         if trouble is not None:
             agree_on_shards(training, trouble)
