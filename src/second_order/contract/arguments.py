@@ -51,13 +51,14 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             break
-    for module in model.modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise TypeError(
-                "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters "
-                "and shards them: layers and whole gradients cannot be told apart; shard it by "
-                "torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
-            )
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    flat = any(getattr(p, "_is_flat_param", False) for p in model.parameters())
+    if flat or "FullyShardedDataParallel" in kinds:
+        raise TypeError(
+            "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters and "
+            "shards them: layers and whole gradients cannot be told apart; shard it by "
+            "torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
+        )
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(
@@ -95,12 +96,7 @@ def what_is_given(
 ) -> Arguments:
     """Find model and parameters in an optimizer's first argument and ``model``.
 
-    Args:
-        name: Name of the optimizer, for messages.
-        base: Name of its base, for messages.
-        params_or_model: A module, or parameters or groups.
-        model: The module, where the first argument is none.
-        needs_model: Whether a model is required.
+    ``name`` and ``base`` are those of the optimizer and its base, for messages.
 
     Raises:
         TypeError: For two models, a missing model, an argument of another type, or parameters that
