@@ -217,13 +217,13 @@ def _compare_shards(everyone: Sequence[Facts]) -> None:
 
 def _plain(value: Any, read: Callable[[Tensor], Any]) -> Any:
     """A value as primitives, with what ``read`` gives for each tensor."""
+    if value is None or isinstance(value, int | float | str):
+        return value
     if isinstance(value, Tensor):
         return read(value)
     if isinstance(value, Mapping):
         return [[str(key), _plain(v, read)] for key, v in value.items()]
-    if isinstance(value, tuple | list):
-        return [_plain(v, read) for v in value]
-    return value if isinstance(value, int | float | str) else None
+    return [_plain(v, read) for v in value] if isinstance(value, tuple | list) else None
 
 
 def _scalar(tensor: Tensor) -> Any:
