@@ -26,8 +26,6 @@ def _nowhere() -> None:
 class Training:
     """One training, as this process takes part in it.
 
-    A copy has no base and publishes nowhere, until the copied optimizer gives it both.
-
     Attributes:
         name: Name of the optimizer's class, for messages.
         model: The user's module, without wrappers.
@@ -110,6 +108,3 @@ class Training:
         processes = f"{size} process{'es' if size > 1 else ''}"
         parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
         return f"{self.name} over {self.base_name}, {parts}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "base": None, "publish": _nowhere, "late_ddp": None}
