@@ -29,7 +29,7 @@ from second_order.contract.base_checks import (
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import NAMES, members_of
-from second_order.contract.hidden import REST
+from second_order.contract.partition import REST
 from second_order.contract.saved import SavedPart, is_whole, kind_of
 from second_order.contract.training import Training
 from second_order.contract.two_bases import TwoBases, base_of, name_of

@@ -251,7 +251,7 @@ class Layers:
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
             conv_approximation=self._conv_approximation,
-            warn=self._training.notices.keep,
+            warn=self._training.warnings.keep,
             fsdp=fsdp,
             sampled=sampled,
         )
@@ -507,11 +507,6 @@ class Layers:
         self.collector.blocks.clear()
         self.blocks, self.active, self.left, self._signature = [], [], [], ()
         self._overflown = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        dropped = ("capture", "collector", "_sampler")
-        kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
-        return {**kept, "_items": None}
 
 
 def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:
