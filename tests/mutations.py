@@ -1259,14 +1259,6 @@ MUTANTS = [
         "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
     ),
     _mutant(
-        "a copy forgets what was under way",
-        "kfac/solves.py",
-        "wanted = self.wanted or bool(self.flights)",
-        "wanted = self.wanted",
-        "distkfac::a_copy_takes_the_same_course",
-        "distkfac::a_copy_in_mid_flight_goes_on_with_threads_of_its_own",
-    ),
-    _mutant(
         "layers that are due when they land wait for the next interval",
         "kfac/solves.py",
         "self._submit(again, damping)",
@@ -1381,20 +1373,6 @@ MUTANTS = [
         "groups::a_group_added_has_names_where_the_others_have",
     ),
     _mutant(
-        "a group with other members keeps its names",
-        "contract/groups.py",
-        "if called is not None and (",
-        "if False and (",
-        "groups::a_group_copied_with_other_members_is_named_anew",
-    ),
-    _mutant(
-        "a parameter twice in a list assigned",
-        "contract/groups.py",
-        "if len({id(p) for p in params}) < len(params):",
-        "if False:",
-        "groups::a_list_that_cannot_be_one_changes_nothing",
-    ),
-    _mutant(
         "warnings between two collectives",
         "contract/notices.py",
         "        if not self._depth:",
@@ -1507,34 +1485,6 @@ MUTANTS = [
         "partial(_share_state_of, weakref.ref(self))",
         "partial(_share_state_of, lambda: self)",
         "contract_state::an_optimizer_goes_as_soon_as_nobody_has_it",
-    ),
-    _mutant(
-        "a pickle is read at any place",
-        "distributed/collectives.py",
-        "if (rank, size) != (self.rank, self.size):",
-        "if False:",
-        "collectives::a_pickle_is_refused_at_another_place",
-    ),
-    _mutant(
-        "a pickled gradient worker's place is that among the workers",
-        "distributed/collectives.py",
-        '"place": self.whole or (self.rank, self.size)',
-        '"place": (self.rank, self.size)',
-        "distkfac_ranks::a_pickle_beside_stats_workers_finds_those_of_its_role",
-    ),
-    _mutant(
-        "a pickled gradient worker takes helpers for workers",
-        "kfac/stats_workers.py",
-        "        training.world = roles.team(training.world)\n\n",
-        "        pass\n\n",
-        "distkfac_ranks::a_pickle_beside_stats_workers_finds_those_of_its_role",
-    ),
-    _mutant(
-        "the place of a pickle without the number of processes",
-        "distributed/collectives.py",
-        "if (rank, size) != (self.rank, self.size):",
-        "if rank != self.rank:",
-        "collectives::a_pickle_is_refused_at_another_place",
     ),
     # Vectors of all parameters.
     _mutant(
@@ -2252,13 +2202,6 @@ MUTANTS = [
         "two_bases::a_group_with_names_is_divided_with_them",
     ),
     _mutant(
-        "two bases: a group changes sides",
-        "contract/hidden.py",
-        'if any(known.get(id(p), mark) is not mark for p in group["params"]):',
-        "if False:",
-        "two_bases::groups_assigned_anew_are_marked_and_nobody_changes_sides",
-    ),
-    _mutant(
         "two bases: marks are taken as they come",
         "contract/hidden.py",
         "self.check_mark(group)\n            return [group]",
@@ -2277,14 +2220,14 @@ MUTANTS = [
         "contract/two_bases.py",
         "return self.parts[bool(group[REST])]",
         "return self.parts[0]",
-        "two_bases_state::a_copy_goes_on_bit_for_bit",
+        "two_bases_state::a_checkpoint_goes_on_bit_for_bit",
     ),
     _mutant(
         "two bases: one looks at the other's state",
         "contract/two_bases.py",
         "(p for p in self._whole if p in self._params)",
         "iter(self._whole)",
-        "two_bases_state::a_copy_goes_on_with_what_a_base_makes_of_its_state",
+        "two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state",
     ),
     _mutant(
         "two bases: momentum is cycled that one has not",
@@ -2298,7 +2241,7 @@ MUTANTS = [
         "contract/two_bases.py",
         "if len(part.state):",
         "if False:",
-        "two_bases_state::a_copy_goes_on_with_what_a_base_makes_of_its_state",
+        "two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state",
     ),
     _mutant(
         "two bases: half a group stays",
@@ -2354,7 +2297,7 @@ MUTANTS = [
         "optimizers/base.py",
         "written_by = base_of(self._base, group)",
         "written_by = base_of(self._base, self.param_groups[0])",
-        "two_bases_state::a_copy_goes_on_bit_for_bit",
+        "two_bases_state::a_checkpoint_goes_on_bit_for_bit",
     ),
     _mutant(
         "two bases: what is not there yet is not compared",
@@ -2443,13 +2386,6 @@ MUTANTS = [
         "    check_saved_intervals(saved)\n",
         "",
         "budget::intervals_that_cannot_be_are_refused",
-    ),
-    _mutant(
-        "a budget that goes on in a copy",
-        "kfac/curvature.py",
-        "        self.budget.begin()\n        self.layers.connect()\n",
-        "        self.layers.connect()\n",
-        "budget::copies_measure_anew_or_know",
     ),
     _mutant(
         "a budget that preconditioning is part of",
@@ -2595,13 +2531,6 @@ MUTANTS = [
         "defaults::of_two_bases_the_first_is_asked",
     ),
     # Wrappers that imitate an optimizer, and groups as recipes have them.
-    _mutant(
-        "a wrapper's groups are its own",
-        "contract/imitation.py",
-        "return next((value for value in own.values() if type(value) in kinds), None)",
-        "return None",
-        "imitation::what_is_assigned_to_an_imitation_reaches_the_optimizer",
-    ),
     _mutant(
         "zero_grad of a wrapper drops nothing",
         "optimizers/base.py",

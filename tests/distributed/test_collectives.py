@@ -6,8 +6,6 @@ the ranks outlive the test.
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import counted
 
-from second_order import RankMismatchError, SecondOrderError
+from second_order import RankMismatchError
 from second_order.distributed import collectives
 from second_order.distributed.agreement import require_equal
 from second_order.distributed.assignment import Grid
@@ -490,47 +488,6 @@ def test_one_process_sends_nothing() -> None:
     assert same is tensor
     assert torch.equal(tensor, torch.arange(3.0))
     assert world.subgroup([0]) is world
-
-
-# Copies.
-
-
-def copies(rank: int, world_size: int) -> bool:
-    world = World()
-    assert copy.deepcopy(world) is world
-    assert copy.deepcopy([world, world])[1] is world
-    read = pickle.loads(pickle.dumps(world))
-    assert (read.rank, read.size, read.backend) == (rank, world_size, "gloo")
-    total = torch.tensor(1.0)
-    read.all_reduce([total]).wait()
-    return bool(total == world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_copies_go_on_working(world: pool.World, world_size: int) -> None:
-    assert world.run(copies, world_size) == [True] * world_size
-
-
-def written(rank: int, world_size: int) -> bytes:
-    return pickle.dumps(World())
-
-
-def read(rank: int, world_size: int, data: bytes) -> str:
-    with pytest.raises(SecondOrderError) as caught:
-        pickle.loads(data)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("writer", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_pickle_is_refused_at_another_place(
-    world: pool.World, world_size: int, writer: int
-) -> None:
-    """It would lack what other ranks keep."""
-    data = world.run(written, 3)[writer]
-    for rank, message in enumerate(world.run(read, world_size, data)):
-        assert f"on rank {writer} of 3, and this is rank {rank} of {world_size}" in message
-        assert "state_dict(), after consolidate()" in message
 
 
 # Agreement.

@@ -7,10 +7,8 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
 import io
 import math
-import pickle
 import warnings
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -318,30 +316,6 @@ def test_a_refresh_that_is_not_finite_is_paid_for() -> None:
     with pytest.warns(SecondOrderWarning, match="is not finite"):
         run.go(21)
     assert run.budget.spent > spent
-
-
-@pytest.mark.parametrize("steps", [5, 15, 29, 31])
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_know_or_measure_anew(how: Any, steps: int) -> None:
-    run = Run().go(steps)
-    del run.optimizer._curvature._split, run.optimizer._curvature._correct
-    run.budget.clock = None
-    run.model, run.optimizer = how((run.model, run.optimizer))
-    run.attach()
-    assert run.budget.measuring == (steps < 29)
-    run.go(60 - steps)
-    assert run.budget.price == 0.25
-    assert run.found == [28, 50]
-
-
-def test_a_copy_of_a_refresh_whose_price_is_not_known_yet() -> None:
-    run = Run(warmup_steps=0).go(2)
-    del run.optimizer._curvature._split, run.optimizer._curvature._correct
-    run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
-    run.attach()
-    run.go(40)
-    assert run.asked == [0, 12, 28]
-    assert run.found == [0, 28]
 
 
 # Ranks.

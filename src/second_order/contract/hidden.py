@@ -94,46 +94,6 @@ class Division:
             )
         return parts
 
-    def mark_assigned(
-        self,
-        groups: Sequence[dict[str, Any]],
-        before: Sequence[Mapping[str, Any]],
-        model: nn.Module,
-    ) -> None:
-        """Mark the groups of a list that is to be assigned, where they have no mark.
-
-        Args:
-            groups: The groups to be assigned.
-            before: The groups until now.
-            model: The model whose modules tell which weights are hidden.
-
-        Raises:
-            TypeError: If a mark is neither True nor False.
-            ValueError: If a parameter would go to the other base, or a group to both.
-        """
-        known = {id(p): group[REST] for group in before for p in group["params"]}
-        hidden = self._hidden(model)
-        found = []
-        for i, group in enumerate(groups):
-            where = f"param_groups[{i}]"
-            marks = {known.get(id(p), id(p) not in hidden) for p in group["params"]}
-            if REST not in group and len(marks) > 1:
-                raise ValueError(
-                    f"{where} has parameters of {self.base.__name__} and of {self.rest.__name__}; "
-                    f"make two groups of it, one with {REST!r}: False, one with {REST!r}: True"
-                )
-            mark = group.get(REST, True in marks)
-            self.check_mark({**group, REST: mark})
-            if any(known.get(id(p), mark) is not mark for p in group["params"]):
-                owner = self.rest if mark else self.base
-                raise ValueError(
-                    f"{where}[{REST!r}]={mark} would hand parameters over to {owner.__name__}, "
-                    f"which cannot go on with the state of the other base; leave {REST!r} as it was"
-                )
-            found.append(mark)
-        for group, mark in zip(groups, found, strict=True):
-            group[REST] = mark
-
     def check_mark(self, group: Mapping[str, Any]) -> None:
         """Raise unless a group's mark is True or False, and its base takes the parameters."""
         if check_flag(f"group[{REST!r}]", group[REST]) or not self._matrices:

@@ -27,8 +27,6 @@ def _nowhere() -> None:
 class Training:
     """One training, as this process takes part in it.
 
-    A copy has no base and publishes nowhere, until the copied optimizer gives it both.
-
     Attributes:
         name: Name of the optimizer's class, for messages.
         model: The user's module, without wrappers.
@@ -115,6 +113,3 @@ class Training:
     def unwatched(self) -> AbstractContextManager[None]:
         """Make a context manager that takes the hook of the first pass off the model."""
         return nullcontext() if self.first_pass is None else self.first_pass.aside(self.model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "base": None, "publish": _nowhere, "first_pass": None}

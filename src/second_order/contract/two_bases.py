@@ -20,10 +20,8 @@ from second_order.contract.hidden import REST
 __all__ = [
     "Kinds",
     "TwoBases",
-    "attributes_of",
     "base_of",
     "kinds_of",
-    "made_again",
     "name_of",
     "switch_of",
 ]
@@ -167,52 +165,9 @@ def switch_of(
 
 
 def kinds_of(base: torch.optim.Optimizer) -> Kinds:
-    """Class and defaults of each base, from which a copy or an unpickled one is made again."""
+    """Class and defaults of each base."""
     parts = base.parts if isinstance(base, TwoBases) else (base,)
     return tuple((type(part), part.defaults) for part in parts)
-
-
-def attributes_of(base: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """What each base has besides groups, state and defaults, if its class is not torch's."""
-    parts = base.parts if isinstance(base, TwoBases) else (base,)
-    usual = vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))
-    return tuple(
-        {}
-        if type(part).__module__.startswith("torch.")
-        else {name: value for name, value in vars(part).items() if name not in usual}
-        for part in parts
-    )
-
-
-def made_again(
-    kinds: Kinds, groups: list[dict[str, Any]], attributes: Sequence[Mapping[str, Any]] = ()
-) -> torch.optim.Optimizer:
-    """Make a base, or two, again on groups that exist, without a state.
-
-    Args:
-        kinds: Class and defaults of each.
-        groups: The groups.
-        attributes: What each has besides, as :func:`attributes_of` gives it.
-    """
-    parts = [_bare(kind, defaults, groups) for kind, defaults in kinds]
-    for part, own in zip(parts, attributes, strict=False):
-        vars(part).update(own)
-    if len(parts) == 1:
-        return parts[0]
-    two = TwoBases.__new__(TwoBases)
-    two.parts = (parts[0], parts[1])
-    two.__setstate__({"defaults": _common(*two.parts), "state": {}, "param_groups": groups})
-    return two
-
-
-def _bare(
-    kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    base = kind.__new__(kind)
-    torch.optim.Optimizer.__setstate__(
-        base, {"defaults": defaults, "state": {}, "param_groups": groups}
-    )
-    return base
 
 
 def _common(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> dict[str, Any]:

@@ -238,9 +238,6 @@ class Budget:
         self.until = self._most if self._auto else 0
         self.begin()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None}
-
 
 # -------------------------------------------------------------------------------------- the cadence
 

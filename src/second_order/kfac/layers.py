@@ -508,11 +508,6 @@ class Layers:
         self.blocks, self.active, self.left, self._signature = [], [], [], ()
         self._overflown = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        dropped = ("capture", "collector", "_sampler")
-        kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
-        return {**kept, "_items": None}
-
 
 def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:
     """The share of parameters that some of them are, 0 to 1."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,6 +200,3 @@ class StepLength:
         self._sign, self._size, self._weight = averages
         self._rate = rate or math.nan
         self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": {}, "_step": {}}
