@@ -1389,8 +1389,8 @@ MUTANTS = [
     _mutant(
         "groups in another order load",
         "contract/checkpoint.py",
-        "if theirs == ours or sorted(theirs) != sorted(ours):",
-        "if True:",
+        "if called != mine and sorted(called) == sorted(mine):",
+        "if False:",
         "checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook",
     ),
     _mutant(
@@ -2274,15 +2274,15 @@ MUTANTS = [
     _mutant(
         "two bases: other weights went to each",
         "contract/checkpoint.py",
-        "if mark is not None and mark != ours[REST]:",
+        "if isinstance(base, TwoBases) and mark not in (None, group[REST]):",
         "if False:",
         "two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed",
     ),
     _mutant(
         "two bases: a mark is lost in loading",
         "contract/checkpoint.py",
-        "[{**theirs, REST: ours[REST]} if two else theirs for",
-        "[theirs for",
+        "saved = [{**g, REST: ours[REST]} for g",
+        "saved = [g for g",
         "two_bases_state::plain_optimizers_take_their_parts_and_give_them_back",
     ),
     _mutant(
@@ -2383,8 +2383,8 @@ MUTANTS = [
     _mutant(
         "a budget that is checked for nothing",
         "kfac/checkpoint.py",
-        "    check_saved_intervals(saved)\n",
-        "",
+        "if key in alike and known",
+        "if key in ALIKE and known",
         "budget::intervals_that_cannot_be_are_refused",
     ),
     _mutant(
@@ -2839,7 +2839,7 @@ MUTANTS = [
     _mutant(
         "refreshes whose price is checked for nothing",
         "fosi/checkpoint.py",
-        "                part.number(name, 0.0)\n",
+        "                part.number(key, 0.0)\n",
         "                pass\n",
         "refresh_budget::costs_that_cannot_be_are_refused",
     ),

@@ -69,6 +69,8 @@ def test_groups_assigned_by_way_of_an_imitation_are_taken_up(System: Any) -> Non
 def test_other_groups_and_another_state_are_refused_with_a_way(System: Any) -> None:
     model = CASE.model()
     optimizer = make(System, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[next(model.parameters())]["base"] = {}
     for each in (optimizer, Imitation(optimizer)):
         groups, state = each.param_groups, each.state
         wrong: list[Any] = [[], [{**groups[0], "params": groups[0]["params"][:1]}]]
@@ -76,7 +78,7 @@ def test_other_groups_and_another_state_are_refused_with_a_way(System: Any) -> N
             with pytest.raises(AttributeError, match=r"does not begin.*add_param_group\(\)"):
                 each.param_groups = other
         with pytest.raises(AttributeError, match=r"cannot be replaced: use load_state_dict\(\)"):
-            each.state = {}
+            each.state = {**state}
         assert each.param_groups is groups is optimizer._base.param_groups
         assert each.state is state
 

@@ -130,11 +130,11 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         (lambda: two(KAISA, "SGD AdamW", model), "saved by Muon, and the base here is SGD"),
         (
             lambda: two(KAISA, "Muon AdamW", model, rest_layers=["up"]),
-            "has 2 parameters, the optimizer's group 1",
+            r"2 parameter groups with \[2, 8\] parameters, the optimizer 2.*with \[1, 9\]",
         ),
         (
             lambda: two(KAISA, "Muon AdamW", [{"params": model.up.weight}], model=model),
-            "has 2 parameter groups, the optimizer 1, those of Muon and AdamW apart",
+            r"has 2 parameter groups.*, the optimizer 1.*those of Muon and AdamW apart",
         ),
     ]
     for build, message in others:
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
     ):
         optimizer.load_state_dict(swapped)
     one = make(KAISA, model, base=AdamW)
-    with pytest.raises(ValueError, match="has 1 parameter groups, the optimizer 2, those of Muon"):
+    with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer 2.*those of Muon"):
         optimizer.load_state_dict(one.state_dict())
 
 

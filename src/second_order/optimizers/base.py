@@ -345,17 +345,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------- groups and checkpoints
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse another ``state``, and ``param_groups`` that do not begin with those here."""
+        """Refuse another ``state`` but none, and ``param_groups`` that do not begin with ours."""
         # A wrapper of Lightning's has our class and passes on what it does not have.
         if name not in ("state", "param_groups") or not getattr(self, "_constructed", False):
             super().__setattr__(name, value)
-        elif name == "state":
+        elif name == "param_groups":
+            self._resume(value)
+        elif not value:  # as fastai has the base start anew
+            self.state.clear()
+        else:
             raise AttributeError(
                 f"{type(self).__name__}.state is shared with the base and cannot be replaced: use "
-                f"load_state_dict(), or make the optimizer anew for an empty state"
+                f"load_state_dict(), or assign an empty one for the base to start anew"
             )
-        else:
-            self._resume(value)
 
     def _resume(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over groups of a run before, as Lightning's BaseFinetuning assigns them."""
