@@ -260,9 +260,8 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
-        how = {} if self._sampler is None else {"reads": self._sampler.reads}
         self.capture = Capture(
-            self.collector, self._sampler, self.collector.wants, self._timed, fsdp, **how
+            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
         )
 
     def watch(
@@ -277,7 +276,8 @@ class Layers:
         self.collector.counted = counted
         self.collector.watch(filter(taken, self.blocks))
         watched = [b for b in self.blocks if taken(b) or b is counted]
-        self.capture.attach(self._training.model, [m for b in watched for m in b.watched])
+        later = [m for b in self.blocks for m in b.watched]
+        self.capture.attach(self._training.model, [m for b in watched for m in b.watched], later)
 
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -468,7 +468,9 @@ class Layers:
             return
         cause = next(
             filter(None, map(self._why_silent, self.active)),
-            "train the very model that the optimizer was given, not a copy or an export of it",
+            "train the very model that the optimizer was given, not a copy or an export of it; a "
+            "model that had run under torch.compile before the optimizer was made needs "
+            "torch.compiler.reset() once, as its graphs have no hooks",
         )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
