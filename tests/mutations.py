@@ -2680,13 +2680,6 @@ MUTANTS = [
         "            del curvature\n",
         "model_curvature::solving_with_the_trainings_damping_is_what_the_training_does",
     ),
-    _mutant(
-        "a curvature object that writes means as sums",
-        "kronecker/export.py",
-        "factor[0] * count",
-        "factor[0]",
-        "model_curvature::kronfluence_divides_and_has_the_factors",
-    ),
     # Compiled models, and what else is done to a model.
     _mutant(
         "steps without statistics have the operators in their graph",
@@ -3321,13 +3314,6 @@ MUTANTS = [
         "refuse_meta(name, members_of(groups), inner)",
         "pass",
         "groups::parameters_on_meta_are_refused_until_they_are_made",
-    ),
-    _mutant(
-        "the export of a module by its own names alone",
-        "kronecker/export.py",
-        "wanted = {known.get(id(p), name): p.detach()",
-        "wanted = {name: p.detach()",
-        "model_curvature::laplace_of_a_module_is_its_part_of_the_whole",
     ),
     _mutant(
         "refreshes that nobody feels told of",
