@@ -131,7 +131,8 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     compiled = whole(model)
     recorder = Keeper()
     capture = Capture(recorder)
-    capture.attach(model, [model[0]], linears(model))
+    capture.attach(model, linears(model))
+    capture.attach(model, [model[0]])
     backward(compiled)
     assert recorder.modules == [model[0]]
     recorder.clear()

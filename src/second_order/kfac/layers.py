@@ -276,8 +276,7 @@ class Layers:
         self.collector.counted = counted
         self.collector.watch(filter(taken, self.blocks))
         watched = [b for b in self.blocks if taken(b) or b is counted]
-        later = [m for b in self.blocks for m in b.watched]
-        self.capture.attach(self._training.model, [m for b in watched for m in b.watched], later)
+        self.capture.attach(self._training.model, [m for b in watched for m in b.watched])
 
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -469,8 +468,8 @@ class Layers:
         cause = next(
             filter(None, map(self._why_silent, self.active)),
             "train the very model that the optimizer was given, not a copy or an export of it; a "
-            "model that had run under torch.compile before the optimizer was made needs "
-            "torch.compiler.reset() once, as its graphs have no hooks",
+            "model that had run under torch.compile before the optimizer was made, or another of "
+            "its class, has left graphs without hooks: call torch.compiler.reset() once",
         )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"

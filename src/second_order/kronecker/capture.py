@@ -313,39 +313,29 @@ class Capture:
         """Open or close the gate for the passes to come."""
         self._gate.open = enabled
 
-    def attach(
-        self, root: nn.Module, layers: Iterable[nn.Module], later: Iterable[nn.Module] = ()
-    ) -> None:
-        """Watch exactly these layers, and no longer those from before.
+    def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Watch exactly these layers, and no longer those from before, whose hooks stay.
 
-        Args:
-            root: The model.
-            layers: Some of its modules.
-            later: Modules that may be watched later: they are hooked now, as a graph that has been
-                compiled meets no new hooks.
+        A graph that has been compiled meets no new hooks, but looks who watches by those it has.
         """
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
         self._dismiss()
         self._observed = weakref.WeakSet(layers)
-        wanted = set(hosts(root, layers))
-        for module in hosts(root, [*layers, *later]):
-            kind = AttentionHook if is_attention(module) else LayerHook
-            self._hook(module, kind, module in wanted)
+        for module in hosts(root, layers):
+            self._watch(module, AttentionHook if is_attention(module) else LayerHook)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
             for root_kind in (RootPreHook, RootHook):
-                self._hook(root, root_kind, True)
+                self._watch(root, root_kind)
 
-    def _hook(self, module: nn.Module, kind: type[WatchHook], watches: bool) -> None:
-        """Hang a hook of a kind on a module, and watch the module by it."""
-        hook = hook_of(module, kind)
+    def _watch(self, module: nn.Module, kind: type[WatchHook]) -> None:
+        """Watch a module by its hook of a kind."""
+        watch = Watch(self, module, self._gate, self._sampler is not None)
+        hook_of(module, kind).watches.append(watch)
+        self._watches.append(watch)
         self._hooked.add(module)
-        if watches:
-            watch = Watch(self, module, self._gate, self._sampler is not None)
-            hook.watches.append(watch)
-            self._watches.append(watch)
 
     def detach(self) -> None:
         """Remove every hook and forget pairs in flight."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ __all__ = [
     "RootPreHook",
     "Watch",
     "WatchHook",
-    "Watcher",
     "hook_of",
     "put_back",
     "release",
@@ -57,30 +56,6 @@ ATTENTION = (
 )
 
 
-class Watcher(Protocol):
-    """Who is told of modules' calls."""
-
-    def observe(self, module: nn.Module, x: Any, output: Any) -> None:
-        """See a call of a layer."""
-
-    def observe_attention(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        """See a call of an ``nn.MultiheadAttention``."""
-
-    def miss_attention(self, module: nn.Module) -> None:
-        """Note a call of an attention inside a graph, where nobody sees its products."""
-
-    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        """Take a layer's input and the gradient of its output, from a graph's backward."""
-
-    def enter_root(self, module: nn.Module) -> None:
-        """See the beginning of the model's forward."""
-
-    def leave_root(self, module: nn.Module, output: Any) -> None:
-        """See the model's output."""
-
-
 @dataclass
 class Gate:
     """Whether calls are wanted now; a condition of every graph that has the hooks in it."""
@@ -92,7 +67,7 @@ class Watch:
     """A watcher's interest in a module, as the module's hooks and compiled graphs see it.
 
     Args:
-        watcher: Who is told, as long as it is there.
+        watcher: The :class:`~second_order.kronecker.capture.Capture` that is told, while it lives.
         module: The module.
         gate: Open while the watcher wants calls.
         drawn: Whether gradients are those of drawn labels, of which graphs know nothing.
@@ -102,25 +77,25 @@ class Watch:
         gone: Whether the interest is over.
     """
 
-    def __init__(self, watcher: Watcher, module: nn.Module, gate: Gate, drawn: bool) -> None:
+    def __init__(self, watcher: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
         self._watcher, self._module = weakref.ref(watcher), weakref.ref(module)
         self.gate, self.drawn, self.gone = gate, drawn, False
         self.outlet = Outlet(partial(_receive, self._watcher, self._module))
 
-    def watcher_of(self, module: nn.Module) -> Watcher | None:
+    def watcher_of(self, module: nn.Module) -> Any:
         """The watcher, if it is there and means this module and not one that shares its hooks."""
         return self._watcher() if self._module() is module else None
 
 
 def _receive(
-    watcher: weakref.ref[Watcher], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
+    watcher: weakref.ref[Any], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
 ) -> None:
     alive, layer = watcher(), module()
     if alive is not None and layer is not None:
         alive.receive(layer, x, gradient)
 
 
-def _watchers(watches: Sequence[Watch], module: nn.Module) -> list[Watcher]:
+def _watchers(watches: Sequence[Watch], module: nn.Module) -> list[Any]:
     found = (watch.watcher_of(module) for watch in watches)
     return [watcher for watcher in found if watcher is not None]
 
