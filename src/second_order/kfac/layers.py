@@ -260,9 +260,8 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
-        how = {} if self._sampler is None else {"reads": self._sampler.reads}
         self.capture = Capture(
-            self.collector, self._sampler, self.collector.wants, self._timed, fsdp, **how
+            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
         )
 
     def watch(
@@ -468,7 +467,9 @@ class Layers:
             return
         cause = next(
             filter(None, map(self._why_silent, self.active)),
-            "train the very model that the optimizer was given, not a copy or an export of it",
+            "train the very model that the optimizer was given, not a copy or an export of it; a "
+            "model that had run under torch.compile before the optimizer was made, or another of "
+            "its class, has left graphs without hooks: call torch.compiler.reset() once",
         )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
