@@ -57,7 +57,6 @@ from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
-from second_order.stopwatch import Account
 
 __all__ = ["FOSICurvature"]
 
@@ -192,7 +191,7 @@ class FOSICurvature(Curvature):
         self.vector.check_gradients()
         if self.computes_pairs and not self.closed:
             pairs, budget = self.pairs, self.pairs.budget
-            budget.begin(bool(self.vector.params), pairs.tally.step)
+            budget.begin(bool(self.vector.params))
             if budget.wants_probe(pairs.tally.step):
                 pairs.probe(self.closure.chosen(self.training))
             if pairs.due():
@@ -217,8 +216,7 @@ class FOSICurvature(Curvature):
         with self.training.meter.stage("average_gradients"):
             average()
         if self.subspace is not None:
-            on = self.pairs.budget.on(Account.APART)
-            with self.training.meter.stage("split"), on, self.vector.plain():
+            with self.training.meter.stage("split"), self.vector.plain():
                 self._split(self.subspace)
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -228,8 +226,7 @@ class FOSICurvature(Curvature):
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
-            on = self.pairs.budget.on(Account.APART)
-            with self.training.meter.stage("newton"), on, self.vector.plain():
+            with self.training.meter.stage("newton"), self.vector.plain():
                 self._correct(self.subspace, *self._newton)
         self._newton = None
         self.vector.share()
@@ -313,7 +310,8 @@ class FOSICurvature(Curvature):
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
         self.closed, self.pairs.subspace = True, None
-        self.pairs.budget.close()
+        self.pairs.budget.forget()
+        self.pairs.budget.active = False
 
     # ------------------------------------------------------------------------ state and summary
 

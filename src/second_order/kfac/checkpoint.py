@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from second_order.budget import OVERHEAD
 from second_order.contract.checkpoint import ELSEWHERE, HEADER
 from second_order.contract.saved import COUNTABLE, SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.budget import SAVED, check_saved_intervals
 from second_order.kfac.drift import DRIFT, DRIFT_ALIKE, DRIFT_INTERVAL
 from second_order.kfac.layers import Layers
+from second_order.kfac.options import BUDGETED
 from second_order.kfac.step_length import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
@@ -33,7 +35,7 @@ LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
-ALIKE = (MEAN_CURVATURE, *STEP_LENGTH)
+ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
 """Entries that are the same in the parts of all layers."""
 
 READ_BY_ALL = (
@@ -43,7 +45,6 @@ READ_BY_ALL = (
     SETTLED,
     *DRIFT,
     *ALIKE,
-    *sorted(SAVED),
     *CHOSEN,
 )
 """What each process reads of a checkpoint, whoever keeps the factors."""
@@ -130,7 +131,6 @@ def check_saved_factors(
         blocks: The layers to be loaded.
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
-    check_saved_intervals(saved)
     _check_alike(saved)
     _check_workers(saved)
     for p, part in saved.items():
@@ -163,7 +163,8 @@ def _check_alike(saved: Mapping[Tensor, SavedPart]) -> None:
     known: dict[str, float] = {}
     for part in saved.values():
         for name in part.keys() & set(ALIKE):
-            value = part.number(name) if name == STEP_SIGN else part.number(name, 0.0)
+            least = -math.inf if name == STEP_SIGN else 0.0
+            value = part.whole(name, 0) if name in BUDGETED else part.number(name, least)
             if known.setdefault(name, value) != value:
                 raise part.wrong(name, f"is {value}, and {known[name]} for another parameter")
 
