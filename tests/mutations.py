@@ -2647,7 +2647,7 @@ MUTANTS = [
     ),
     _mutant(
         "an instrument that forgets the stretch",
-        "fosi/statistics.py",
+        "fosi/metrics.py",
         "whole = first + subspace.rest_scale**2 * second",
         "whole = first + second",
         "statistics::the_newton_share_is_that_of_the_movement",

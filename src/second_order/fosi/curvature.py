@@ -32,6 +32,13 @@ from second_order.fosi.checkpoint import (
     gather_eigenpairs,
 )
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
+from second_order.fosi.metrics import (
+    ACCOUNTS,
+    metrics_of,
+    newton_share,
+    parameter_rows,
+    refresh_share,
+)
 from second_order.fosi.options import (
     FOSIOptions,
     check_differences,
@@ -41,17 +48,7 @@ from second_order.fosi.options import (
     newton_scale_at,
 )
 from second_order.fosi.pieces import Room
-from second_order.fosi.statistics import (
-    ACCOUNTS,
-    newton_share,
-    refresh_share,
-    statistics_of,
-)
-from second_order.fosi.subspace import (
-    Subspace,
-    share_inside,
-)
-from second_order.fosi.summary import eigenpair_notes, parameter_rows
+from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
@@ -389,8 +386,12 @@ class FOSICurvature(Curvature):
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         trust = pairs.trust if self.options.trust_region else None
-        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
-        found["curvature_interval"] = self._interval(last)
+        found = metrics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
+        interval = self.options.curvature_interval
+        if interval == AUTO:
+            found["curvature_interval"] = pairs.budget.interval(pairs.tally.step)
+        else:
+            found["curvature_interval"] = float(value_at(interval, max(last, 0)))
         found["refresh_share"] = refresh_share(self.training.meter.read(ACCOUNTS))
         if self._share is not None:
             found["gradient_share"] = float(self._share)
@@ -398,13 +399,6 @@ class FOSICurvature(Curvature):
             groups = [chunk.group for chunk in self.vector.chunks]
             found["newton_share"] = newton_share(self.subspace, self._before, groups)
         return found
-
-    def _interval(self, step: int) -> float:
-        """Steps from one refresh to the next, as far as is known at a step."""
-        interval = self.options.curvature_interval
-        if interval == AUTO:
-            return self.pairs.budget.interval(self.pairs.tally.step)
-        return float(value_at(interval, max(step, 0)))
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters that eigenvectors span; none before the first refresh."""
@@ -416,13 +410,24 @@ class FOSICurvature(Curvature):
         pairs = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
         layout = "row" if self.vector.sharded else options.layout
         vectors = None if self.subspace is None else self.subspace.basis.vectors
+        tally, values = self.pairs.tally, self.found()[0].tolist()
+        listed = ", ".join(f"{value:.3g}" for value in values)
+        found = f"eigenvalues at step {tally.step}: {listed}"
+        taken = (
+            f"refreshes: {tally.refreshes}, not finite: {tally.failures}; Hessian-vector products: "
+            f"{tally.total_products}"
+        )
+        if tally.refreshes:
+            share = refresh_share(training.meter.read(ACCOUNTS))
+            taken += f"; {share:.1%} of the time of the base alone"
+        notes = [found if values else "no eigenpairs yet: the base steps alone", taken]
         return Summary(
             training.titled(pairs, f"layout {layout}"),
-            parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
+            parameter_rows(training, self.vector.pieces, vectors),
             notes=[
                 *filter(None, [self._settings]),
-                *eigenpair_notes(self.report(), refresh_share(training.meter.read(ACCOUNTS))),
-                *self.pairs.budget.said(self.pairs.tally.step),
+                *notes,
+                *self.pairs.budget.said(tally.step),
             ],
             refused=self.refused,
         )

@@ -94,11 +94,6 @@ def wanted_pairs(
     return pairs
 
 
-def _largest(values: Tensor) -> float:
-    """max|û|, 0 of none."""
-    return float(values.abs().max()) if len(values) else 0.0
-
-
 def publish(training: Training) -> None:
     """Replace the optimizer's published ``state`` by the present one."""
     if training.steps:
@@ -298,8 +293,8 @@ class Eigenpairs:
         As where a softmax is saturated on the curvature batch: gradients of other batches do not
         vanish with it, and no unit of the loss bounds their Newton steps.
         """
-        before = _largest(self.subspace.values) if self.subspace is not None else 0.0
-        now = _largest(values)
+        last = values[:0] if self.subspace is None else self.subspace.values
+        before, now = (max(map(abs, each.tolist()), default=0.0) for each in (last, values))
         if not now < VANISHED * before:
             return False
         if self._training.first_time("vanished"):
@@ -345,17 +340,16 @@ class Eigenpairs:
 
     def _adopt(self, pairs: Pairs) -> bool:
         """Use new eigenpairs if they are finite on all processes; returns whether they are."""
-        chunks, world, momentum = self._vector.chunks, self._training.world, self._momentum()
+        vector, world, momentum = self._vector, self._training.world, self._momentum()
         self.drop()  # the old vectors, before there are new ones
         rows = pairs.vectors()
         if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
             return False
-        basis: Basis
-        if self._by_rows:
-            basis = RowBasis(rows, chunks, world)
-        else:
-            basis = ColumnBasis.of_rows(rows, chunks, self._vector.layout.size, world)
-        self._use(self._span(basis, pairs.values, pairs.bounds(), pairs.largest), momentum)
+        basis: Basis = RowBasis(rows, vector.chunks, world)
+        if not self._by_rows:
+            basis = ColumnBasis.of_rows(rows, vector.chunks, vector.layout.size, world)
+        self._use(basis, pairs.values, pairs.bounds(), pairs.largest, momentum)
+        publish(self._training)
         return True
 
     def take(self, found: Found) -> None:
@@ -372,13 +366,14 @@ class Eigenpairs:
         with vector.plain():
             momentum, count = self._momentum(), len(found.values)
             self.drop()
-            basis: Basis
-            if self._by_rows:
-                basis = RowBasis(found.vectors, vector.chunks, world)
-            else:
-                basis = ColumnBasis(found.vectors, vector.chunks, world, count)
+            basis: Basis = (
+                RowBasis(found.vectors, vector.chunks, world)
+                if self._by_rows
+                else ColumnBasis(found.vectors, vector.chunks, world, count)
+            )
             largest = min(self._options.largest, count)
-            self._use(self._span(basis, found.values, found.residuals, largest), momentum)
+            self._use(basis, found.values, found.residuals, largest, momentum)
+        publish(self._training)
 
     def _momentum(self) -> Tensor | None:
         """This process's part of the momentum in R^n; None if there is none to carry over."""
@@ -386,26 +381,30 @@ class Eigenpairs:
             return None
         return self.subspace.momentum_vector(self._vector.chunks)
 
-    def _use(self, subspace: Subspace, momentum: Tensor | None) -> None:
-        self.subspace = subspace
-        if momentum is not None:
-            subspace.carry(momentum, self._vector.chunks)
-        publish(self._training)
-
-    @property
-    def _by_rows(self) -> bool:
-        return self._vector.spread or self._training.world.size == 1
-
-    def _span(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
-        options, clip = self._options, self._options.rest_clip(type(self._training.base))
+    def _use(
+        self,
+        basis: Basis,
+        values: Tensor,
+        residuals: Tensor,
+        largest: int,
+        momentum: Tensor | None = None,
+    ) -> Subspace:
+        options = self._options
+        clip = options.rest_clip(type(self._training.base))
         self.bound = min(self.bound, clip)
         scale = rest_scale(values, largest, self.bound if options.lr_scale_guard else clip)
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
         nothing = torch.zeros_like(rates)
         self.trust.follow(rates)
-        return Subspace(
-            basis, values, residuals, largest, rates, scale, nothing, last=nothing.clone()
-        )
+        of = values, residuals, largest, rates, scale, nothing, nothing.clone()
+        self.subspace = subspace = Subspace(basis, *of)
+        if momentum is not None:
+            subspace.carry(momentum, self._vector.chunks)
+        return subspace
+
+    @property
+    def _by_rows(self) -> bool:
+        return self._vector.spread or self._training.world.size == 1
 
     def momentum_rule(self) -> tuple[float, float, bool]:
         """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
@@ -470,13 +469,12 @@ class Eigenpairs:
             if taken and has_pairs(saved):
                 self._training.warn(OTHERS_TRAINED)
             return
-        basis: Basis
-        if self._by_rows:
-            rows = vector.here(loaded.vectors).contiguous()
-            basis = RowBasis(rows, vector.chunks, world)
-        else:
-            basis = ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
-        subspace = self._span(basis, loaded.values, loaded.residuals, loaded.largest)
+        basis: Basis = (
+            RowBasis(vector.here(loaded.vectors).contiguous(), vector.chunks, world)
+            if self._by_rows
+            else ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
+        )
+        subspace = self._use(basis, loaded.values, loaded.residuals, loaded.largest)
         subspace.momentum = loaded.momentum[basis.mine].clone()
         subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
         subspace.decayed = loaded.decayed
@@ -484,4 +482,3 @@ class Eigenpairs:
             self.trust.numbers = loaded.trust.tolist()
             self.trust.follow(subspace.rates)
             subspace.last = loaded.last[basis.mine].clone()
-        self.subspace = subspace
