@@ -2474,9 +2474,9 @@ MUTANTS = [
     ),
     _mutant(
         "a budget that pays for threads",
-        "kfac/solves.py",
-        "waits = background is None or background.max_staleness == 0",
-        "waits = True",
+        "kfac/schedule.py",
+        '{"wait": "R" if waits else "apart"}',
+        '{"wait": "R"}',
         "budget::waiting_for_threads_counts_where_all_solves_are_waited_for",
     ),
     _mutant(
