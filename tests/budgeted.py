@@ -17,7 +17,6 @@ from ranks import shard
 from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.stopwatch import HostClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +77,8 @@ class Run:
         self.optimizer = make(System, self.model, **{**AUTO, **auto, **options})
         self.curvature = self.optimizer._curvature
         self.budget = self.curvature.budget
-        self.budget.clock = HostClock(self.time)
+        meter = self.optimizer._training.meter
+        meter.now, meter._since = self.time, 0.0
         self.budget.begin()
         self.updates: list[int] = []
         self.refreshes: list[int] = []

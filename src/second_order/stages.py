@@ -121,10 +121,15 @@ class Meter:
 
     Args:
         now: Returns the time in seconds, from any origin.
+
+    Attributes:
+        now: That function.
+        watch: Is told of each account that is opened; None for nobody.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+        self.now = now
+        self.watch: Callable[[str], None] | None = None
         self._open, self._since, self._bytes = ELSEWHERE, now(), _ODOMETER.bytes
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
@@ -136,13 +141,15 @@ class Meter:
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, self._now(), _ODOMETER.bytes
+        before, now, total = self._open, self.now(), _ODOMETER.bytes
         spent = self._step.get(before)
         if spent is None:
             spent = self._step[before] = [0.0, 0]
         spent[0] += now - self._since
         spent[1] += total - self._bytes
         self._open, self._since, self._bytes = to, now, total
+        if self.watch is not None:
+            self.watch(to)
         return before
 
     def spent(self, *accounts: str) -> float:

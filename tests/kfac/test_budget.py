@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from second_order import KAISA, DistKFAC, SecondOrderWarning
+from second_order.budget import Stopwatch
 from second_order.kfac import curvature
 from second_order.kronecker.background import Ticket
 from second_order.optimizers import base as contract
-from second_order.stopwatch import Account, DeviceClock, HostClock, Stopwatch
-
-if TYPE_CHECKING:
-    pass
+from second_order.stages import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -125,14 +124,13 @@ def test_solves_on_threads_are_waited_for_while_they_are_measured() -> None:
 
 def test_nobody_looks_at_a_clock_without_auto_or_afterwards() -> None:
     run = Run(factor_update_steps=2, inv_update_steps=4, overhead=3.0).go(6)
-    assert run.time.looks == 0
+    assert run.optimizer._training.meter.watch is None
     assert run.budget.chosen == {}
     assert run.optimizer.summary().intervals == ""
     assert "overhead" not in run.saved()["optimizer"]["state"][0]["curvature"]
-    run = Run().go(MEASURED)
-    looks = run.time.looks
-    run.go(10)
-    assert run.time.looks == looks > 0
+    run = Run().go(MEASURED - 1)
+    assert run.optimizer._training.meter.watch is not None
+    assert run.go(1).optimizer._training.meter.watch is None
 
 
 def test_a_devices_clock_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,23 +151,24 @@ def test_a_devices_clock_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    watch = Stopwatch(DeviceClock(device))
+    training: Any = SimpleNamespace(meter=Meter(), device=device)
+    watch = Stopwatch(training, {"solve": "R"})
     for _ in range(3):
-        with watch.on(Account.REFRESH), watch.on(Account.BASE):
+        with training.meter.stage("solve"), training.meter.stage("base"):
             pass
         watch.lap()
     assert waits == []
-    expected = {Account.REFRESH: 2, Account.BASE: 3, Account.STATISTICS: 0, Account.APART: 0}
-    assert watch.read() == [expected] * 3
+    assert watch.medians("R", "T", "S") == [2, 3, 0]
     assert waits == [device]
 
 
 def test_an_account_is_closed_by_an_exception() -> None:
     clock = Time()
-    watch = Stopwatch(HostClock(clock))
+    training: Any = SimpleNamespace(meter=Meter(clock), device=torch.device("cpu"))
+    watch = Stopwatch(training, {"solve": "R"})
 
     def fail() -> None:
-        with watch.on(Account.REFRESH):
+        with training.meter.stage("solve"):
             clock.spend(1)
             raise ValueError("x")
 
@@ -177,8 +176,7 @@ def test_an_account_is_closed_by_an_exception() -> None:
         fail()
     clock.spend(2)
     watch.lap()
-    (lap,) = watch.read()
-    assert (lap[Account.REFRESH], lap[Account.BASE]) == (1, 2)
+    assert watch.medians("R", "T") == [1, 2]
 
 
 # Accidents.
@@ -312,8 +310,6 @@ def told(
     """The warnings of a training whose refreshes take R seconds, each with its step."""
     run = Run(System, **{**NO_BUDGET, **options})
     run.R, run.T = R, T
-    meter = run.optimizer._training.meter
-    meter._now, meter._since = run.time, 0.0
     found = []
     for step in range(steps):
         with warnings.catch_warnings(record=True) as caught:
@@ -385,11 +381,7 @@ def test_a_device_is_waited_for_where_a_refresh_is_due_alone(
     """Its queue is emptied, lest the passes count as the refresh's."""
     waits: list[int] = []
 
-    class Device(HostClock):
-        def settle(self) -> None:
-            waits.append(run.steps)
-
     run = Run(**NO_BUDGET)
-    monkeypatch.setattr(curvature, "clock_of", lambda _: Device(run.time))
+    monkeypatch.setattr(curvature, "settle", lambda _: waits.append(run.steps))
     run.go(22)
     assert waits == [0, 10, 20]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DPKFAC, KAISA, DistKFAC, RankMismatchError
-from second_order.kfac import budget as budgets
+from second_order.kfac.checkpoint import ALIKE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +145,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
 
 def without_intervals(saved: dict[str, Any]) -> dict[str, Any]:
     for entry in saved["optimizer"]["state"].values():
-        for name in budgets.SAVED:
+        for name in ALIKE:
             entry["curvature"].pop(name, None)
     return saved
 

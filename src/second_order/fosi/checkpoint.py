@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.budget import BUDGET, PRICES
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
@@ -22,9 +23,7 @@ from second_order.fosi.trust import check_numbers
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
-    "BUDGET",
     "OTHERS_TRAINED",
-    "PRICES",
     "READ_BY_ALL",
     "START",
     "SUM",
@@ -42,11 +41,6 @@ __all__ = [
 
 VECTORS, CARRIED = "eigenvectors", "carried_momentum"
 SUM, START = "gradient_sum", "epoch_start"
-BUDGET = ("product_price", "refresh_cost", "refreshes_spent")
-"""What a budget of refreshes knows, in steps of the base."""
-PRICES = ("first_price", "second_price", "third_price")
-"""Of a product, in the first refreshes; 0 of one to come. Not in checkpoints of older versions."""
-
 EPOCH = ("epoch", "epoch_step", "epoch_sums")
 COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *PRICES, *EPOCH)
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")

@@ -30,9 +30,9 @@ from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures, publish
+from second_order.fosi.metrics import epoch_metrics
 from second_order.fosi.options import EpochOptions, check_differences, check_shards
 from second_order.fosi.sharded_base import gather_parts
-from second_order.fosi.statistics import epoch_statistics
 from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
 from second_order.sharded import is_dtensor, mesh_ranks
@@ -162,7 +162,7 @@ class Divided(FOSICurvature):
 
     def statistics(self) -> dict[str, float]:
         """Numbers to log, those of the epochs among them."""
-        return super().statistics() | epoch_statistics(self.epochs.number, self.epochs.reports)
+        return super().statistics() | epoch_metrics(self.epochs.number, self.epochs.reports)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, eigenpairs, and the place in the epochs."""

@@ -151,13 +151,6 @@ class ParameterVector:
         shared = self.params, world, self.dtype, hvp, self.model, self.sign
         return Measured(loss_fn, *shared, curvature)
 
-    @property
-    def rows(self) -> slice:
-        """The slice of the n elements that are here."""
-        pieces, rank = self.layout.pieces, self._training.world.rank * self.spread
-        start = sum(piece.size for piece in pieces if piece.rank < rank)
-        return slice(start, start + sum(piece.size for piece in self.pieces))
-
     def here(self, whole: Tensor) -> Tensor:
         """The elements that are here of whole vectors, ``(..., n)``."""
         return self.layout.part(whole, self._training.world.rank * self.spread)

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from second_order.budget import OVERHEAD
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.budget import SAVED
 from second_order.kfac.drift import DRIFT
 from second_order.kfac.layers import Layers
+from second_order.kfac.options import BUDGETED
 from second_order.kfac.step_length import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
@@ -33,7 +34,7 @@ LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
-ALIKE = (MEAN_CURVATURE, *STEP_LENGTH)
+ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
 """Entries that are the same in the parts of all layers."""
 
 READ_BY_ALL = (
@@ -43,7 +44,6 @@ READ_BY_ALL = (
     SETTLED,
     *DRIFT,
     *ALIKE,
-    *sorted(SAVED),
     *CHOSEN,
 )
 """What each process reads of a checkpoint, whoever keeps the factors."""
@@ -130,7 +130,7 @@ def check_saved_factors(
         blocks: The layers to be loaded.
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
-    tensors, alike = {*LETTERS, MEANS}, {*ALIKE, *SAVED, *CHOSEN}
+    tensors, alike = {*LETTERS, MEANS}, {*ALIKE, *CHOSEN}
     known: dict[str, float] = {}
     for p, part in saved.items():
         part.check_known((*HEADER, *LETTERS, *READ_BY_ALL))

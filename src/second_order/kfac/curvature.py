@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from second_order.budget import settle
 from second_order.contract.averaging import Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.budget import Budget, Cadence
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
     READ_BY_ALL,
@@ -50,6 +50,7 @@ from second_order.kfac.plan import (
     dims_of,
     with_one_worker,
 )
+from second_order.kfac.schedule import Cadence
 from second_order.kfac.sharded_gradients import ShardedGradients
 from second_order.kfac.solves import Solves
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
@@ -60,7 +61,6 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
 from second_order.stages import Meter
-from second_order.stopwatch import Account, clock_of
 
 __all__ = ["KFACCurvature"]
 
@@ -101,17 +101,16 @@ class KFACCurvature(Curvature):
         # Of a distributed checkpoint an owner may read its own layers alone.
         self.read_by_all = READ_BY_ALL if system.owners is None else ()
         self.helpers = helpers
-        self.budget = Budget(training, options, elsewhere=helpers is not None)
-        timed = partial(_in_hooks, training.meter, self.budget)
+        timed = partial(_in_hooks, training.meter)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
-        self._cadence = Cadence(training, options, self.budget, self.layers)
-        self.drift = self._cadence.drift
-        self.solves = Solves(
-            training, options, self.layers, system.background, self.budget, self.drift
-        )
+        background = system.background
+        waits = background is None or background.max_staleness == 0
+        self._cadence = Cadence(training, options, self.layers, helpers is not None, waits)
+        self.budget, self.drift = self._cadence.budget, self._cadence.drift
+        self.solves = Solves(training, options, self.layers, background, self.budget, self.drift)
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
@@ -223,24 +222,18 @@ class KFACCurvature(Curvature):
 
     def precondition(self, average: Callable[[], None]) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
-        on = self.budget.on
-
-        def averaged() -> None:
-            with on(Account.BASE):
-                average()
-
-        with self.training.meter.stage("statistics"), on(Account.STATISTICS):
+        with self.training.meter.stage("statistics"):
             age = self.training.steps - self._cadence.updated_at
             coming = self.take_statistics()
-            self._take_gradients(averaged, age)
+            self._take_gradients(average, age)
         due = self._cadence.due()
         if due and self._cadence.judges_cost:  # what the passes have queued is not the refresh's
-            clock_of(self.training.device).settle()
-        with self.training.meter.stage("solve"), on(Account.REFRESH):
+            settle(self.training.device)
+        with self.training.meter.stage("solve"):
             news = [] if self.helpers is None else self.helpers.news()
             arriving = partial(_arriving, coming)
             try:
-                heard = self.solves.refresh(due, averaged, news, arriving)
+                heard = self.solves.refresh(due, average, news, arriving)
             finally:
                 deque(coming, 0)
             if self.helpers is not None:
@@ -249,7 +242,7 @@ class KFACCurvature(Curvature):
             average()
         rows = isinstance(self.gradients, ShardedGradients)
         self._measured = self._feedback.measured(self.plan, rows)
-        with self.training.meter.stage("precondition"), on(Account.APART):
+        with self.training.meter.stage("precondition"):
             self._precondition()
         self._feedback.keep(self.plan, coming=bool(self.solves.flights) or self._cadence.may_come)
 
@@ -293,7 +286,7 @@ class KFACCurvature(Curvature):
             return coming
         mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
         for found in helpers.statistics(mine, [b.name for b in fed]):
-            decay = self._cadence.decay_since_update()
+            decay = self._cadence.decay(exactly=True)
             self._cadence.updated()
             for block in found:
                 block.expect()
@@ -330,7 +323,7 @@ class KFACCurvature(Curvature):
     def _take_in(self, coming: Iterator[Sums], decay: float) -> Iterator[list[KroneckerBlock]]:
         """Update the running averages by the sums that come; yields their layers."""
         while True:
-            with self.training.meter.stage("statistics"), self.budget.on(Account.STATISTICS):
+            with self.training.meter.stage("statistics"):
                 sums = next(coming, None)
                 if sums is None:
                     return
@@ -367,12 +360,11 @@ class KFACCurvature(Curvature):
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
         self._feedback.follow(self.plan, self.layers.active, self._measured)
-        self._cadence.tell_of_drift()
         self.step_length.scale(asked=bool(self.solves.flights) or self._cadence.may_come)
         if self.helpers is not None:
             threads = self.solves.threads
             self.helpers.offer(self.training, _at_once if threads is None else threads.post)
-        self._cadence.tell_of_cost()
+        self._cadence.tell()
         self.budget.lap(working=bool(self.plan))
 
     def averaging_processes(self) -> int:
@@ -470,7 +462,7 @@ class KFACCurvature(Curvature):
             ("length of steps", self.step_length.factor),
             *([("intervals", self.drift.facts(self.layers.active))] if self.drift else []),
             *([("gradient workers", self.workers)] if self.workers else []),
-            *self.budget.facts(),
+            ("intervals by budget", self.budget.state),
         ]
 
     # ------------------------------------------------------------------------ state and summary
@@ -627,12 +619,11 @@ class KFACCurvature(Curvature):
 
 
 @contextmanager
-def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
+def _in_hooks(meter: Meter) -> Iterator[None]:
     """Measure the work of a hook."""
     before = meter.switch("statistics")
     try:
-        with budget.on(Account.STATISTICS):
-            yield
+        yield
     finally:
         meter.switch(before)
 

@@ -22,10 +22,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from second_order.budget import IntervalBudget
 from second_order.contract.training import Training
 from second_order.distributed.parcels import Shapes
 from second_order.errors import DecompositionError
-from second_order.kfac.budget import Budget
 from second_order.kfac.drift import Drift
 from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.flights import Flight, Solved, Verdict
@@ -40,7 +40,6 @@ from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
 from second_order.options import value_at
-from second_order.stopwatch import Account
 
 __all__ = ["Solves"]
 
@@ -83,13 +82,13 @@ class Solves:
         options: KFACOptions,
         layers: Layers,
         background: Background | None,
-        budget: Budget,
+        budget: IntervalBudget,
         drift: Drift | None = None,
     ) -> None:
         self._training, self._options, self._layers = training, options, layers
         self._background, self._budget, self.drift = background, budget, drift
         waits = background is None or background.max_staleness == 0
-        self._waiting = Account.REFRESH if waits else Account.APART
+        self._agreeing = "agree" if waits else "wait"
         self._solver = SOLVERS[options.solver]
         self._plan: Mapping[KroneckerBlock, LayerPlan] = {}
         self.wanted = False
@@ -191,11 +190,11 @@ class Solves:
                     self._submit(arrived, damping)
             if due:
                 self._layers.tell_of_sums()
-            with self._training.meter.stage("agree"), self._budget.on(self._waiting):
+            with self._training.meter.stage(self._agreeing):
                 agreed = self._start_agreement(news)
             with self._training.meter.stage("average_gradients"):
                 average()
-            with self._budget.on(self._waiting):
+            with self._training.meter.stage(self._agreeing):
                 verdicts, heard = agreed()
             with self._training.meter.stage("land"):
                 landed, failing = self._install(verdicts)
