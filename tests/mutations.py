@@ -3288,7 +3288,7 @@ MUTANTS = [
     _mutant(
         "a paper's bound that follows the learning rate",
         "papers.py",
-        '"kl_clip": Constant(1e-3),',
+        '"kl_clip": partial(_constant, 1e-3),',
         '"kl_clip": 1e-3,',
         "paper_settings::kaisa",
     ),

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
-__all__ = ["ELSEWHERE", "PAPER_NAMES", "RANGES", "Meter", "Odometer", "account", "sent", "span"]
+__all__ = ["ELSEWHERE", "PAPER_NAMES", "RANGES", "Meter", "account", "sent", "span"]
 
 RANGES = "second_order."
 """What the names of all ranges begin with."""
@@ -70,19 +69,12 @@ def account(name: str, around: str) -> str:
     return _PART_OF.get(name, name)
 
 
-class Odometer:
-    """A count of the bytes that this process has handed to others, of all optimizers together."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-
-_ODOMETER = Odometer()
+_SENT = [0]  # bytes that this process has handed to others, of all optimizers together
 
 
 def sent(nbytes: int) -> None:
     """Count bytes that this process hands to others."""
-    _ODOMETER.bytes += nbytes
+    _SENT[0] += nbytes
 
 
 def _is_profiling() -> bool:
@@ -125,7 +117,7 @@ class Meter:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._open, self._since, self._bytes = ELSEWHERE, now(), _ODOMETER.bytes
+        self._open, self._since, self._bytes = ELSEWHERE, now(), _SENT[0]
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
         self._total: dict[str, list[float]] = {}
@@ -136,7 +128,7 @@ class Meter:
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, self._now(), _ODOMETER.bytes
+        before, now, total = self._open, self._now(), _SENT[0]
         spent = self._step.get(before)
         if spent is None:
             spent = self._step[before] = [0.0, 0]
@@ -172,28 +164,20 @@ class Meter:
         return Meter, ()
 
 
-class _Stage:
+class _Stage(span):
     """A stage under way."""
 
-    __slots__ = ("_before", "_meter", "_name", "_range")
+    __slots__ = ("_before", "_meter")
 
     def __init__(self, meter: Meter, name: str) -> None:
-        self._meter, self._name = meter, name
-        self._range: Any = None
+        super().__init__(name)
+        self._meter = meter
 
     def __enter__(self) -> None:
         meter = self._meter
         self._before = meter.switch(account(self._name, meter._open))
-        if _is_profiling():
-            self._range = profiler.record_function(RANGES + self._name)
-            self._range.__enter__()
+        super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._meter.switch(self._before)
