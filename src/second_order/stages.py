@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-__all__ = ["ELSEWHERE", "PAPER_NAMES", "RANGES", "Meter", "account", "sent", "span"]
+__all__ = ["ELSEWHERE", "PAPER_NAMES", "RANGES", "Meter", "Odometer", "account", "sent", "span"]
 
 RANGES = "second_order."
 """What the names of all ranges begin with."""
@@ -69,12 +69,19 @@ def account(name: str, around: str) -> str:
     return _PART_OF.get(name, name)
 
 
-_SENT = [0]  # bytes that this process has handed to others, of all optimizers together
+class Odometer:
+    """A count of the bytes that this process has handed to others, of all optimizers together."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+_ODOMETER = Odometer()
 
 
 def sent(nbytes: int) -> None:
     """Count bytes that this process hands to others."""
-    _SENT[0] += nbytes
+    _ODOMETER.bytes += nbytes
 
 
 def _is_profiling() -> bool:
@@ -117,7 +124,7 @@ class Meter:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._open, self._since, self._bytes = ELSEWHERE, now(), _SENT[0]
+        self._open, self._since, self._bytes = ELSEWHERE, now(), _ODOMETER.bytes
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
         self._total: dict[str, list[float]] = {}
@@ -128,7 +135,7 @@ class Meter:
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, self._now(), _SENT[0]
+        before, now, total = self._open, self._now(), _ODOMETER.bytes
         spent = self._step.get(before)
         if spent is None:
             spent = self._step[before] = [0.0, 0]

@@ -381,7 +381,7 @@ class Cadence:
         if isinstance(self._options.factor_decay, PerStep):
             return self._options.factor_decay.after(steps, self._training.steps)
         decay: float = value_at(self._options.factor_decay, self._training.steps)
-        check_decay("factor_decay", decay)
+        check_decay(decay)
         return decay
 
 

@@ -99,7 +99,7 @@ class Clip:
             return 1.0
         kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
         if kl_clip is not None:
-            check_clip("kl_clip", kl_clip)
+            check_clip(kl_clip)
         return kl_clip
 
     def parts(self, ranks: int, device: torch.device) -> list[Tensor]:

@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 
-def check_damping(name: str, value: Any) -> None:
+def check_damping(value: Any) -> None:
     """Raise ValueError unless a damping is at least 0 and finite."""
-    check_number(name, value, low=0.0, open_high=True, remedy="'auto' follows the base")
+    check_number("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
 
 
-def check_decay(name: str, value: Any) -> None:
+def check_decay(value: Any) -> None:
     """Raise ValueError unless a factor_decay is a PerStep or lies in 0..1, 1 excluded."""
     remedy = "'auto' counts steps"
     if not isinstance(value, PerStep):
-        check_number(name, value, low=0.0, high=1.0, open_high=True, remedy=remedy)
+        check_number("factor_decay", value, low=0.0, high=1.0, open_high=True, remedy=remedy)
 
 
-def check_clip(name: str, value: Any) -> None:
+def check_clip(value: Any) -> None:
     """Raise ValueError unless a kl_clip is positive."""
     remedy = "use a positive number, 'auto', or None for no clip"
-    check_number(name, value, low=0.0, open_low=True, remedy=remedy)
+    check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
 def check_trace_bounds(name: str, pair: Any) -> None:
@@ -107,7 +107,7 @@ class PerStep:
     share: float | None = None
 
     def __post_init__(self) -> None:
-        check_decay("decay", self.decay)
+        check_decay(self.decay)
         if self.share is not None:
             remedy = "1 / 3, say, or None"
             check_number("share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy)
@@ -237,11 +237,15 @@ class KFACOptions:
         follows_steps: Whether the length of steps follows what they do; no keyword.
     """
 
-    damping: AutoSchedule = keyword(AUTO, check_damping, AUTO, callable)
+    damping: AutoSchedule = keyword(AUTO, lambda _, value: check_damping(value), AUTO, callable)
     relative_damping: bool = keyword(True, check_flag)
     preconditioner_scale: PreconditionerScale = keyword(AUTO, one_of(AUTO, "newton", "gradient"))
-    factor_decay: AutoSchedule | PerStep = keyword(AUTO, check_decay, AUTO, callable)
-    kl_clip: AutoSchedule | None = keyword(AUTO, check_clip, None, AUTO, callable)
+    factor_decay: AutoSchedule | PerStep = keyword(
+        AUTO, lambda _, value: check_decay(value), AUTO, callable
+    )
+    kl_clip: AutoSchedule | None = keyword(
+        AUTO, lambda _, value: check_clip(value), None, AUTO, callable
+    )
     solver: SolverName = keyword("inverse", one_of(*SOLVERS))
     inv_update_steps: AutoInterval | None = keyword(None, check_interval, None, AUTO)
     factor_update_steps: AutoInterval | None = keyword(None, check_interval, None, AUTO)

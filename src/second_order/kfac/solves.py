@@ -179,7 +179,7 @@ class Solves:
         damping = 0.0
         if due:
             damping = value_at(self._options.damping, self._training.steps)
-            check_damping("damping", damping)  # everywhere, before it begins
+            check_damping(damping)  # everywhere, before it begins
             self.damping = float(damping)
         heard: Sequence[float] = news
         hopeless: list[str] = []
