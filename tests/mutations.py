@@ -37,14 +37,14 @@ MUTANTS = [
     _mutant(
         "assignment without effect",
         "optimizers/kaisa.py",
-        "cost=assignment,",
+        "cost=cost,",
         'cost="compute",',
         "kaisa::layers_are_placed_as_asked_for",
     ),
     _mutant(
         "colocate_factors without effect",
         "optimizers/kaisa.py",
-        "colocate=colocate_factors,",
+        "colocate=colocate,",
         "colocate=True,",
         "kaisa::layers_are_placed_as_asked_for",
     ),
@@ -2541,7 +2541,7 @@ MUTANTS = [
     _mutant(
         "gains decay",
         "recipes.py",
-        "{id(p) for p in model.parameters() if p.ndim <= 1}",
+        "{id(p) for p in inner.parameters() if p.ndim <= 1}",
         "set()",
         "recipes::vectors_and_norms_do_not_decay",
     ),
@@ -2669,28 +2669,28 @@ MUTANTS = [
     # Settings by preset.
     _mutant(
         "presets over what is given",
-        "fosi/presets.py",
-        "{**asdict(PRESETS[name]), **given}, values",
-        "{**given, **asdict(PRESETS[name])}, values",
+        "fosi/options.py",
+        "{**PRESETS[name], **given}, values",
+        "{**given, **PRESETS[name]}, values",
         "presets::what_is_given_goes_before_the_preset",
     ),
     _mutant(
         "half a model as a frozen body",
-        "fosi/presets.py",
+        "fosi/options.py",
         "LARGE_BODY = 0.75",
         "LARGE_BODY = 0.4",
         "presets::a_frozen_body_is_seen",
     ),
     _mutant(
         "embeddings as a frozen body",
-        "fosi/presets.py",
+        "fosi/options.py",
         " if id(p) not in looked_up]",
         "]",
         "presets::a_frozen_body_is_seen",
     ),
     _mutant(
         "frozen parameters anywhere as a body",
-        "fosi/presets.py",
+        "fosi/options.py",
         "for p in params[:first])",
         "for p in params if id(p) not in trained)",
         "presets::a_frozen_body_is_seen",
@@ -3168,7 +3168,7 @@ MUTANTS = [
     _mutant(
         "a paper's bound that follows the learning rate",
         "papers.py",
-        '"kl_clip": Constant(1e-3),',
+        '"kl_clip": partial(_constant, 1e-3),',
         '"kl_clip": 1e-3,',
         "paper_settings::kaisa",
     ),
@@ -3375,8 +3375,8 @@ MUTANTS = [
     _mutant(
         "a length that follows where a clip is given",
         "kfac/options.py",
-        '"follows_steps": keywords["kl_clip"] == AUTO and',
-        '"follows_steps": True and',
+        'follows = ours["kl_clip"] == AUTO and',
+        "follows = True and",
         "step_length::a_number_or_none_leaves_steps_as_they_are",
     ),
 ]

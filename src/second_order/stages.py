@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -176,28 +175,20 @@ class Meter:
         return found
 
 
-class _Stage:
+class _Stage(span):
     """A stage under way."""
 
-    __slots__ = ("_before", "_meter", "_name", "_range")
+    __slots__ = ("_before", "_meter")
 
     def __init__(self, meter: Meter, name: str) -> None:
-        self._meter, self._name = meter, name
-        self._range: Any = None
+        super().__init__(name)
+        self._meter = meter
 
     def __enter__(self) -> None:
         meter = self._meter
         self._before = meter.switch(account(self._name, meter._open))
-        if _is_profiling():
-            self._range = profiler.record_function(RANGES + self._name)
-            self._range.__enter__()
+        super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._meter.switch(self._before)
