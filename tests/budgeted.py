@@ -93,11 +93,11 @@ class Run:
             self.decays[self.steps] = decay
             take_in(sums, decay)
 
-        def refreshing(due: Any, average: Any, *news: Any) -> Any:
+        def refreshing(due: Any, pending: Any, *news: Any) -> Any:
             if due:
                 self.time.spend(self.R * self.scale)
                 self.refreshes.append(self.steps)
-            return refresh(due, average, *news)
+            return refresh(due, pending, *news)
 
         def consuming(*args: Any) -> None:
             self.time.spend(2 / LAYERS * self.scale)

@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import warnings
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,7 +79,8 @@ def test_one_interval_alone() -> None:
 def test_the_mean_of_gradients_is_the_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a refresh, too, where it is waited for."""
     run = Run()
-    monkeypatch.setattr(contract, "start_average", lambda *_: lambda: run.time.spend(11))
+    pending = SimpleNamespace(wait=lambda: run.time.spend(11))
+    monkeypatch.setattr(contract, "start_average", lambda *_: pending)
     run.go(MEASURED)
     assert run.budget.measured == pytest.approx((5, 40, 122))
 

@@ -11,8 +11,7 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import Routed
+from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
@@ -43,7 +42,7 @@ from second_order.kfac.feedback import Feedback
 from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
-from second_order.kfac.pipeline import Pipeline, Sums
+from second_order.kfac.pipeline import Coming, Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -51,12 +50,12 @@ from second_order.kfac.plan import (
     with_one_worker,
 )
 from second_order.kfac.sharded_gradients import ShardedGradients
-from second_order.kfac.solves import Solves
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorkers
 from second_order.kfac.step_length import ADAPTIVE, PLAIN, StepLength
 from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
 from second_order.stages import Meter
@@ -109,10 +108,10 @@ class KFACCurvature(Curvature):
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self._cadence = Cadence(training, options, self.budget, self.layers)
         self.drift = self._cadence.drift
-        self.solves = Solves(
-            training, options, self.layers, system.background, self.budget, self.drift
-        )
+        self.solves = system.solves(training, options, self.layers, self.budget, self.drift)
         self._exchange: Exchange | None = None
+        self._taken: list[KroneckerBlock] = []
+        self._gradient_blocks: list[GradientBlock] = []
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
@@ -166,8 +165,7 @@ class KFACCurvature(Curvature):
 
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
-        if self.solves.threads is not None:
-            self.solves.threads.check_device()
+        self.solves.check_device()
         if self.helpers is not None:
             self.helpers.check_processes(self.training)
         self._system.plan([], self.training.world.size)
@@ -221,84 +219,86 @@ class KFACCurvature(Curvature):
         assert isinstance(self.gradients, OwnerGradients)
         return self.gradients.start_bucket(self.plan, bucket)
 
-    def precondition(self, average: Callable[[], None]) -> None:
+    def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
-        on = self.budget.on
-
-        def averaged() -> None:
-            with on(Account.BASE):
-                average()
-
-        with self.training.meter.stage("statistics"), on(Account.STATISTICS):
-            age = self.training.steps - self._cadence.updated_at
-            coming = self.take_statistics()
-            self._take_gradients(averaged, age)
-        due = self._cadence.due()
-        if due and self._cadence.judges_cost:  # what the passes have queued is not the refresh's
+        meter, on, cadence = self.training.meter, self.budget.on, self._cadence
+        with meter.stage("statistics"), on(Account.STATISTICS):
+            age, takes = self.training.steps - cadence.updated_at, cadence.takes_statistics()
+            coming = self.take_statistics(takes)
+            if takes and self._gradient_blocks:
+                self._take_gradients(pending, age)
+        due, helpers, solves = cadence.due(), self.helpers, self.solves
+        if due and cadence.judges_cost:  # what the passes have queued is not the refresh's
             clock_of(self.training.device).settle()
-        with self.training.meter.stage("solve"), on(Account.REFRESH):
-            news = [] if self.helpers is None else self.helpers.news()
-            arriving = partial(_arriving, coming)
-            try:
-                heard = self.solves.refresh(due, averaged, news, arriving)
-            finally:
-                deque(coming, 0)
-            if self.helpers is not None:
-                self.helpers.hear(heard, self.training)
-        with self.training.meter.stage("average_gradients"):
-            average()
+        if due or coming or solves.wanted or solves.flights or helpers is not None:
+            with meter.stage("solve"), on(Account.REFRESH):
+                news = [] if helpers is None else helpers.news()
+                try:
+                    heard = solves.refresh(due, pending, news, coming)
+                finally:
+                    if coming is not None:
+                        coming.finish()
+                if helpers is not None:
+                    helpers.hear(heard, self.training)
+        with meter.stage("average_gradients"), on(Account.BASE):
+            pending.wait()
         rows = isinstance(self.gradients, ShardedGradients)
         self._measured = self._feedback.measured(self.plan, rows)
-        with self.training.meter.stage("precondition"), on(Account.APART):
-            self._precondition()
-        self._feedback.keep(self.plan, coming=bool(self.solves.flights) or self._cadence.may_come)
+        with meter.stage("precondition"), on(Account.APART):
+            assert self._exchange is not None
+            self.gradients.precondition(self.plan, self._exchange, self._options.inv_dtype)
+        self._feedback.keep(self.plan, coming=bool(solves.flights) or cadence.may_come)
 
-    def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
+    def take_statistics(self, due: bool) -> Coming | None:
         """Update the running averages by the statistics of the step's passes and of helpers.
 
+        Args:
+            due: Whether those of the passes are due.
+
         Returns:
-            An iterator over layers whose averages are updated as it goes on, all at once if their
-            statistics are still on their way; to be taken to its end.
+            The layers whose averages are still to be updated, as their sums arrive; None if all
+            averages are those of this step.
         """
-        helpers, exchange = self.helpers, self._exchange
-        assert exchange is not None
-        taken = [block for block in self.plan if block.watched and self._takes(block)]
-        own = self._cadence.takes_statistics()
+        helpers, layers, cadence = self.helpers, self.layers, self._cadence
+        coming = None
         if helpers is not None:
-            own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
-        coming: Iterator[list[KroneckerBlock]] = iter(())
-        more = self._more_terms() if own else 1.0  # before pairs that explain nothing are dropped
-        if own:
-            self.layers.look(taken)
+            due = due and helpers.own_passes and layers.capture.enabled  # during the passes
+        more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
+        if due:
+            layers.look(self._taken)
             for block in self.plan:
                 block.expect()
-        fed = [block for block in taken if not block.staged.empty]
-        if self._pipeline is not None:
-            if own:
+        fed = [] if helpers is None else [b.name for b in self._taken if not b.staged.empty]
+        if due:
+            assert self._exchange is not None
+            decay, world = cadence.decay(), self.training.world
+            if self._pipeline is not None:
                 self._pipeline.expect(self._wire)
-                coming = self._take_in(
-                    self._pipeline.sums(self.layers, exchange.statistics), self._cadence.decay()
-                )
-                self._cadence.updated()
+
+                def take_in(sums: Sums) -> None:
+                    with self.training.meter.stage("statistics"), on(Account.STATISTICS):
+                        layers.take_in(layers.whole_steps(sums, world.size), decay)
+
+                on = self.budget.on
+                coming = Coming(self._pipeline.sums(layers, self._exchange.statistics), take_in)
             else:
-                self._pipeline.drain()
-        elif own:
-            sums = self.layers.sums(taken)
-            with self.training.meter.stage("exchange"):
-                exchange.statistics(sums, self._wire)
-            sums = self.layers.whole_steps(sums, self.training.world.size, more)
-            self.layers.take_in(sums, self._cadence.decay())
-            self._cadence.updated()
-        if helpers is None:
-            return coming
-        mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
-        for found in helpers.statistics(mine, [b.name for b in fed]):
-            decay = self._cadence.decay_since_update()
-            self._cadence.updated()
-            for block in found:
-                block.expect()
-            self.layers.take_in(found, decay)
-        helpers.tell(self.training)
+                sums = layers.sums(self._taken)
+                with self.training.meter.stage("exchange"):
+                    self._exchange.statistics(sums, self._wire)
+                layers.take_in(layers.whole_steps(sums, world.size, more), decay)
+            cadence.updated()
+        elif self._pipeline is not None:
+            self._pipeline.drain()
+        if helpers is not None:
+            rank = self.training.world.rank
+            mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == rank}
+            for found in helpers.statistics(mine, fed):
+                decay = cadence.decay_since_update()
+                cadence.updated()
+                for block in found:
+                    block.expect()
+                layers.take_in(found, decay)
+            helpers.tell(self.training)
         return coming
 
     def _more_terms(self) -> Tensor | float:
@@ -327,42 +327,22 @@ class KFACCurvature(Curvature):
         exact = self.training.steps < EXACT
         return None if exact else self._system.exchange_dtype
 
-    def _take_in(self, coming: Iterator[Sums], decay: float) -> Iterator[list[KroneckerBlock]]:
-        """Update the running averages by the sums that come; yields their layers."""
-        while True:
-            with self.training.meter.stage("statistics"), self.budget.on(Account.STATISTICS):
-                sums = next(coming, None)
-                if sums is None:
-                    return
-                blocks = list(sums)
-                sums = self.layers.whole_steps(sums, self.training.world.size)
-                self.layers.take_in(sums, decay)
-            yield blocks
-
-    def _take_gradients(self, average: Callable[[], None], age: int) -> None:
+    def _take_gradients(self, pending: PendingAverage, age: int) -> None:
         """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
-        blocks = gradient_blocks(self.plan)
-        if not blocks or not self._cadence.takes_statistics():
-            return
-        with self.training.meter.stage("average_gradients"):
-            average()
+        with self.training.meter.stage("average_gradients"), self.budget.on(Account.BASE):
+            pending.wait()
         # Stats workers' batches are not the training's.
         counting = self.layers.blocks if self.helpers is None else []
         sums = gradient_statistics(
             self.training,
             counting,
-            [block for block in blocks if self._takes(block)],
+            [block for block in self._gradient_blocks if self._takes(block)],
             counts_own=self._system.owners is not None,
             mean_loss=self._options.loss_reduction != "sum",
         )
-        for block in blocks:
+        for block in self._gradient_blocks:
             block.expect()
         self.layers.take_in(sums, self._cadence.decay(age))
-
-    def _precondition(self) -> None:
-        """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""
-        assert self._exchange is not None
-        self.gradients.precondition(self.plan, self._exchange, self._options.inv_dtype)
 
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
@@ -370,8 +350,7 @@ class KFACCurvature(Curvature):
         self._cadence.tell_of_drift()
         self.step_length.scale(asked=bool(self.solves.flights) or self._cadence.may_come)
         if self.helpers is not None:
-            threads = self.solves.threads
-            self.helpers.offer(self.training, _at_once if threads is None else threads.post)
+            self.helpers.offer(self.training, self.solves.post)
         self._cadence.tell_of_cost()
         self.budget.lap(working=bool(self.plan))
 
@@ -392,15 +371,11 @@ class KFACCurvature(Curvature):
 
     # ------------------------------------------------------------------------------ who and when
 
-    @property
-    def _rank(self) -> int:
-        return self.training.world.rank
-
     def _takes(self, block: KroneckerBlock) -> bool:
         """Whether this rank's batches go into a layer's factors."""
         # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
         layer = self.known.get(block)
-        return layer is None or layer.source in (None, self._rank)
+        return layer is None or layer.source in (None, self.training.world.rank)
 
     @property
     def _counted(self) -> KroneckerBlock | None:
@@ -434,13 +409,19 @@ class KFACCurvature(Curvature):
         layers.watch(self._takes, self._counted)
         for block in layers.blocks:
             block.drop_inverse()
-        self.solves.follow(self.plan)
+        self.solves.restart(self.plan)
+        self._compile()
         if self.drift is not None:
             self.drift.follow(layers.blocks)
         if self.helpers is not None:
             self.helpers.begin_anew()
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
+
+    def _compile(self) -> None:
+        """List what a step loops over."""
+        self._taken = [block for block in self.plan if block.watched and self._takes(block)]
+        self._gradient_blocks = gradient_blocks(self.plan)
 
     def _connect(self) -> None:
         """Make the groups of processes by which the plan is carried out."""
@@ -487,7 +468,8 @@ class KFACCurvature(Curvature):
 
     def _saved_of_layer(self, block: KroneckerBlock) -> dict[str, Any]:
         drift = {} if self.drift is None else self.drift.saved(block)
-        return self.solves.traces.saved(block) | drift
+        traces = self.solves.traces
+        return drift if traces is None else traces.saved(block) | drift
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
@@ -502,11 +484,12 @@ class KFACCurvature(Curvature):
                 factors = block.ensure_factors()
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh tells
-        self.solves.restart()
+        self.solves.restart(self.plan)
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
-        self.solves.traces.load(saved, self.layers.blocks)
+        if self.solves.traces is not None:
+            self.solves.traces.load(saved, self.layers.blocks)
         if self.drift is not None:
             self.drift.load(saved, self.layers.blocks)
         self.budget.load(saved)
@@ -570,6 +553,7 @@ class KFACCurvature(Curvature):
         self._closed = True
         self.plan.clear()  # the exchange holds it, too
         self.known, self._shapes = {}, {}
+        self._compile()
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere.
@@ -633,7 +617,8 @@ class KFACCurvature(Curvature):
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
         drift = "" if self.drift is None else self.drift.said
-        settings = [self._options.said, self.solves.traces.said, drift]
+        traces = "" if self.solves.traces is None else self.solves.traces.said
+        settings = [self._options.said, traces, drift]
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
@@ -650,19 +635,3 @@ def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
             yield
     finally:
         meter.switch(before)
-
-
-def _at_once(copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-    send(copies)
-
-
-def _arriving(
-    coming: Iterator[list[KroneckerBlock]], wanted: list[KroneckerBlock]
-) -> Iterator[list[KroneckerBlock]]:
-    """The layers of a list, each as soon as its averages are those of this step."""
-    left = wanted
-    for blocks in coming:
-        arrived = set(blocks)
-        yield [block for block in left if block in arrived]
-        left = [block for block in left if block not in arrived]
-    yield left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from second_order.contract.training import Training
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import Planner
-from second_order.kfac.threads import Background
+from second_order.kfac.solves import Solves
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 
@@ -39,7 +40,7 @@ class System:
         owners: Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to
             all ranks although layers have owners; None without owners.
         conv_approximation: Approximation for convolutions; None for that of other layers.
-        background: How inverses are computed on threads; None to compute them at once.
+        solves: Makes the inverses of the layers: solved at once, or on threads.
         pipelined: Whether statistics leave for the other ranks while backward still runs.
         exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
         chooser: Chooses the number of gradient workers; None where it is given.
@@ -50,7 +51,7 @@ class System:
     said: str = ""
     owners: str | None = None
     conv_approximation: Approximation | None = None
-    background: Background | None = None
+    solves: Callable[..., Solves] = Solves
     pipelined: bool = False
     exchange_dtype: torch.dtype | None = None
     chooser: Chooser | None = None

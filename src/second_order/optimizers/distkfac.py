@@ -39,6 +39,7 @@ from second_order.kfac.options import (
     documented,
 )
 from second_order.kfac.plan import distkfac_plan
+from second_order.kfac.solves_async import SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker
 from second_order.kfac.system import System
 from second_order.kfac.threads import Background
@@ -225,7 +226,7 @@ class DistKFAC(KroneckerOptimizer):
             f"{conv_factors} {inverse_device} {staleness} {deterministic} {stats_workers} "
             f"{helper_timeout}",
             conv_approximation="reduce" if conv_factors == "cheap" else None,
-            background=background,
+            solves=partial(SolvesOnThreads, background=background),
         )
         super().__init__(
             params_or_model,
@@ -239,6 +240,7 @@ class DistKFAC(KroneckerOptimizer):
                 system=system,
                 count=stats_workers,
                 patience=float(helper_timeout),
+                on_device=inverse_device == "cuda",
             ),
             gradient_averaging=gradient_averaging,
             grad_scaler=grad_scaler,
