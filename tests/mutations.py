@@ -3080,8 +3080,8 @@ MUTANTS = [
     _mutant(
         "what has settled is forgotten by a resumed run",
         "kfac/curvature.py",
-        "        self.solves.traces.load(saved, self.layers.blocks)\n",
-        "",
+        "self.solves.traces.load(saved, self.layers.blocks)",
+        "pass",
         "trace_refresh::what_has_settled_is_in_checkpoints",
     ),
     _mutant(
