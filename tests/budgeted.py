@@ -84,7 +84,7 @@ class Run:
         self.refreshes: list[int] = []
         self.decays: dict[int, float] = {}
         curvature, layers, solves = self.curvature, self.curvature.layers, self.curvature.solves
-        take_in, refresh, finish = layers.take_in, solves.refresh, curvature.gradients.precondition
+        take_in, refresh, finish = layers.take_in, solves.refresh, curvature.clip.bound
         consume = layers.collector.consume
 
         def taking(sums: Any, decay: float) -> None:
@@ -104,7 +104,7 @@ class Run:
             consume(*args)
 
         layers.take_in, solves.refresh = taking, refreshing
-        curvature.gradients.precondition = self.time.before(finish, 1000.0)
+        curvature.clip.bound = self.time.before(finish, 1000.0)
         layers.collector.consume = consuming
 
     @property

@@ -85,9 +85,9 @@ MUTANTS = [
     ),
     _mutant(
         "gradients from the wrong row",
-        "kfac/exchange.py",
-        "return layer.workers[0] // len(layer.workers)",
-        "return 0",
+        "kfac/step_plan.py",
+        "row = layer.workers[0] // len(layer.workers)",
+        "row = 0",
         "kaisa::a_smaller_fraction_keeps_fewer_inverses",
     ),
     _mutant(
@@ -227,30 +227,30 @@ MUTANTS = [
     ),
     _mutant(
         "the hook's means are lost with their owner",
-        "kfac/exchange.py",
+        "kfac/owner_hook.py",
         "if owners.get(p, rank) != rank]",
         "if False]",
         "dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means",
     ),
     _mutant(
         "a clip of one's own layers alone",
-        "kfac/exchange.py",
+        "kfac/precondition.py",
         "torch.stack(changes).sum()",
         "changes[world.rank]",
         "dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient",
     ),
     _mutant(
         "heads to owners only",
-        "kfac/exchange.py",
-        "keepers.append(None)",
-        'keepers.append(layer.keeper("A"))',
+        "kfac/step_plan.py",
+        "[[(each.head, None)] for _, each in alike]",
+        '[[(each.head, layer.keeper("A"))] for layer, each in alike]',
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
     ),
     _mutant(
         "heads are not summed",
-        "kfac/exchange.py",
-        "tensors.append(each.head)",
-        "tensors.append(each.head.clone())",
+        "kfac/step_plan.py",
+        "[[(each.head, None)] for _, each in alike]",
+        "[[(each.head.clone(), None)] for _, each in alike]",
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
         "kaisa::unequal_shards_are_weighted_by_their_examples",
     ),
@@ -744,7 +744,7 @@ MUTANTS = [
     ),
     _mutant(
         "the second messages of a backward pass are left out",
-        "kfac/exchange.py",
+        "kfac/owner_hook.py",
         "summed.go_on()",
         "pass",
         "dpkfac_sent::the_owner_hook_sends_by_shares_as_directly",
@@ -759,8 +759,8 @@ MUTANTS = [
     _mutant(
         "the clip of a bucket's own layers",
         "kfac/sharded_gradients.py",
-        "changes += self._returned(bucket, whole, change)",
-        "changes = self._returned(bucket, whole, change)",
+        "changes += _returned(",
+        "changes = _returned(",
         "fsdp::one_all_to_all_each_way_for_a_bucket",
     ),
     _mutant(
@@ -2646,9 +2646,9 @@ MUTANTS = [
     ),
     _mutant(
         "an instrument without the owners' clip",
-        "kfac/exchange.py",
-        "                self.coefficient = coefficient\n",
-        "",
+        "kfac/curvature.py",
+        "self.coefficient = self._preconditioned()",
+        "self._preconditioned()",
         "statistics::the_clip_is_the_one_that_shortened_the_gradient",
     ),
     _mutant(
@@ -2945,9 +2945,9 @@ MUTANTS = [
     ),
     _mutant(
         "numbers of examples in bfloat16",
-        "kfac/exchange.py",
-        "self._summed(self._world, sums, heads=True, factors=False)",
-        "self._summed(self._world.wired(wire), sums, heads=True, factors=False)",
+        "kfac/step_plan.py",
+        "_start(world, [one for head in heads for one in head]),",
+        "_start(world.wired(wire), [one for head in heads for one in head]),",
         "exchange_dtype::factors_and_decompositions_take_half_the_bytes",
     ),
     _mutant(

@@ -36,12 +36,12 @@ from second_order.kfac.checkpoint import (
     saved_workers,
 )
 from second_order.kfac.clip import Clip
-from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.feedback import Feedback
 from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
+from second_order.kfac.owner_hook import OwnerHook
 from second_order.kfac.pipeline import Coming, Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
@@ -49,13 +49,18 @@ from second_order.kfac.plan import (
     dims_of,
     with_one_worker,
 )
-from second_order.kfac.sharded_gradients import ShardedGradients
+from second_order.kfac.precondition import (
+    owners_of,
+    precondition_by_owners,
+    precondition_by_workers,
+)
+from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorkers
 from second_order.kfac.step_length import ADAPTIVE, PLAIN, StepLength
+from second_order.kfac.step_plan import StepPlan, compile_step, sum_statistics
 from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
 from second_order.stages import Meter
@@ -79,7 +84,10 @@ class KFACCurvature(Curvature):
         layers: The layers of the model.
         plan: The plan of each layer that trains: which rank does what.
         solves: The layers' inverses, and the solves under way.
-        gradients: The exchange of preconditioned gradients between ranks.
+        clip: The clip of the steps.
+        coefficient: ν of the last step, a scalar; None where nothing was clipped.
+        sharded: Whether FSDP2 has sharded any parameter of a layer.
+        hook: DPKFAC's hook of DistributedDataParallel, or None.
         helpers: The stats workers, or None.
         budget: Chooses the intervals that are "auto".
         workers: The number of gradient workers that has been chosen; 0 where it is given.
@@ -109,9 +117,10 @@ class KFACCurvature(Curvature):
         self._cadence = Cadence(training, options, self.budget, self.layers)
         self.drift = self._cadence.drift
         self.solves = system.solves(training, options, self.layers, self.budget, self.drift)
-        self._exchange: Exchange | None = None
-        self._taken: list[KroneckerBlock] = []
-        self._gradient_blocks: list[GradientBlock] = []
+        self._step: StepPlan | None = None
+        self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
+        self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
+        self.hook: OwnerHook | None = None
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
@@ -122,23 +131,15 @@ class KFACCurvature(Curvature):
         self._closed = False
         self.workers = 0
         self.layers.find()
-        self.gradients = self._gradients()
+        self._look_at_shards()
+        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
+        self.clip = Clip(training, options, counted if helpers is None else "helpers")
+        self.coefficient: Tensor | None = None
         self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
 
-    def _gradients(self) -> ResultGradients | OwnerGradients | ShardedGradients:
-        """Make the exchange of gradients, as they are kept and as the system wants them."""
-        training, owners = self.training, self._system.owners
-        counted: Literal["all", "one"] = "all" if owners is None else "one"
-        clip = Clip(training, self._options, counted if self.helpers is None else "helpers")
-        if self.layers.sharded:
-            self._check_sharded()
-            return ShardedGradients(training, clip, batch_of_all=owners is None)
-        if owners is None:
-            return ResultGradients(training, clip)
-        return OwnerGradients(training, clip, only_to_owners=owners == "owner")
-
-    def _check_sharded(self) -> None:
-        if self._options.other_matrices == "gradient":
+    def _look_at_shards(self) -> None:
+        self.sharded = self.layers.sharded
+        if self.sharded and self._options.other_matrices == "gradient":
             raise ValueError(
                 f"{self.training.name}: other_matrices='gradient' makes factors of whole "
                 f"gradients, and FSDP2 leaves each rank some of their rows; use 'base'"
@@ -147,7 +148,7 @@ class KFACCurvature(Curvature):
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
         self.layers.replace_params(others)
-        self.gradients = self._gradients()
+        self._look_at_shards()
 
     def replaced(self) -> None:
         """Leave matrices without a rule to the base, now that no rank has their whole gradients."""
@@ -199,8 +200,7 @@ class KFACCurvature(Curvature):
         """Look for the model's layers again."""
         if not self._closed:
             self.layers.find()
-            if self.layers.sharded != isinstance(self.gradients, ShardedGradients):
-                self.gradients = self._gradients()
+            self._look_at_shards()
             self._look()
 
     # --------------------------------------------------------------------------------- the step
@@ -208,26 +208,38 @@ class KFACCurvature(Curvature):
     def prepare(self) -> None:
         """Plan anew where layers have changed: gradients go to those that precondition them."""
         self._follow()
-        self.gradients.follow_moved(self.plan)
+        if self.hook is not None:
+            self.hook.share_moved(self.owners())
+
+    def owners(self) -> dict[Tensor, int]:
+        """The rank that owns each gradient that is averaged, in a layer or not."""
+        params = self.training.averaged_params()
+        if self._owners[0] != (key := list(map(id, params))):
+            found = owners_of(self.plan, params, self.training.world.size)
+            self._owners = key, dict(zip(params, found, strict=True))
+        return self._owners[1]
+
+    @property
+    def only_to_owners(self) -> bool:
+        """Whether each mean gradient goes to its owner alone."""
+        return self._system.owners == "owner" and not self.sharded
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """The rank that each mean gradient goes to."""
-        return self.gradients.route(self.plan, params, gradients)
-
-    def start_bucket(self, bucket: Any) -> Any:
-        """Send a bucket of DistributedDataParallel's gradients to their owners; a future of it."""
-        assert isinstance(self.gradients, OwnerGradients)
-        return self.gradients.start_bucket(self.plan, bucket)
+        return (gradients, list(self.owners().values())) if self.only_to_owners else None
 
     def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
         meter, on, cadence = self.training.meter, self.budget.on, self._cadence
+        helpers, solves = self.helpers, self.solves
         with meter.stage("statistics"), on(Account.STATISTICS):
             age, takes = self.training.steps - cadence.updated_at, cadence.takes_statistics()
-            coming = self.take_statistics(takes)
-            if takes and self._gradient_blocks:
+            coming = None
+            if takes or helpers is not None or self._pipeline is not None:
+                coming = self.take_statistics(takes)
+            if takes:
                 self._take_gradients(pending, age)
-        due, helpers, solves = cadence.due(), self.helpers, self.solves
+        due = cadence.due()
         if due and cadence.judges_cost:  # what the passes have queued is not the refresh's
             clock_of(self.training.device).settle()
         if due or coming or solves.wanted or solves.flights or helpers is not None:
@@ -242,11 +254,9 @@ class KFACCurvature(Curvature):
                     helpers.hear(heard, self.training)
         with meter.stage("average_gradients"), on(Account.BASE):
             pending.wait()
-        rows = isinstance(self.gradients, ShardedGradients)
-        self._measured = self._feedback.measured(self.plan, rows)
+        self._measured = self._feedback.measured(self.plan, self.sharded)
         with meter.stage("precondition"), on(Account.APART):
-            assert self._exchange is not None
-            self.gradients.precondition(self.plan, self._exchange, self._options.inv_dtype)
+            self.coefficient = self._preconditioned()
         self._feedback.keep(self.plan, coming=bool(solves.flights) or cadence.may_come)
 
     def take_statistics(self, due: bool) -> Coming | None:
@@ -259,19 +269,20 @@ class KFACCurvature(Curvature):
             The layers whose averages are still to be updated, as their sums arrive; None if all
             averages are those of this step.
         """
-        helpers, layers, cadence = self.helpers, self.layers, self._cadence
+        helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
+        assert step is not None
         coming = None
         if helpers is not None:
             due = due and helpers.own_passes and layers.capture.enabled  # during the passes
         more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
         if due:
-            layers.look(self._taken)
+            layers.look(step.taken)
             for block in self.plan:
                 block.expect()
-        fed = [] if helpers is None else [b.name for b in self._taken if not b.staged.empty]
+        fed = [] if helpers is None else [b.name for b in step.taken if not b.staged.empty]
         if due:
-            assert self._exchange is not None
             decay, world = cadence.decay(), self.training.world
+            exchange = partial(sum_statistics, world, self.plan)
             if self._pipeline is not None:
                 self._pipeline.expect(self._wire)
 
@@ -280,11 +291,11 @@ class KFACCurvature(Curvature):
                         layers.take_in(layers.whole_steps(sums, world.size), decay)
 
                 on = self.budget.on
-                coming = Coming(self._pipeline.sums(layers, self._exchange.statistics), take_in)
+                coming = Coming(self._pipeline.sums(layers, exchange), take_in)
             else:
-                sums = layers.sums(self._taken)
+                sums = layers.sums(step.taken)
                 with self.training.meter.stage("exchange"):
-                    self._exchange.statistics(sums, self._wire)
+                    exchange(sums, self._wire)
                 layers.take_in(layers.whole_steps(sums, world.size, more), decay)
             cadence.updated()
         elif self._pipeline is not None:
@@ -329,6 +340,9 @@ class KFACCurvature(Curvature):
 
     def _take_gradients(self, pending: PendingAverage, age: int) -> None:
         """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
+        blocks = () if self._step is None else self._step.of_gradients
+        if not blocks:
+            return
         with self.training.meter.stage("average_gradients"), self.budget.on(Account.BASE):
             pending.wait()
         # Stats workers' batches are not the training's.
@@ -336,11 +350,11 @@ class KFACCurvature(Curvature):
         sums = gradient_statistics(
             self.training,
             counting,
-            [block for block in self._gradient_blocks if self._takes(block)],
+            [block for block in blocks if self._takes(block)],
             counts_own=self._system.owners is not None,
             mean_loss=self._options.loss_reduction != "sum",
         )
-        for block in self._gradient_blocks:
+        for block in blocks:
             block.expect()
         self.layers.take_in(sums, self._cadence.decay(age))
 
@@ -387,14 +401,14 @@ class KFACCurvature(Curvature):
         """Plan anew if layers were frozen or unfrozen since the last step."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
         if not layers.follow():
-            if self._exchange is None:  # in a copy, whose inverses remain valid
+            if self._step is None:  # in a copy, whose inverses remain valid
                 self._connect()
             return
         shapes = {block: block.shape for block in layers.active}
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
         self._shapes |= shapes
         plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
-        if isinstance(self.gradients, ShardedGradients):
+        if self.sharded:
             plan = with_one_worker(plan)
         before = self.known
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
@@ -402,15 +416,14 @@ class KFACCurvature(Curvature):
         if (steps > 0 and changed) or any(old.source != new.source for old, new in pairs):
             layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
         self._grid = plan.grid
-        self._connect()
-        move_factors(world, self.plan, before)
         known = before | self.plan
         self.known = {block: known[block] for block in layers.blocks if block in known}
+        self._connect()
+        move_factors(world, self.plan, before)
         layers.watch(self._takes, self._counted)
         for block in layers.blocks:
             block.drop_inverse()
         self.solves.restart(self.plan)
-        self._compile()
         if self.drift is not None:
             self.drift.follow(layers.blocks)
         if self.helpers is not None:
@@ -418,19 +431,34 @@ class KFACCurvature(Curvature):
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
 
-    def _compile(self) -> None:
-        """List what a step loops over."""
-        self._taken = [block for block in self.plan if block.watched and self._takes(block)]
-        self._gradient_blocks = gradient_blocks(self.plan)
-
     def _connect(self) -> None:
-        """Make the groups of processes by which the plan is carried out."""
-        wire = self._system.exchange_dtype
-        self._exchange = Exchange(self.training.world, self._grid, self.plan, wire)
-        self.solves.exchange = self._exchange
+        """Compile the step, and make the groups of processes by which it is carried out."""
+        world, wire = self.training.world, self._system.exchange_dtype
+        self._step = compile_step(world, self._grid, self.plan, wire, self._takes)
+        self.solves.step = self._step
+        self._buckets, self._owners = (None, []), (None, {})
         if self._pipeline is not None:
             self._pipeline.connect()
             self._pipeline.follow([block for block in self.plan if block.watched])
+
+    def _preconditioned(self) -> Tensor | None:
+        """Compute P as gradient worker, get the other ranks' P, and write ν P; returns ν."""
+        training, owners, step = self.training, self._system.owners, self._step
+        dtype = self._options.inv_dtype
+        assert step is not None
+        if self.sharded:
+            solved = (b for b in self.plan if b.solved)
+            key = [id(p) for b in solved for p in (b, *b.params)]
+            if self._buckets[0] != key:
+                self._buckets = key, buckets_of(step, training.world)
+            return precondition_rows(
+                self._buckets[1], step, training, self.clip, dtype, batch_of_all=owners is None
+            )
+        if owners is None:
+            return precondition_by_workers(step, training, self.clip, dtype)
+        back = self.only_to_owners and (training.averages or self.hook is not None)
+        sent = self.owners() if back else None
+        return precondition_by_owners(step, training, self.clip, dtype, sent)
 
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
@@ -445,7 +473,7 @@ class KFACCurvature(Curvature):
         wanted = ("inverses wanted at once", self.solves.wanted)
         newcomers = ("anew at", self.layers.newcomers_at)
         scheduled = self._options.scheduled(self.training.steps)
-        sharded = ("sharded by FSDP2", isinstance(self.gradients, ShardedGradients))
+        sharded = ("sharded by FSDP2", self.sharded)
         return [
             *(("closed", self._closed), sharded, wanted, newcomers),
             *scheduled,
@@ -531,14 +559,14 @@ class KFACCurvature(Curvature):
         """Watch the model of a copied optimizer; process groups are made at the next step."""
         if self.helpers is not None:
             self.helpers.awake(self.training)
-        self._exchange = None
+        self._step = None
         self.budget.begin()
         self.layers.connect()
         self.layers.watch(self._takes, self._counted)
         self.watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_exchange": None}
+        return {**self.__dict__, "_step": None, "hook": None}
 
     def close(self) -> None:
         """End threads and hooks; the optimizer goes on as its base alone."""
@@ -551,9 +579,10 @@ class KFACCurvature(Curvature):
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True
-        self.plan.clear()  # the exchange holds it, too
-        self.known, self._shapes = {}, {}
-        self._compile()
+        self.plan, self.known, self._shapes = {}, {}, {}
+        if self._step is not None:
+            self._step = StepPlan({}, self._step.row, self._step.column)
+            self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere.
@@ -587,7 +616,7 @@ class KFACCurvature(Curvature):
 
     def statistics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""
-        last, nu = self.training.steps - 1, self.gradients.coefficient
+        last, nu = self.training.steps - 1, self.coefficient
         found = statistics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
         found["step_length"] = self.step_length.factor

@@ -24,11 +24,11 @@ from second_order.distributed.parcels import Shapes
 from second_order.errors import DecompositionError
 from second_order.kfac.budget import Budget
 from second_order.kfac.drift import Drift
-from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.flights import Flight, Solved, Verdict
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import LayerPlan
+from second_order.kfac.step_plan import Item, StepPlan
 from second_order.kfac.trace_refresh import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Problem
@@ -65,10 +65,10 @@ class Solves:
         dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
         failed: Number of solves that gave no sound decomposition, of all layers so far.
         traces: Tells which layers a refresh need not solve; None if it solves all.
-        exchange: The collectives between the ranks.
+        step: What this rank does.
     """
 
-    exchange: Exchange
+    step: StepPlan
 
     heads = 0
     """Numbers that travel before a layer's A, γ and its scale; none where all workers know them."""
@@ -384,7 +384,7 @@ class Solves:
     def _exchanged(self, sound: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Solved]:
         """Decompositions of the layers that this rank preconditions, and their γ and scale."""
         options, device = self.options, self.training.device
-        dtype, rounding = options.inv_dtype, self.exchange.rounding
+        dtype, rounding = options.inv_dtype, self.step.rounding
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
         for block in sound:
@@ -405,7 +405,7 @@ class Solves:
                     mine[block, k] = (*(x.to(device, dtype) for x in sent), *parts)
         if sound:
             with self.training.meter.stage("exchange"):
-                mine = self.exchange.decompositions(mine, shapes, dtype, device)
+                mine = self.step.give_decompositions(mine, shapes, dtype, device)
         received: dict[KroneckerBlock, Solved] = {}
         for block in sound:
             if self.training.world.rank in self.plan[block].workers:
@@ -469,7 +469,7 @@ class Solves:
     def __getstate__(self) -> dict[str, Any]:
         # What is under way is solved anew in the copy.
         wanted = self.wanted or bool(self.flights)
-        away: dict[str, Any] = {"exchange": None, "flights": {}, "_seen": None}
+        away: dict[str, Any] = {"step": None, "flights": {}, "_seen": None}
         return {**self.__dict__, **away, "wanted": wanted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -16,17 +16,7 @@ from second_order.kfac.solves import Solves
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 
-__all__ = ["Chooser", "System", "described", "no_copies"]
-
-
-class Chooser(Protocol):
-    """A choice of the number of gradient workers, made once all ranks agree on the model."""
-
-    def choose(self, training: Training) -> int:
-        """The number of gradient workers; a collective, the same on all ranks."""
-
-    def planner(self, workers: int, ranks: int) -> Planner:
-        """The planner with so many gradient workers."""
+__all__ = ["System", "described", "no_copies"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,8 @@ class System:
         solves: Makes the inverses of the layers: solved at once, or on threads.
         pipelined: Whether statistics leave for the other ranks while backward still runs.
         exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
-        chooser: Chooses the number of gradient workers; None where it is given.
+        chooser: Chooses the number of gradient workers of a training, by ``choose``, and makes the
+            plan with so many, by ``planner``; None where it is given.
     """
 
     plan: Planner
@@ -54,7 +45,7 @@ class System:
     solves: Callable[..., Solves] = Solves
     pipelined: bool = False
     exchange_dtype: torch.dtype | None = None
-    chooser: Chooser | None = None
+    chooser: Any = None
 
 
 def described(
