@@ -594,14 +594,9 @@ class KFACCurvature(Curvature):
         gather = gather and bool(self.kept_elsewhere)
         if gather:
             self._follow()
+        damping, known = self.solves.damping, self.known
         return fitted_curvature(
-            self.training,
-            self._options,
-            self.layers,
-            self.known,
-            self.solves.damping,
-            dtype,
-            gather,
+            self.training, self._options, self.layers, known, damping, dtype, gather
         )
 
     def unwatched(self) -> AbstractContextManager[None]:
@@ -621,25 +616,13 @@ class KFACCurvature(Curvature):
         found["clip"] = 1.0 if nu is None else float(nu)
         found["step_length"] = self.step_length.factor
         if last >= 0 and not self._closed:
-            # 0 after a load
-            found["age/statistics"] = float(
-                max(last - self._cadence.updated_at, 0)
-            )  # 0 after a load
-            found |= self._intervals()
-        return found
-
-    def _intervals(self) -> dict[str, float]:
-        """The steps between updates and between refreshes, in the middle where layers differ."""
-        if self.drift is None:
-            last = self.training.steps - 1
-            return {name: float(self._cadence.interval(name, last)) for name in BUDGETED}
-        found, every = self.drift.metrics, self._options.factor_update_steps
-        found["inv_update_steps"] = found["factor_update_steps"] = found["drift/interval"]
-        if every is not None:
-            last = self.training.steps - 1
-            found["factor_update_steps"] = float(
-                self._cadence.interval("factor_update_steps", last)
-            )
+            found["age/statistics"] = float(max(last - self._cadence.updated_at, 0))  # 0: loaded
+            found |= {} if self.drift is None else self.drift.metrics
+            for name in BUDGETED:  # in the middle where layers differ
+                by_drift = self.drift is not None and getattr(self._options, name) is None
+                by_drift |= self.drift is not None and name == "inv_update_steps"
+                every = None if by_drift else self._cadence.interval(name, last)
+                found[name] = found["drift/interval"] if every is None else float(every)
         return found
 
     def summary(self) -> Summary:
