@@ -246,7 +246,7 @@ def test_closed_before_it_is_chosen() -> None:
 def test_a_step_that_raises_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run().go(2)
     with monkeypatch.context() as patch:
-        patch.setattr(run.curvature.gradients, "precondition", lambda *_: 1 / 0)
+        patch.setattr(run.curvature.clip, "bound", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.go(1)
     assert run.go(MEASURED - 2).budget.measured == pytest.approx((5, 40, 100))
