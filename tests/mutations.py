@@ -85,9 +85,9 @@ MUTANTS = [
     ),
     _mutant(
         "gradients from the wrong row",
-        "kfac/exchange.py",
-        "return layer.workers[0] // len(layer.workers)",
-        "return 0",
+        "kfac/step_plan.py",
+        "row = layer.workers[0] // len(layer.workers)",
+        "row = 0",
         "kaisa::a_smaller_fraction_keeps_fewer_inverses",
     ),
     _mutant(
@@ -227,30 +227,30 @@ MUTANTS = [
     ),
     _mutant(
         "the hook's means are lost with their owner",
-        "kfac/exchange.py",
+        "kfac/owner_hook.py",
         "if owners.get(p, rank) != rank]",
         "if False]",
         "dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means",
     ),
     _mutant(
         "a clip of one's own layers alone",
-        "kfac/exchange.py",
+        "kfac/precondition.py",
         "torch.stack(changes).sum()",
         "changes[world.rank]",
         "dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient",
     ),
     _mutant(
         "heads to owners only",
-        "kfac/exchange.py",
-        "keepers.append(None)",
-        'keepers.append(layer.keeper("A"))',
+        "kfac/step_plan.py",
+        "[[(each.head, None)] for _, each in alike]",
+        '[[(each.head, layer.keeper("A"))] for layer, each in alike]',
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
     ),
     _mutant(
         "heads are not summed",
-        "kfac/exchange.py",
-        "tensors.append(each.head)",
-        "tensors.append(each.head.clone())",
+        "kfac/step_plan.py",
+        "[[(each.head, None)] for _, each in alike]",
+        "[[(each.head.clone(), None)] for _, each in alike]",
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
         "kaisa::unequal_shards_are_weighted_by_their_examples",
     ),
@@ -307,8 +307,8 @@ MUTANTS = [
     _mutant(
         "simulated ranks hear of no layer that another solves",
         "kfac/solves.py",
-        'if self._training.world.backend == "fake":',
-        'if self._training.world.backend == "none":',
+        'if self.training.world.backend == "fake":',
+        'if self.training.world.backend == "none":',
         "benchmark_scaling::simulated_processes_send_and_keep_what_is_computed",
     ),
     _mutant(
@@ -342,8 +342,8 @@ MUTANTS = [
     _mutant(
         "one refresh too many before an error",
         "kfac/solves.py",
-        "block.state.failures >= self._options.max_consecutive_failures",
-        "block.state.failures > self._options.max_consecutive_failures",
+        "block.state.failures >= self.options.max_consecutive_failures",
+        "block.state.failures > self.options.max_consecutive_failures",
         "failures::too_many_failures_in_a_row_are_an_error_on_every_rank",
     ),
     _mutant(
@@ -391,8 +391,8 @@ MUTANTS = [
     _mutant(
         "damping for scale, from another process",
         "kfac/solves.py",
-        "known, scale = told[0], told[1] if scaled else None",
-        "known, scale = told[0], told[0] if scaled else None",
+        "told[0], told[1] if",
+        "told[0], told[0] if",
         "distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled",
     ),
     _mutant(
@@ -405,7 +405,7 @@ MUTANTS = [
     _mutant(
         "stale inverses after a change of layers",
         "kfac/solves.py",
-        "due = list(self._plan) if self.wanted else due",
+        "due = list(self.plan) if self.wanted else due",
         "pass",
         "kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step",
     ),
@@ -744,7 +744,7 @@ MUTANTS = [
     ),
     _mutant(
         "the second messages of a backward pass are left out",
-        "kfac/exchange.py",
+        "kfac/owner_hook.py",
         "summed.go_on()",
         "pass",
         "dpkfac_sent::the_owner_hook_sends_by_shares_as_directly",
@@ -759,8 +759,8 @@ MUTANTS = [
     _mutant(
         "the clip of a bucket's own layers",
         "kfac/sharded_gradients.py",
-        "changes += self._returned(bucket, whole, change)",
-        "changes = self._returned(bucket, whole, change)",
+        "changes += _returned(",
+        "changes = _returned(",
         "fsdp::one_all_to_all_each_way_for_a_bucket",
     ),
     _mutant(
@@ -914,9 +914,8 @@ MUTANTS = [
     _mutant(
         "statistics that leave in the passes as sums",
         "kfac/curvature.py",
-        "                sums = self.layers.whole_steps(sums, self.training.world.size)\n"
-        "                self.layers.take_in(sums, decay)",
-        "                self.layers.take_in(sums, decay)",
+        "layers.take_in(layers.whole_steps(sums, world.size), decay)",
+        "layers.take_in(sums, decay)",
         "loss_reduction::unequal_shares_however_statistics_travel",
     ),
     _mutant(
@@ -1218,16 +1217,16 @@ MUTANTS = [
     ),
     _mutant(
         "deterministic without effect",
-        "kfac/solves.py",
-        "elif (self._background and self._background.deterministic) or not ticket.done:",
+        "kfac/solves_async.py",
+        "elif self._background.deterministic or not ticket.done:",
         "elif not ticket.done:",
         "distkfac::deterministic_beside_a_layer_without_statistics",
     ),
     _mutant(
         "the damping of the landing",
         "kfac/solves.py",
-        "self._solver.combine(parts, damping, scale)",
-        "self._solver.combine(parts, self._dampings([block])[block], scale)",
+        "received.pop(block), flight.damping, flight.scale",
+        "received.pop(block), self._dampings([block], self.damping)[block], flight.scale",
         "distkfac::an_inverse_has_the_damping_of_its_snapshot",
     ),
     _mutant(
@@ -1239,29 +1238,29 @@ MUTANTS = [
     ),
     _mutant(
         "decompositions of threads arrive without their damping",
-        "kfac/solves.py",
-        "travels = self._background is not None and",
-        "travels = False and",
+        "kfac/solves_async.py",
+        "return 0 if self.training.world.size == 1 else 1 + scaled",
+        "return 0",
         "distkfac_ranks::without_staleness_it_is_kaisa",
     ),
     _mutant(
         "of a thread's decompositions one is enough",
-        "kfac/solves.py",
+        "kfac/solves_async.py",
         "if len(ticket.result()) == len(block.shape.letters) else",
         "if len(ticket.result()) > 0 else",
         "distkfac::one_factor_that_fails_on_a_thread_is_told",
     ),
     _mutant(
         "a step staler than allowed",
-        "kfac/solves.py",
-        "if most is not None and age >= most:",
-        "if most is not None and age > most:",
+        "kfac/solves_async.py",
+        "most is not None and age >= most",
+        "most is not None and age > most",
         "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
     ),
     _mutant(
         "layers that are due when they land wait for the next interval",
-        "kfac/solves.py",
-        "self._submit(again, damping)",
+        "kfac/solves_async.py",
+        "self.submit([block for block in due if block in came], damping)",
         "pass",
         "distkfac::a_layer_that_is_due_when_it_lands_is_launched_again",
     ),
@@ -1274,9 +1273,9 @@ MUTANTS = [
     ),
     _mutant(
         "layers under way are launched again",
-        "kfac/solves.py",
-        " if block not in self.flights]",
-        "]",
+        "kfac/solves_async.py",
+        "[block for block in due if block not in self.flights]",
+        "due",
         "distkfac::never_more_than_so_many_steps_under_way",
     ),
     # Stats workers.
@@ -1290,8 +1289,8 @@ MUTANTS = [
     _mutant(
         "messages forget since the beginning",
         "kfac/curvature.py",
-        "            self._cadence.updated()\n            for block",
-        "            for block",
+        "                cadence.updated()\n                for block",
+        "                for block",
         "stats::factors_forget_between_messages_as_much_as_in_so_many_steps",
     ),
     _mutant(
@@ -2417,9 +2416,9 @@ MUTANTS = [
     ),
     _mutant(
         "a budget of solves that have not come",
-        "kfac/solves.py",
-        "return self._budget.measuring or (self",
-        "return (self",
+        "kfac/solves_async.py",
+        "if not block.solved or self.budget.measuring:",
+        "if not block.solved:",
         "budget::solves_on_threads_are_waited_for_while_they_are_measured",
     ),
     _mutant(
@@ -2569,9 +2568,9 @@ MUTANTS = [
     ),
     _mutant(
         "an instrument without the owners' clip",
-        "kfac/exchange.py",
-        "                self.coefficient = coefficient\n",
-        "",
+        "kfac/curvature.py",
+        "self.coefficient = self._preconditioned()",
+        "self._preconditioned()",
         "statistics::the_clip_is_the_one_that_shortened_the_gradient",
     ),
     _mutant(
@@ -2826,9 +2825,9 @@ MUTANTS = [
     ),
     _mutant(
         "numbers of examples in bfloat16",
-        "kfac/exchange.py",
-        "self._summed(self._world, sums, heads=True, factors=False)",
-        "self._summed(self._world.wired(wire), sums, heads=True, factors=False)",
+        "kfac/step_plan.py",
+        "_start(world, [one for head in heads for one in head]),",
+        "_start(world.wired(wire), [one for head in heads for one in head]),",
         "exchange_dtype::factors_and_decompositions_take_half_the_bytes",
     ),
     _mutant(
@@ -2918,9 +2917,9 @@ MUTANTS = [
     ),
     _mutant(
         "a solve on a thread that is older than drift allows",
-        "kfac/solves.py",
-        "(self.drift is not None and self.drift.late(block, age))",
-        "False",
+        "kfac/solves_async.py",
+        "late = self.drift is not None and self.drift.late(block, age)",
+        "late = False",
         "drift::solves_on_threads_are_waited_for_by_the_step_before_the_next",
     ),
     _mutant(
@@ -2940,8 +2939,8 @@ MUTANTS = [
     _mutant(
         "layers that settle while costs are measured",
         "kfac/solves.py",
-        "judged = not self._budget.measuring",
-        "judged = True",
+        "judged=not self.budget.measuring",
+        "judged=True",
         "trace_refresh::every_layer_is_solved_while_costs_are_measured",
     ),
     _mutant(
@@ -2961,15 +2960,15 @@ MUTANTS = [
     _mutant(
         "what has settled is forgotten by a resumed run",
         "kfac/curvature.py",
-        "        self.solves.traces.load(saved, self.layers.blocks)\n",
-        "",
+        "self.solves.traces.load(saved, self.layers.blocks)",
+        "pass",
         "trace_refresh::what_has_settled_is_in_checkpoints",
     ),
     _mutant(
         "what has settled outlives the plan",
         "kfac/solves.py",
-        " or layers\n        self.traces.forget()\n",
-        "\n",
+        "        if self.traces is not None:\n            self.traces.forget()\n",
+        "",
         "trace_refresh::a_model_that_changes_is_solved_anew_and_watched_again",
     ),
     # What is counted beforehand.
@@ -3254,7 +3253,7 @@ MUTANTS = [
     _mutant(
         "a device waited for at every step",
         "kfac/curvature.py",
-        "if due and self._cadence.judges_cost:  # what the passes have queued",
+        "if due and cadence.judges_cost:  # what the passes have queued",
         "if True:  # what the passes have queued",
         "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
     ),
@@ -3361,7 +3360,7 @@ MUTANTS = [
     _mutant(
         "damping without a floor",
         "kfac/solves.py",
-        "least = self._options.damping_floor * self.mean_curvature",
+        "least = self.options.damping_floor * self.mean_curvature",
         "least = 0.0",
         "step_length::damping_has_a_floor_by_all_layers",
     ),

@@ -74,7 +74,8 @@ def test_one_interval_alone() -> None:
 def test_the_mean_of_gradients_is_the_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a refresh, too, where it is waited for."""
     run = Run()
-    monkeypatch.setattr(contract, "start_average", lambda *_: lambda: run.time.spend(11))
+    pending = SimpleNamespace(wait=lambda: run.time.spend(11))
+    monkeypatch.setattr(contract, "start_average", lambda *_: pending)
     run.go(MEASURED)
     assert run.budget.measured == pytest.approx((5, 40, 122))
 
@@ -239,7 +240,7 @@ def test_closed_before_it_is_chosen() -> None:
 def test_a_step_that_raises_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run().go(2)
     with monkeypatch.context() as patch:
-        patch.setattr(run.curvature.gradients, "precondition", lambda *_: 1 / 0)
+        patch.setattr(run.curvature.clip, "bound", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.go(1)
     assert run.go(MEASURED - 2).budget.measured == pytest.approx((5, 40, 100))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import Routed
+from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
@@ -208,10 +208,10 @@ class FOSICurvature(Curvature):
         """Parts of the gradients, and the rank that steps each; None if all ranks step all."""
         return self.vector.route(params, gradients)
 
-    def precondition(self, average: Callable[[], None]) -> None:
+    def precondition(self, pending: PendingAverage) -> None:
         """Replace ``p.grad`` by g₂."""
         with self.training.meter.stage("average_gradients"):
-            average()
+            pending.wait()
         if self.subspace is not None:
             with self.training.meter.stage("split"), self.vector.plain():
                 self._split(self.subspace)

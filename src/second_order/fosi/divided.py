@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
+from second_order.contract.averaging import PendingAverage
 from second_order.contract.base_state import CURVATURE
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
@@ -284,9 +285,9 @@ class Worker(_Team):
             publish(self.training)
         super().parameters_changed()
 
-    def precondition(self, average: Callable[[], None]) -> None:
+    def precondition(self, pending: PendingAverage) -> None:
         """Add the step's gradients to p, or split them by the last epoch's eigenpairs."""
-        super().precondition(average)
+        super().precondition(pending)
         self.epochs.add()
 
     def correct(self) -> None:

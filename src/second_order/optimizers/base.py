@@ -283,8 +283,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         follow_learning_rates(self.param_groups)
         curvature.prepare()
         with training.meter.stage("average_gradients"):
-            average = start_average(training, curvature.route)
-        curvature.precondition(average)
+            pending = start_average(training, curvature.route)
+        curvature.precondition(pending)
         with training.meter.stage("base"), set_aside(training):
             curvature.step_base(self._base_step)
         curvature.correct()

@@ -30,6 +30,7 @@ from second_order.kfac.distkfac_options import (
 )
 from second_order.kfac.options import AUTO, KFACOptions
 from second_order.kfac.plan import distkfac_plan
+from second_order.kfac.solves_async import SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker
 from second_order.kfac.system import System
 from second_order.kfac.threads import Background
@@ -127,17 +128,19 @@ class DistKFAC(KroneckerOptimizer):
                 f"a number, 20 perhaps, for when they are gone"
             )
         wide = checked_doubly_factored(own.doubly_factored)
+        background = Background(
+            threads=own.inverse_threads or half_the_cores(),
+            device=own.inverse_device,
+            max_staleness=own.staleness,
+            deterministic=own.deterministic,
+        )
         system = System(
             partial(distkfac_plan, keeps_all=True),
             replace(options.block_rules, doubly_factored=wide),
             str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
             conv_approximation="reduce" if own.conv_factors == "cheap" else None,
-            background=Background(
-                threads=own.inverse_threads or half_the_cores(),
-                device=own.inverse_device,
-                max_staleness=own.staleness,
-                deterministic=own.deterministic,
-            ),
+            solves=partial(SolvesOnThreads, background=background),
+            waits=own.staleness == 0,
         )
         super().__init__(
             params_or_model,
@@ -147,6 +150,7 @@ class DistKFAC(KroneckerOptimizer):
                 system=system,
                 count=own.stats_workers,
                 patience=float(own.helper_timeout),
+                on_device=own.inverse_device == "cuda",
             ),
             team=partial(ranks_alike, helpers=own.stats_workers),
             **common,

@@ -10,8 +10,6 @@ every step:                 the owner preconditions its layers' mean gradients; 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
@@ -21,8 +19,8 @@ from torch.optim import Optimizer
 
 from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFACCurvature
-from second_order.kfac.exchange import OwnerGradients
 from second_order.kfac.options import KFACOptions
+from second_order.kfac.owner_hook import OwnerHook
 from second_order.kfac.plan import dpkfac_plan
 from second_order.kfac.system import System
 from second_order.optimizers.base import ParamsOrModel
@@ -124,7 +122,7 @@ class DPKFAC(KroneckerOptimizer):
             ValueError: If ``ddp`` has another model, with a GradScaler, whose verdict on overflows
                 would differ between processes, or with ``gradient_exchange="all_reduce"``.
         """
-        scaler, gradients = self._training.scaler, self._curvature.gradients
+        scaler, curvature = self._training.scaler, self._curvature
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"{type(ddp).__name__} is not a DistributedDataParallel model")
         if ddp.module is not self._training.model:
@@ -134,21 +132,9 @@ class DPKFAC(KroneckerOptimizer):
                 "with the owner hook a GradScaler would find an overflow on one process and not on "
                 "another, and one would skip step() alone; train in bfloat16, or without the hook"
             )
-        assert isinstance(gradients, OwnerGradients)  # FSDP2 and DDP exclude each other
-        if not gradients.only_to_owners:
+        if not curvature.only_to_owners:
             raise ValueError(
                 "gradient_exchange='all_reduce' averages gradients everywhere, as "
                 "the model does without a hook; use gradient_exchange='owner' with it"
             )
-        ddp.register_comm_hook(None, _owner_hook(weakref.ref(self._curvature)))
-        gradients.hooked = True
-
-
-def _owner_hook(curvature: weakref.ref[KFACCurvature]) -> Callable[[Any, Any], Any]:
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants true classes, or nothing
-        alive = curvature()
-        if alive is None:
-            raise RuntimeError("the DPKFAC optimizer of this model's owner hook is gone")
-        return alive.start_bucket(bucket)
-
-    return hook
+        curvature.hook = OwnerHook(self._training.world, curvature.owners, ddp)
