@@ -1963,8 +1963,8 @@ MUTANTS = [
     _mutant(
         "differences as wide as the parameters' dtype",
         "lanczos/hvp.py",
-        "self._dtypes |= set() if model is None else dtypes_of_passes(model)",
-        "pass",
+        "(set() if self._model is None else dtypes_of_passes(self._model))",
+        "set()",
         "mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes",
     ),
     _mutant(
@@ -2027,8 +2027,8 @@ MUTANTS = [
     _mutant(
         "judged losses have other random numbers",
         "lanczos/hvp.py",
-        "            self._rewind()\n            self._evaluate(loss_fn)",
-        "            self._evaluate(loss_fn)",
+        "            self._aside.rewind()\n",
+        "",
         "hvp::losses_of_micro_batches_have_the_same_random_numbers",
     ),
     _mutant(
@@ -2081,13 +2081,6 @@ MUTANTS = [
         "lanczos::a_loss_that_does_not_depend_on_the_parameters",
     ),
     _mutant(
-        "an interrupt before the first line of leaving",
-        "lanczos/spectrum.py",
-        "with closing(measured), measured as space:",
-        "with measured as space:",
-        "undisturbed::an_interrupt_leaves_nothing_at_any_moment[retained]",
-    ),
-    _mutant(
         "each process decides by itself",
         "lanczos/lanczos.py",
         "return bool(space.first(torch.tensor([verdict], device=device)))",
@@ -2131,7 +2124,7 @@ MUTANTS = [
     ),
     _mutant(
         "an empirical Fisher is a sum",
-        "lanczos/linearised.py",
+        "lanczos/differentiable.py",
         "[u / len(u) for u in _whole(pushed, roots)]",
         "_whole(pushed, roots)",
         "gauss_newton::empirical_fisher_is_the_mean_of_outer_products",
@@ -2152,7 +2145,7 @@ MUTANTS = [
     ),
     _mutant(
         "a loader's batches weigh the same",
-        "lanczos/loader.py",
+        "lanczos/closure.py",
         "lambda z: criterion(z, targets)), _count(targets)",
         "lambda z: criterion(z, targets)), 1",
         "estimates::a_loader_is_the_mean_over_its_examples",

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import closing
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -294,7 +293,7 @@ class Accelerator:
         routes = PairRoutes(shapes, len(pairs.values), *teams, to_shards, sharded)
         said = loss if math.isfinite(loss) else None
         rows = None
-        if pairs.finite:
+        if not pairs.trouble:
             with vector.plain():
                 rows = pairs.vectors()
         finite = rows is not None and bool(rows.isfinite().all())
@@ -311,7 +310,7 @@ class Accelerator:
         """The eigenpairs of the accelerators' batches, and the loss of these."""
         options = self._options
         measured = self._subject.vector.hessian(loss_fn, options.hvp, options.curvature)
-        with self._subject.training.meter.stage("lanczos"), closing(measured), measured as space:
+        with self._subject.training.meter.stage("lanczos"), measured as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             return pairs, space.loss()
 

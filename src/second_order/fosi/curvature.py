@@ -51,7 +51,7 @@ from second_order.fosi.pieces import Room
 from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
-from second_order.lanczos.hvp import check_closure
+from second_order.lanczos.closure import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -215,7 +214,7 @@ class Eigenpairs:
         with self._training.meter.stage("lanczos"):
             began = budget.now()
             measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-            with closing(measured), measured as space:
+            with measured as space:
                 d = self._fresh(space, options.seed)
                 space.apply(d)
                 start = budget.now()
@@ -253,14 +252,14 @@ class Eigenpairs:
         self.tell_undone()
         had = self.subspace is not None
         measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-        with closing(measured), measured as space:
+        with measured as space:
             self._warm_up(space)
             start, warm = self._start(space)
             pairs = wanted_pairs(space, start, options, warm=warm)
             loss = space.loss()
         tally.add(training.steps, pairs.iterations)
         self.first_used = training.steps
-        if pairs.finite and math.isfinite(loss):
+        if not pairs.trouble and math.isfinite(loss):
             if self._vanished(pairs.values):
                 return
             self._guard(loss)
