@@ -1638,22 +1638,22 @@ MUTANTS = [
     _mutant(
         "the last Newton step is not loaded",
         "fosi/eigenpairs.py",
-        "subspace.last = loaded.last[basis.mine].clone()",
+        'subspace.last = head["last_step"][basis.mine].clone()',
         "pass",
         "trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds",
     ),
     _mutant(
         "room for eigenpairs taken for eigenpairs",
         "fosi/checkpoint.py",
-        'if int(head["largest"]) < 0:',
-        "if False:",
+        'int(head.get("largest", -1)) < 0 or',
+        "not head or",
         "dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit",
     ),
     _mutant(
         "carried momentum is not loaded",
         "fosi/checkpoint.py",
-        "load_vector(saved, CARRIED, params, dtype),",
-        "None,",
+        "load_vector(saved, CARRIED, params, dtype))",
+        "None)",
         "dho2_state::a_checkpoint_goes_on_bit_for_bit",
     ),
     # MRDHO2.

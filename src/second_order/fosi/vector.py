@@ -85,12 +85,9 @@ class ParameterVector:
         return [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
 
     def follow(self) -> bool:
-        """Cut the vector anew where parameters were added, frozen or unfrozen.
+        """Cut the vector anew where parameters were added, frozen or unfrozen; returns whether.
 
         A collective then, where the base's state is in parts.
-
-        Returns:
-            Whether the vector was cut anew.
         """
         now = [[id(p) for p in g["params"] if p.requires_grad] for g in self._training.groups]
         if now == self.layout.ids:
@@ -230,8 +227,7 @@ class ParameterVector:
             return
         training = self._training
         if self._stepper is None:
-            base, groups = training.base, training.groups
-            self._stepper = ShardedBase(base, base.state, groups, self.pieces)
+            self._stepper = ShardedBase(training.base, training.groups, self.pieces)
             self.in_parts = True
         self._stepper.step(training.groups)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Ritz", "Space", "Tridiagonal", "normal", "tridiagonalise"]
+__all__ = ["Ritz", "Space", "Tridiagonal", "normal", "ritz_pairs", "tridiagonalise"]
 
 # Whether a run is finished takes a decomposition of B: a long one is not asked at each iteration.
 ASK_ALWAYS, ASK_EVERY = 32, 4
