@@ -99,7 +99,7 @@ def _watchers(watches: Sequence[Watch], module: nn.Module) -> list[Any]:
     found = []  # by a loop: a generator would be a frame of its own, which a compiler refuses
     for watch in watches:
         if (watcher := watch.watcher_of(module)) is not None:
-            found.append(watcher)
+            found.append(watcher)  # noqa: PERF401
     return found
 
 
