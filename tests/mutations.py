@@ -1532,8 +1532,8 @@ MUTANTS = [
     _mutant(
         "parameters without a gradient move",
         "fosi/pieces.py",
-        "if room is not None and all(p.grad is not None for p in self.whole):",
-        "if room is not None:",
+        "[None if p.grad is None else p for p in self._params]",
+        "self._params",
         "dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind",
     ),
     # DHO2.

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from second_order import DHO2, CurvatureError, SecondOrderWarning
-from second_order.lanczos import Hessian
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,12 +220,3 @@ def test_a_curvature_that_is_not_finite_keeps_the_last_pairs() -> None:
     assert torch.equal(report.eigenvalues, values)
     assert (report.failures, report.refreshes, report.step) == (1, 2, 6)
     assert "not finite: 1" in str(optimizer.summary())
-
-
-def test_a_hessian_that_is_entered_again_counts_examples_anew() -> None:
-    model = CASE.model()
-    hessian = Hessian(closure_of(model), list(model.parameters()))
-    for _ in range(2):
-        with hessian:
-            assert hessian.examples == 1.0
-            assert float(hessian.loss) == float(closure_of(model)().detach())

@@ -113,7 +113,7 @@ class FOSICurvature(Curvature):
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
-        self._rooms: list[Room | Tensor] = []  # where they are
+        self._rooms: list[Room] = []  # where they are
 
     @property
     def steps_by_pairs(self) -> bool:

@@ -270,17 +270,13 @@ class EpochOptions(FOSIOptions):
     """
 
     accelerators: int = keyword(1, partial(check_whole, low=0, remedy="0 for none"))
-    epoch_steps: int = keyword(100)
+    epoch_steps: int = keyword(100, partial(check_count, meaning="steps"))
     final_update: FinalUpdate = keyword("guarded", one_of(*get_args(FinalUpdate)))
     helper_timeout: float = keyword(60.0, check_timeout)
     warmup_steps: int | None = keyword(
         None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
     )
     layout: Layout = "column"
-
-    def __post_init__(self) -> None:
-        check_count("epoch_steps", self.epoch_steps, meaning="steps")  # before it is an interval
-        super().__post_init__()
 
     @property
     def within(self) -> bool:
