@@ -165,7 +165,7 @@ def test_another_model_than_the_workers_is_refused() -> None:
     subject.follow([False] * 2 + [True] * 2 + [False] * 2)
     assert subject.vector.params == list(model.layers[1].parameters())
     with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
-        subject.write([torch.zeros(24)], {})
+        subject.write(torch.zeros(24), [])
 
 
 def test_an_optimizer_without_a_model_knows_its_groups() -> None:

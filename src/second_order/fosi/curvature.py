@@ -88,9 +88,6 @@ class FOSICurvature(Curvature):
     computes_pairs = True
     """Whether eigenpairs are this process's to renew."""
 
-    refused = 0
-    """How many messages and connections of other processes this one has refused."""
-
     def __init__(
         self,
         training: Training,
@@ -426,7 +423,6 @@ class FOSICurvature(Curvature):
                 *eigenpair_notes(self.report(), refresh_share(training.meter.read(ACCOUNTS))),
                 *self.pairs.budget.said(self.pairs.tally.step),
             ],
-            refused=self.refused,
         )
 
 

@@ -7,8 +7,7 @@ end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w 
 With "within" there is no p, and no update at the end: the next epoch's steps use û and V̂, those of
 :class:`~second_order.fosi.curvature.FOSICurvature`. The first `warmup_steps` are of no epoch.
 
-The workers agree on each of these, so that their weights stay equal. Where FSDP2 has sharded the
-parameters a worker has its rows of c, p and V̂, and sends its rows of c.
+The workers agree on each of these, so that their weights stay equal.
 """
 
 from __future__ import annotations
@@ -24,18 +23,15 @@ from torch import Tensor
 
 from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
-from second_order.distributed.mailbox import Mailbox, Patience
-from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.fosi.checkpoint import START, SUM, UNIT, counts_of, load_vector
+from second_order.distributed.mailbox import Mailbox, Message, Patience
+from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
 from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions
-from second_order.fosi.pair_routes import PairRoutes
 from second_order.fosi.pieces import Chunk
 from second_order.fosi.subject import Subject
-from second_order.fosi.subspace import Basis, ColumnBasis, RowBasis, newton_rates
+from second_order.fosi.subspace import Basis, ColumnBasis, newton_rates
 from second_order.fosi.trust import Flag
 from second_order.report import EpochReport
-from second_order.sharded import local
 
 __all__ = ["LEAST_FALL", "Epochs", "correction", "refusal"]
 
@@ -45,7 +41,6 @@ ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 LEAST_FALL = 0.5
 REMEMBERED = 1000  # number of reports kept
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
-REFUSED = "what the accelerators have sent was refused"
 
 
 class Epochs:
@@ -60,8 +55,7 @@ class Epochs:
     Attributes:
         number: Number of the epoch under way.
         step: Number of the epoch's steps that have been taken.
-        start: c, the epoch's first point, flat, the rows that are here; None if there is to be no
-            final update.
+        start: c, the epoch's first point, flat; None if there is to be no final update.
         total: p, the sum of gradients, as ``start``; None if there is to be no final update.
         helped: Whether accelerators are at work for this worker.
         found: û and the residuals of the last eigenpairs that came.
@@ -79,7 +73,7 @@ class Epochs:
         self.number = self.step = 0
         self.start: Tensor | None = None
         self.total: Tensor | None = None
-        self._parts: list[Tensor] = []  # views of p with the shapes of what is here of parameters
+        self._parts: list[Tensor] = []  # views of p with the shapes of parameters
         self.helped = False
         self.found: tuple[Tensor, Tensor] | None = None
         self.fresh: Found | None = None
@@ -115,11 +109,10 @@ class Epochs:
             return
         params = self._subject.vector.params
         if not self._parts:  # views: packing small gradients first would cost more than adding them
-            shapes = [local(p).shape for p in params]
-            pieces = self.total.split([shape.numel() for shape in shapes])
-            self._parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            pieces = self.total.split([p.numel() for p in params])
+            self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
         pairs = zip(self._parts, params, strict=True)
-        here = [(total, local(p.grad)) for total, p in pairs if p.grad is not None]
+        here = [(total, p.grad) for total, p in pairs if p.grad is not None]
         if here:  # a step may have been without backward
             torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
 
@@ -137,13 +130,10 @@ class Epochs:
             self._mailbox.expect(name)
 
     def _post(self, mailbox: Mailbox, name: str, vectors: Sequence[Tensor], **note: int) -> None:
-        """Send vectors and the rest of the model: the first worker, or each what it has."""
-        rank, subject = self._team.rank, self._subject
-        if rank == 0:
-            mailbox.post(name, [*vectors, *subject.rest()], **note, **subject.forms)
-        elif subject.in_parts:  # frozen parameters alone may be
-            mine = vectors if subject.vector.sharded else [vector[:0] for vector in vectors]
-            mailbox.post(f"{name}/{rank}", [*mine, *subject.rest()])
+        """Send vectors and the rest of the model, as worker 0."""
+        subject = self._subject
+        if self._team.rank == 0:
+            mailbox.post(name, [*vectors, *subject.rest()], **note, train=subject.trains())
 
     def _expected(self) -> list[str]:
         helpers = range(self._options.accelerators)
@@ -182,24 +172,27 @@ class Epochs:
             return EpochReport(self.number, waited, False, GONE)
         if self.start is None or (self.total is None and not self._options.within):
             return EpochReport(self.number, waited, False, "other parameters train now")
-        refused = mailbox.refused
-        if not self._agreed(self._sound(mailbox, found)):
-            return self._unusable(waited, UNSOUND if mailbox.refused == refused else REFUSED)
+        sound = all(note["finite"] for _, note in found)  # all workers are told the same
+        if not sound or (self._options.within and not math.isfinite(found[0][1]["loss"])):
+            if not self._unsound:
+                self._warn(
+                    f"the accelerators' eigenpairs of epoch {self.number} are not finite; the base "
+                    f"goes on alone until sound ones come"
+                )
+            self._unsound = True
+            return EpochReport(self.number, waited, False, UNSOUND)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
         vector, adds = self._subject.vector, self._options.final_update == "additive"
-        parts = [tensors[2].to(self.start.device, vector.dtype) for tensors, _ in found]
-        rows = self._routes(sharded=found[0][1]["sharded"]).joined(parts, self._team.rank)
+        rows = torch.cat([tensors[2].to(vector.device, vector.dtype) for tensors, _ in found], -1)
         if self.total is None:
-            if not self._agreed(self._have_unit_length(rows)):
-                return self._unusable(waited, REFUSED)
-            self.fresh = self._alike(values, residuals, rows, note["loss"])
+            self.fresh = Found(values.double(), residuals.double(), rows, note["loss"])
             return EpochReport(self.number, waited, True, products=products)
         before = vector.flat()
         change, sound_step = correction(
             None if adds else before - self.start,
             self.total / self._added if adds else self.total,
-            self._basis(rows, len(values)),
+            ColumnBasis(rows, vector.chunks, self._team, len(values)),
             newton_rates(values, self._options.eigenvalue_floor),
             vector.chunks,
             scales,
@@ -212,24 +205,6 @@ class Epochs:
             vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
         return self._ask(mailbox, before, after, waited, products)
-
-    def _unusable(self, waited: float, reason: str) -> EpochReport:
-        """Use no eigenpairs at the end of this epoch; the first time with a warning."""
-        if not self._unsound:
-            self._warn(
-                f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
-                f"refused; the base goes on alone until sound ones come"
-            )
-        self._unsound = True
-        return EpochReport(self.number, waited, False, reason)
-
-    def _alike(self, values: Tensor, residuals: Tensor, rows: Tensor, loss: float) -> Found:
-        """Eigenpairs for the next steps, whose numbers are worker 0's: all step by the same."""
-        last = torch.tensor([loss], dtype=torch.float64)
-        numbers = torch.cat([values.double(), residuals.double(), last]).to(rows.device)
-        self._team.broadcast_from_first([numbers])
-        count, numbers = len(values), numbers.cpu()
-        return Found(numbers[:count], numbers[count:-1], rows, float(numbers[-1]))
 
     def _ask(
         self, mailbox: Mailbox, before: Tensor, after: Tensor, waited: float, products: int
@@ -246,55 +221,11 @@ class Epochs:
             self._give_up(mailbox)
             return EpochReport(self.number, waited, False, GONE)
         assert message is not None
-        try:
-            old, new = _losses_in(message)
-            reason = refusal(old, new)
-        except MalformedError as why:
-            mailbox.refuse(name, why)
-            old, new, reason = math.nan, math.nan, REFUSED
-        if not self._agreed(not reason):  # all write, or none does
-            reason = reason or REFUSED
-        else:
+        old, new = message[1]["losses"]
+        reason = refusal(old, new)
+        if not reason:
             self._subject.vector.overwrite(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
-
-    def _routes(self, *, sharded: bool) -> PairRoutes:
-        """Which rows of which eigenvectors come from whom, if accelerators are ``sharded``."""
-        vector, options = self._subject.vector, self._options
-        wanted = min(options.wanted, vector.layout.size)
-        shapes, teams = [p.shape for p in vector.params], (self._team.size, options.accelerators)
-        return PairRoutes(shapes, wanted, *teams, vector.sharded, sharded)
-
-    def _basis(self, rows: Tensor, count: int) -> Basis:
-        """V̂ from this worker's part of it."""
-        chunks = self._subject.vector.chunks
-        if self._subject.vector.sharded:
-            return RowBasis(rows, chunks, self._team)
-        return ColumnBasis(rows, chunks, self._team, count)
-
-    def _have_unit_length(self, rows: Tensor) -> bool:
-        """Whether vectors are of length 1, up to a rounding of narrow numbers; a row each."""
-        squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
-        if self._subject.vector.sharded:
-            self._team.all_reduce([squares]).wait()
-        return bool(((squares - 1.0).abs() <= UNIT).all())
-
-    def _sound(self, mailbox: Mailbox, found: Sequence[Message]) -> bool:
-        """Whether all eigenpairs that came are finite; malformed ones are refused."""
-        sound, rank, kinds = True, self._team.rank, set[bool]()
-        for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
-            try:
-                require_form(message[1], sharded=bool)
-                kinds.add(message[1]["sharded"])
-                routes = self._routes(sharded=message[1]["sharded"])
-                finite = _pairs_in(message, routes.pairs, routes.shape(a, rank))
-                if self._options.within and not math.isfinite(_loss_in(message)):
-                    finite = False
-            except MalformedError as why:
-                mailbox.refuse(name, why)
-                finite = False
-            sound = sound and finite and all(bool(t.isfinite().all()) for t in message[0])
-        return sound and len(kinds) == 1
 
     def _await(self, mailbox: Mailbox, name: str, patience: Patience) -> Message | None:
         with self._subject.training.meter.stage("wait"):
@@ -333,7 +264,7 @@ class Epochs:
         self.let_go()
         if under_way and self.helped and self._mailbox is not None:
             for name in self._expected():
-                self._mailbox.decline(name)
+                self._mailbox.forget(name)
 
     def counts(self) -> dict[str, float]:
         """The counts for a checkpoint: epoch, its steps taken, whether c and p are saved."""
@@ -353,54 +284,11 @@ class Epochs:
     def _loaded(
         self, saved: Mapping[Tensor, SavedPart], name: str, dtype: torch.dtype
     ) -> Tensor | None:
-        """The rows that are here of a saved vector."""
-        vector = self._subject.vector
-        whole = load_vector(saved, name, vector.params, dtype)
-        return None if whole is None else vector.here(whole)
+        return load_vector(saved, name, self._subject.vector.params, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}
         return {**self.__dict__, **alone, "_parts": []}
-
-
-def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
-    """Check a message of eigenpairs; returns whether it has any.
-
-    Raises:
-        MalformedError: If the message is not of eigenpairs, or of others than wanted.
-    """
-    tensors, note = message
-    require_form(note, finite=bool, products=int)
-    shapes = [tuple(t.shape) for t in tensors]
-    if note["finite"] and shapes != [(wanted,), (wanted,), rows]:
-        raise MalformedError(f"its tensors are {shapes}, not {[(wanted,), (wanted,), rows]}")
-    if not all(t.is_floating_point() for t in tensors):
-        raise MalformedError("its tensors are no real numbers")
-    return bool(note["finite"])
-
-
-def _loss_in(message: Message) -> float:
-    """The loss that comes with eigenpairs; NaN where there is none.
-
-    Raises:
-        MalformedError: If the message has no such entry.
-    """
-    require_form(message[1], loss=float | int | None)
-    loss = message[1]["loss"]
-    return math.nan if loss is None else float(loss)
-
-
-def _losses_in(message: Message) -> tuple[float, float]:
-    """The losses of a verdict; NaN where none could be evaluated.
-
-    Raises:
-        MalformedError: If the message is no verdict.
-    """
-    require_form(message[1], losses=[float | int | None])
-    losses = [math.nan if x is None else float(x) for x in message[1]["losses"]]
-    if len(losses) != 2:
-        raise MalformedError(f"it has {len(losses)} losses, not 2")
-    return losses[0], losses[1]
 
 
 def refusal(before: float, after: float) -> str:
@@ -432,11 +320,11 @@ def correction(
     """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2: the final update.
 
     Args:
-        moved: w_E − c, ``(n,)``, or the rows that are here; None to leave out the last term.
+        moved: w_E − c, ``(n,)``; None to leave out the last term.
         gradient: p, as ``moved``.
-        basis: V̂, this worker's vectors, or its rows of all.
+        basis: V̂, this worker's vectors.
         rates: |û|⁻¹, ``(r,)``.
-        chunks: The chunks of these elements.
+        chunks: The chunks of the elements.
         scales: α of each group.
 
     Returns:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.roles import Role, ranks_alike
+from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.distkfac_options import (
@@ -247,7 +247,7 @@ class DistKFAC(KroneckerOptimizer):
             rest=rest,
             rest_layers=rest_layers,
             rest_kwargs=rest_kwargs,
-            team=partial(ranks_alike, helpers=stats_workers),
+            helper_role="stats" if stats_workers else None,
         )
 
     @property
@@ -276,14 +276,6 @@ class DistKFAC(KroneckerOptimizer):
         solves = self._curvature.solves
         landed = solves.landed_at.items()
         return {block.name: step - solves.taken_at[block] for block, step in landed}
-
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages to this process, and of connections without the key."""
-        if isinstance(self._curvature, StatsWorker):
-            return self._curvature.refused_messages
-        helpers = self._curvature.helpers
-        return 0 if helpers is None else helpers.refused
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close; a stats worker calls this, not ``step``.
@@ -331,4 +323,4 @@ class DistKFAC(KroneckerOptimizer):
                 f"{delays[0]} to {delays[-1]} steps; {len(self._curvature.solves.flights)} under "
                 f"way"
             )
-        return replace(super().summary(), age=note, refused=self.refused_messages)
+        return replace(super().summary(), age=note)

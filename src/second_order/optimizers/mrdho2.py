@@ -18,7 +18,6 @@ mean of the last gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.divided import Divided, Helper, divided_curvature, team_of
+from second_order.fosi.divided import Divided, Helper, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import ProductMode
@@ -148,7 +147,7 @@ class MRDHO2(EigenpairOptimizer):
             grad_scaler=grad_scaler,
             process_group=process_group,
             debug=debug,
-            team=partial(team_of, options),
+            helper_role="accelerator" if accelerators and options.wanted else None,
         )
 
     _curvature: Divided
@@ -167,11 +166,6 @@ class MRDHO2(EigenpairOptimizer):
     def epochs(self) -> Sequence[EpochReport]:
         """Reports of the last 1,000 epochs, on a worker."""
         return self._curvature.epochs.reports
-
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages to this process, and of connections without the key."""
-        return self._curvature.refused
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; an accelerator calls this, not ``step``.
@@ -196,10 +190,3 @@ class MRDHO2(EigenpairOptimizer):
                 f"ranks whose optimizer.role is 'accelerator'"
             )
         return self._curvature.serve(batches, loss_fn)
-
-    def close(self) -> None:
-        """Say goodbye: accelerators return from serve(), workers go on as the base alone.
-
-        This takes 5 seconds at most, or ``helper_timeout``, where an accelerator has been stopped.
-        """
-        super().close()
