@@ -1739,7 +1739,7 @@ MUTANTS = [
     _mutant(
         "the batch of an epoch is the next one",
         "fosi/accelerator.py",
-        "for _ in range((epoch - self._next) % count if count else 0):",
+        "for _ in range((epoch - self._next) % self._count if self._count else 0):",
         "for _ in range(0):",
         "mrdho2_accelerator::an_epoch_has_the_batch_of_its_number",
     ),
@@ -1859,9 +1859,9 @@ MUTANTS = [
     ),
     _mutant(
         "what does not train stays with the workers",
-        "fosi/subject.py",
-        "        unpack_by_dtype(rest, into)\n",
-        "        pass\n",
+        "distributed/parcels.py",
+        "            target.copy_(part.view(target.shape))",
+        "            _ = target.requires_grad and target.copy_(part.view(target.shape))",
         "mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model",
     ),
     _mutant(

@@ -542,10 +542,9 @@ def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> 
 def test_pairs_under_way_are_forgotten_when_a_checkpoint_is_loaded() -> None:
     forgotten: list[str] = []
     mailbox: Any = SimpleNamespace(forget=forgotten.append)
-    training = SimpleNamespace(world=Everybody.alone(), warn=print)
-    subject: Any = SimpleNamespace(training=training)
+    training: Any = SimpleNamespace(world=Everybody.alone())
     options: Any = SimpleNamespace(helper_timeout=1.0, epoch_steps=4, accelerators=2)
-    epochs = module.Epochs(subject, options)
+    epochs = module.Epochs(training, None, options)
     epochs.connect(mailbox)
     epochs.resume(3, 1)
     assert forgotten == [], "none have been asked for"

@@ -7,9 +7,10 @@ are the last ranks, so that rank 0, which saves and prints, is a worker.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from second_order.distributed.collectives import World
 from second_order.distributed.groups import group_like, timeout_of
 from second_order.distributed.lost import explained
 
-__all__ = ["Role", "Roles", "assign_roles", "option_of", "whole_models"]
+__all__ = ["Role", "Roles", "assign_roles", "endless", "option_of", "whole_models"]
 
 Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
@@ -131,3 +132,18 @@ def whole_models(name: str, role: Role) -> str:
 def option_of(role: Role) -> str:
     """The option that says how many ranks have a helper's role."""
     return "accelerators" if role == "accelerator" else "stats_workers"
+
+
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches that a helper serves with, over and over.
+
+    Raises:
+        ValueError: If there is no batch.
+    """
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError("batches is empty, or an iterator that has ended; give a loader")

@@ -33,7 +33,6 @@ from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures, publish
 from second_order.fosi.options import EpochOptions, check_differences, check_shards
 from second_order.fosi.statistics import epoch_statistics
-from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
 from second_order.sharded import is_dtensor
 
@@ -68,7 +67,7 @@ class Divided(FOSICurvature):
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self.epochs = Epochs(Subject(training, self.vector), options)
+        self.epochs = Epochs(training, self.vector, options)
 
     def check_processes(self) -> None:
         """Raise ValueError if no process would be left to train, TypeError for others' shards."""
@@ -241,8 +240,8 @@ class Helper(_Team):
 
     def join(self, mailbox: Mailbox) -> None:
         """Listen to the workers."""
-        subject, workers = Subject(self.training, self.vector), len(self._roles.workers)
-        self.accelerator = Accelerator(subject, self.options, mailbox, workers)
+        workers = len(self._roles.workers)
+        self.accelerator = Accelerator(self.training, self.vector, self.options, mailbox, workers)
 
     @property
     def instead(self) -> Callable[[], None]:
@@ -252,7 +251,8 @@ class Helper(_Team):
     def _help_for_a_step(self) -> None:
         self.training.steps += 1
         chosen = self.closure.chosen(self.training)
-        self._help(lambda accelerator: accelerator.help_for_a_step(lambda epoch: chosen))
+        if self.accelerator is not None:
+            self.accelerator.help_for_a_step(lambda epoch: chosen)
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; returns the number of epochs served.
@@ -264,23 +264,15 @@ class Helper(_Team):
         if self.accelerator is None:
             return 0
         before, closure_at = self.accelerator.answered, Batches(batches, loss_fn).closure
-        self._help(lambda accelerator: accelerator.help(closure_at))
+        self.accelerator.help(closure_at)
         return self.accelerator.answered - before
-
-    def _help(self, how: Callable[[Accelerator], None]) -> None:
-        if self.accelerator is None:
-            return
-        with torch.no_grad():
-            how(self.accelerator)
-        if self.accelerator.lost and self.training.first_time("lost"):
-            self.training.warn(f"{self.accelerator.lost}: this accelerator has nothing more to do")
 
     def close(self) -> None:
         """Say goodbye, and keep the store until the others have said theirs."""
         patience = self.options.helper_timeout
         if self.accelerator is not None:
             self.accelerator.close(patience)
-            if self._store is not None and self.accelerator.dismissed:
+            if self._store is not None and self.mailbox is not None and self.mailbox.closed_there:
                 await_goodbyes(self._store, self._names, patience)
                 self._store = None
         super().close()

@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 
 from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, Message, Patience
+from second_order.distributed.parcels import pack_by_dtype
 from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
 from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions
 from second_order.fosi.pieces import Chunk
-from second_order.fosi.subject import Subject
 from second_order.fosi.subspace import Basis, ColumnBasis, newton_rates
 from second_order.fosi.trust import Flag
+from second_order.fosi.vector import ParameterVector
 from second_order.report import EpochReport
 
 __all__ = ["LEAST_FALL", "Epochs", "correction", "refusal"]
@@ -49,7 +51,8 @@ class Epochs:
     A copy has no mailbox, and no point to return to.
 
     Args:
-        subject: The model and the parameters that train, among the workers.
+        training: The training of the workers.
+        vector: The parameters that train.
         options: The options of eigenpairs and epochs.
 
     Attributes:
@@ -65,10 +68,10 @@ class Epochs:
             ``waited`` is long on all where one waits.
     """
 
-    def __init__(self, subject: Subject, options: EpochOptions) -> None:
-        self._subject, self._options = subject, options
+    def __init__(self, training: Training, vector: ParameterVector, options: EpochOptions) -> None:
+        self._training, self._vector, self._options = training, vector, options
         self._mailbox: Mailbox | None = None
-        self._warn, self._patience = subject.training.warn, options.helper_timeout
+        self._patience = options.helper_timeout
         self._added = min(ADDED_STEPS, options.epoch_steps)
         self.number = self.step = 0
         self.start: Tensor | None = None
@@ -89,13 +92,13 @@ class Epochs:
 
     @property
     def _team(self) -> World:
-        return self._subject.training.world
+        return self._training.world
 
     @property
     def _warming_up(self) -> bool:
         """Whether the base steps alone, before the first epoch."""
         begun = self.number or self.step
-        return not begun and self._subject.training.steps < self._options.first_epoch
+        return not begun and self._training.steps < self._options.first_epoch
 
     def add(self) -> None:
         """Take in a step's gradients, and begin an epoch with its first."""
@@ -107,7 +110,7 @@ class Epochs:
         last = self._options.epoch_steps - self._added
         if self.total is None or (adds and self.step < last):
             return
-        params = self._subject.vector.params
+        params = self._vector.params
         if not self._parts:  # views: packing small gradients first would cost more than adding them
             pieces = self.total.split([p.numel() for p in params])
             self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
@@ -119,21 +122,25 @@ class Epochs:
     def _begin(self) -> None:
         """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
         assert self._mailbox is not None
-        vector = self._subject.vector
+        vector, elsewhere = self._vector, []
         if self.start is None or self.step == 0:
             self.start, self._parts = vector.flat(), []
             if not self._options.within:
                 self.total = torch.zeros_like(self.start, dtype=vector.dtype)
+        else:
+            elsewhere = [self.start]
         self._asked, self._request = self.number, self._request + 1
-        self._post(self._mailbox, f"point/{self._request}", [self.start], epoch=self.number)
+        self._post(self._mailbox, f"point/{self._request}", elsewhere, epoch=self.number)
         for name in self._expected():
             self._mailbox.expect(name)
 
-    def _post(self, mailbox: Mailbox, name: str, vectors: Sequence[Tensor], **note: int) -> None:
-        """Send vectors and the rest of the model, as worker 0."""
-        subject = self._subject
+    def _post(self, mailbox: Mailbox, name: str, elsewhere: Sequence[Tensor], **note: int) -> None:
+        """Send the model, as worker 0, and another point than where it is."""
         if self._team.rank == 0:
-            mailbox.post(name, [*vectors, *subject.rest()], **note, train=subject.trains())
+            whole = self._training.whole_model()
+            model, train = pack_by_dtype(whole), [t.requires_grad for t in whole]
+            said = {"train": train, "size": self._vector.layout.size, "model": len(model), **note}
+            mailbox.post(name, [*model, *elsewhere], **said)
 
     def _expected(self) -> list[str]:
         helpers = range(self._options.accelerators)
@@ -151,7 +158,7 @@ class Epochs:
         self.fresh = None
         self.step, self._taken, report = self.step + (not self._warming_up), self._taken + 1, None
         if self.step >= self._options.epoch_steps:
-            with self._subject.training.meter.stage("final_update"), self._subject.vector.plain():
+            with self._training.meter.stage("final_update"), self._vector.plain():
                 report = self._end(self._mailbox, scales())
             self.reports.append(report)
             self.let_go()
@@ -175,7 +182,7 @@ class Epochs:
         sound = all(note["finite"] for _, note in found)  # all workers are told the same
         if not sound or (self._options.within and not math.isfinite(found[0][1]["loss"])):
             if not self._unsound:
-                self._warn(
+                self._training.warn(
                     f"the accelerators' eigenpairs of epoch {self.number} are not finite; the base "
                     f"goes on alone until sound ones come"
                 )
@@ -183,7 +190,7 @@ class Epochs:
             return EpochReport(self.number, waited, False, UNSOUND)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
-        vector, adds = self._subject.vector, self._options.final_update == "additive"
+        vector, adds = self._vector, self._options.final_update == "additive"
         rows = torch.cat([tensors[2].to(vector.device, vector.dtype) for tensors, _ in found], -1)
         if self.total is None:
             self.fresh = Found(values.double(), residuals.double(), rows, note["loss"])
@@ -198,22 +205,21 @@ class Epochs:
             scales,
         )
         if not bool(sound_step):  # the same on all workers, as its sums are
-            self._warn(f"the final update of epoch {self.number} is not finite: it is left out")
+            what = f"the final update of epoch {self.number}"
+            self._training.warn(f"{what} is not finite: it is left out")
             return EpochReport(self.number, waited, False, UNSOUND, products=products)
         after = before + change
         if self._options.final_update != "guarded":
             vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
-        return self._ask(mailbox, before, after, waited, products)
+        return self._ask(mailbox, after, waited, products)
 
-    def _ask(
-        self, mailbox: Mailbox, before: Tensor, after: Tensor, waited: float, products: int
-    ) -> EpochReport:
+    def _ask(self, mailbox: Mailbox, after: Tensor, waited: float, products: int) -> EpochReport:
         """Make the update if the loss of the accelerators' batches halves with it."""
         begun = time.monotonic()
         name = f"verdict/{self._request}/{self._team.rank}"
         mailbox.expect(name)
-        self._post(mailbox, f"try/{self._request}", [before, after])
+        self._post(mailbox, f"try/{self._request}", [after])
         message = self._await(mailbox, name, Patience(self._patience))
         agreed = self._agreed(message is not None)
         waited += time.monotonic() - begun
@@ -224,22 +230,22 @@ class Epochs:
         old, new = message[1]["losses"]
         reason = refusal(old, new)
         if not reason:
-            self._subject.vector.overwrite(after)
+            self._vector.overwrite(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
     def _await(self, mailbox: Mailbox, name: str, patience: Patience) -> Message | None:
-        with self._subject.training.meter.stage("wait"):
+        with self._training.meter.stage("wait"):
             return mailbox.wait(name, patience.ended)
 
     def _agreed(self, mine: bool) -> bool:
-        return self._team.all_agree(mine, self._subject.vector.device)
+        return self._team.all_agree(mine, self._vector.device)
 
     def _give_up(self, mailbox: Mailbox) -> None:
         """Give up lost accelerators, and go on as the base alone."""
         why = f" ({mailbox.failure})" if mailbox.failure else ""
-        self._warn(
+        self._training.warn(
             f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
-            f"{self._subject.training.base_name} goes on alone"
+            f"{self._training.base_name} goes on alone"
         )
         self._patience = 0.1  # no accelerator is left to say goodbye to
         self.close()
@@ -273,7 +279,7 @@ class Epochs:
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Go on where a checkpoint was made, with its c and p if it has them."""
-        counts, vector = counts_of(saved), self._subject.vector
+        counts, vector = counts_of(saved), self._vector
         self.resume(counts.get("epoch", 0), counts.get("epoch_step", 0))
         if self.step and counts.get("epoch_sums", 1.0) and self.helped:
             self.start = self._loaded(saved, START, vector.layout.dtype)
@@ -284,7 +290,7 @@ class Epochs:
     def _loaded(
         self, saved: Mapping[Tensor, SavedPart], name: str, dtype: torch.dtype
     ) -> Tensor | None:
-        return load_vector(saved, name, self._subject.vector.params, dtype)
+        return load_vector(saved, name, self._vector.params, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}

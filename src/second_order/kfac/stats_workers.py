@@ -34,8 +34,8 @@ from second_order.distributed.mailbox import (
     await_goodbyes,
     open_store,
 )
-from second_order.distributed.parcels import pack_by_dtype, unpack_by_dtype
-from second_order.distributed.roles import Roles, assign_roles, whole_models
+from second_order.distributed.parcels import pack_by_dtype, take_model
+from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
 from second_order.errors import SecondOrderError
 from second_order.kfac.layers import Layers
 from second_order.kfac.statistics import ACCOUNTS, NAMES
@@ -473,14 +473,14 @@ class StatsWorker(Curvature):
     def _fetch(self) -> bool:
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
-        Parameters frozen there are frozen here.
+        Parameters frozen there are frozen here: statistics of their layers would be of no use.
 
         Raises:
             SecondOrderError: If the parameters are of another model.
         """
         if self.mailbox is None:
             return False
-        name, into = f"point/{self._asked}", _model_tensors(self.training.model)
+        name = f"point/{self._asked}"
         self.mailbox.expect(name)
         self.mailbox.tell("want", self._asked)
         message = self.mailbox.wait(name)
@@ -488,16 +488,8 @@ class StatsWorker(Curvature):
             return False
         self._asked += 1
         flats, note = message
-        theirs, ours = ([t.numel() for t in each] for each in (flats, into))
-        if len(note["train"]) != len(ours) or sum(theirs) != sum(ours):
-            raise SecondOrderError(
-                f"the workers' model has {len(note['train'])} parameters and buffers of "
-                f"{sum(theirs)} numbers, that of {self._name} {len(ours)} of {sum(ours)}; {REMEDY}"
-            )
         self._edition = note["edition"]
-        unpack_by_dtype(flats, into)
-        for tensor, trains in zip(into, note["train"], strict=True):
-            tensor.requires_grad_(trains)  # statistics of other layers would be of no use
+        take_model(flats, note["train"], _model_tensors(self.training.model))
         if self.optimized != note["optimized"]:
             self.optimized = note["optimized"]
             self.replan()
@@ -555,18 +547,3 @@ class StatsWorker(Curvature):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "mailbox": None, "_store": None}
-
-
-def endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches, over and over.
-
-    Raises:
-        ValueError: If there is no batch.
-    """
-    while True:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield batch
-        if empty:
-            raise ValueError("batches is empty, or an iterator that has ended; give a loader")
