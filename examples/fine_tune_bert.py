@@ -131,7 +131,11 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
     net.bert.load_state_dict(first.bert.state_dict())
     model = spread(net, world_size)
     groups = parameter_groups(
-        net, lr=args.lr, weight_decay=0.1, layer_decay=0.8, head={"lr": 2 * args.lr}
+        net,
+        lr=args.lr,
+        weight_decay=0.1,
+        layer_decay=0.8,
+        rules={"^classifier": {"lr": 2 * args.lr}},
     )
     optimizer = optimizer_of(groups, model)
     train(model, optimizer, tell_apart, draw, args.steps, rank)

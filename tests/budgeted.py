@@ -17,7 +17,6 @@ from ranks import shard
 from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.stopwatch import HostClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,13 +77,14 @@ class Run:
         self.optimizer = make(System, self.model, **{**AUTO, **auto, **options})
         self.curvature = self.optimizer._curvature
         self.budget = self.curvature.budget
-        self.budget.clock = HostClock(self.time)
+        meter = self.optimizer._training.meter
+        meter.now, meter._since = self.time, 0.0
         self.budget.begin()
         self.updates: list[int] = []
         self.refreshes: list[int] = []
         self.decays: dict[int, float] = {}
         curvature, layers, solves = self.curvature, self.curvature.layers, self.curvature.solves
-        take_in, refresh, finish = layers.take_in, solves.refresh, curvature.gradients.precondition
+        take_in, refresh, finish = layers.take_in, solves.refresh, curvature.clip.bound
         consume = layers.collector.consume
 
         def taking(sums: Any, decay: float) -> None:
@@ -93,18 +93,18 @@ class Run:
             self.decays[self.steps] = decay
             take_in(sums, decay)
 
-        def refreshing(due: Any, average: Any, *news: Any) -> Any:
+        def refreshing(due: Any, pending: Any, *news: Any) -> Any:
             if due:
                 self.time.spend(self.R * self.scale)
                 self.refreshes.append(self.steps)
-            return refresh(due, average, *news)
+            return refresh(due, pending, *news)
 
         def consuming(*args: Any) -> None:
             self.time.spend(2 / LAYERS * self.scale)
             consume(*args)
 
         layers.take_in, solves.refresh = taking, refreshing
-        curvature.gradients.precondition = self.time.before(finish, 1000.0)
+        curvature.clip.bound = self.time.before(finish, 1000.0)
         layers.collector.consume = consuming
 
     @property

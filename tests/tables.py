@@ -23,8 +23,14 @@ def mlp() -> nn.Module:
     return ZOO["mlp"].model()
 
 
+def keywords_of(System: Any) -> set[str]:
+    """Those that are not the base's."""
+    found = inspect.signature(System).parameters.values()
+    return {p.name for p in found if p.kind is p.KEYWORD_ONLY}
+
+
 def takes(System: Any, option: str) -> bool:
-    return option in inspect.signature(System).parameters
+    return option in keywords_of(System)
 
 
 ALL = (*SYSTEMS, MRDHO2)

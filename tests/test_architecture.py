@@ -4,10 +4,11 @@
     optimizers                             what users make
     planning                               what it will cost, before it is made
     kfac        fosi                       two wings that know nothing of each other
+    budget                                 how often curvature is renewed, by the clock
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
     files                                  of what is saved
-    report  errors  patterns  stages  stopwatch  sharded   know nothing at all
+    report  errors  patterns  stages  sharded   know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.command`.
 
@@ -40,22 +41,23 @@ BELOW: dict[str, set[str]] = {
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
-    "stopwatch": set(),
-    "kronecker": {"errors", "files", "patterns", "sharded", "stages"},
+    "budget": {"contract", "distributed", "options"},
+    "kronecker": {"errors", "patterns", "sharded", "stages"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "sharded", "stages"},
     "options": {"errors"},
     "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
     "kfac": {
         *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
-        *("distributed", "stopwatch"),
+        *("distributed", "budget"),
     },
     "fosi": {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
-        *("distributed", "stopwatch"),
+        *("distributed", "budget"),
     },
     "planning": {
         *("kronecker", "lanczos", "distributed", "kfac", "fosi", "options", "contract", "stages"),
+        "budget",
     },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),

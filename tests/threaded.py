@@ -108,7 +108,8 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
-    tickets = [flight.ticket for flight in optimizer._curvature.solves.flights.values()]
+    solves = optimizer._curvature.solves
+    tickets = map(solves.tickets.get, solves.flights.values())
     return all(ticket is None or ticket.done for ticket in tickets)
 
 

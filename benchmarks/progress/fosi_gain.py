@@ -40,7 +40,6 @@ import digits
 import fine_tuning
 import pinn
 from second_order import DHO2
-from second_order.stopwatch import HostClock
 from task import Task
 from tasks import TASKS, store_runs
 
@@ -118,8 +117,7 @@ def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Ga
     if optimizer == "DHO2":
         closure = aim.curved(model, seed)
         made = DHO2(model, lr=lr, base=torch.optim.Adam, curvature_closure=closure, **options)
-        pairs: Any = made._curvature.pairs
-        pairs.budget.clock = HostClock(time.process_time)
+        made._training.meter.now = time.process_time
     else:
         made = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
     first = math.inf

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -84,13 +85,13 @@ def adam(lr: float, steps: int = 300) -> Setting:
     return Setting("Adam", f"lr {lr}", lambda model: Adam(model.parameters(), lr=lr), steps)
 
 
-def kaisa(name: str = "KAISA", steps: int = 300, **options: object) -> Setting:
+def kaisa(name: str = "KAISA", steps: int = 300, **options: Any) -> Setting:
     shown = {key: getattr(value, "__name__", value) for key, value in options.items()}
     label = ", ".join(f"{key} {value}" for key, value in shown.items())
 
     def build(model: nn.Module) -> Optimizer:
         usual = {} if "base" in options else {"lr": 0.1, "momentum": 0.9}
-        return KAISA(model, **{**usual, **options})  # type: ignore[arg-type]
+        return KAISA(model, **{**usual, **options})
 
     return Setting(name, label or "lr 0.1", build, steps)
 

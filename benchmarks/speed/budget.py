@@ -34,7 +34,6 @@ from torch.optim import SGD, Optimizer
 from instruments import store_rows
 from second_order import KAISA
 from second_order.kfac.curvature import KFACCurvature
-from second_order.stopwatch import HostClock
 from workloads import WORKLOADS, Workload
 
 ASKED = 0.03  # by which what is measured may differ
@@ -90,7 +89,7 @@ def calibrated(workload: Workload, overhead: float) -> Runner:
         overhead=overhead,
     )
     budget = runner.curvature.budget
-    budget.clock = HostClock(time.process_time)
+    runner.curvature.training.meter.now = time.process_time
     budget.begin()
     while budget.measuring:
         runner.step()

@@ -143,7 +143,7 @@ def measured(
     system = getattr(second_order, choice.system)
     optimizer = system(net, lr=1e-3, momentum=0.9, **choice.keywords)
     meter = optimizer._training.meter
-    meter._now = CLOCKS[how.clock]
+    meter.now = CLOCKS[how.clock]
     meter.lap()
     seconds: dict[str, list[float]] = {}
     found: dict[str, float] = {}

@@ -34,7 +34,6 @@ import fine_tuning
 import pinn
 from instruments import store_rows
 from second_order import DHO2
-from second_order.stopwatch import HostClock
 
 ASKED = 0.03  # by which what is measured may differ
 BLOCK, OTHERS = 12, 2  # steps of DHO2 and of its base before it is the other's turn
@@ -133,7 +132,7 @@ class Runner:
             self.optimizer = DHO2(
                 model, base=task.base, overhead=overhead, curvature_closure=curved, **task.options
             )
-            self.budget.clock = HostClock(time.process_time)
+            self.optimizer._training.meter.now = time.process_time
         self.times: list[float] = []
 
     @property

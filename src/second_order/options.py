@@ -7,7 +7,9 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import field, fields
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ __all__ = [
     "check_debug",
     "check_flag",
     "check_interval",
+    "check_keywords",
     "check_learning_rate",
     "check_number",
     "check_params",
@@ -35,11 +38,15 @@ __all__ = [
     "check_whole",
     "follow_learning_rates",
     "is_adaptive",
-    "own_keywords",
+    "keyword",
+    "one_of",
+    "picked",
     "scheduled",
     "split_base_keywords",
     "value_at",
 ]
+
+T = TypeVar("T")
 
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
@@ -139,11 +146,36 @@ def _length_of_step(base: Any, scale: float) -> float:
     return float((p.detach() - before).norm())
 
 
-def own_keywords(optimizer: type) -> list[str]:
-    """The keywords of an optimizer that are not its base's."""
-    named = inspect.signature(optimizer).parameters.values()
-    kinds = (inspect.Parameter.KEYWORD_ONLY,)
-    return [parameter.name for parameter in named if parameter.kind in kinds]
+def keyword(default: Any, check: Any = None, *exempt: Any) -> Any:
+    """A field of an options dataclass that is a keyword; its docstring says what it means.
+
+    Args:
+        default: The default.
+        check: Raises unless a value makes sense, given the keyword's name and the value.
+        exempt: Values that are not checked; ``callable`` for all functions.
+    """
+    return field(default=default, metadata={"check": check, "exempt": exempt})
+
+
+def one_of(*choices: Any) -> Any:
+    """The check of a keyword with these values."""
+    return partial(check_choice, choices=choices)
+
+
+def picked(kind: type[T], values: Mapping[str, Any]) -> T:
+    """An options dataclass with those of some values that it has fields for."""
+    names = [each.name for each in fields(cast(Any, kind))]
+    return kind(**{name: values[name] for name in names if name in values})
+
+
+def check_keywords(options: Any) -> None:
+    """Check the keywords of an options dataclass, each by its own check."""
+    for each in reversed(fields(options)):  # a subclass's own first
+        check, exempt = each.metadata.get("check"), each.metadata.get("exempt", ())
+        value = getattr(options, each.name)
+        taken = (value is None or isinstance(value, str)) and value in exempt
+        if check and not taken and not (callable in exempt and callable(value)):
+            check(each.name, value)
 
 
 def split_base_keywords(

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from second_order.kfac.distkfac_options import DecayingClip
@@ -23,15 +23,9 @@ from second_order.optimizers.mrdho2 import MRDHO2
 __all__ = ["paper_settings"]
 
 
-@dataclass(frozen=True)
-class Constant:
+def _constant(value: float, step: int) -> float:
     """A number that does not follow the learning rate's schedule, as a plain one does."""
-
-    value: float
-
-    def __call__(self, step: int) -> float:
-        """The number."""
-        return self.value
+    return value
 
 
 def paper_settings(
@@ -81,7 +75,7 @@ ABSOLUTE: dict[str, Any] = {
 EXTREME: dict[str, Any] = {
     "largest": 10,  # [F], experiments
     "smallest": 0,
-    "newton_scale": Constant(0.01),  # [F], experiments
+    "newton_scale": partial(_constant, 0.01),  # [F], experiments
     "lanczos_tol": 0.0,  # [D] algorithm 1: as many products each time
     "eigenvalue_floor": 0.0,
 }
@@ -89,7 +83,7 @@ SETTINGS: dict[type[SecondOrderOptimizer], dict[str, Any]] = {
     KAISA: {
         **ABSOLUTE,
         "damping": 0.003,  # table 6.2
-        "kl_clip": Constant(1e-3),  # 5.1
+        "kl_clip": partial(_constant, 1e-3),  # 5.1
         "solver": "eigen",  # 4.1 to 4.3
         "factor_update_steps": 1,  # table 6.2, ResNet-34; 50 for ResNet-50
         "inv_update_steps": 10,  # table 6.2, ResNet-34; 500 for ResNet-50; 5.3: ten times as many

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -121,10 +120,15 @@ class Meter:
 
     Args:
         now: Returns the time in seconds, from any origin.
+
+    Attributes:
+        now: That function.
+        watch: Is told of each account that is opened; None for nobody.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+        self.now = now
+        self.watch: Callable[[str], None] | None = None
         self._open, self._since, self._bytes = ELSEWHERE, now(), _ODOMETER.bytes
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
@@ -136,13 +140,15 @@ class Meter:
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, self._now(), _ODOMETER.bytes
+        before, now, total = self._open, self.now(), _ODOMETER.bytes
         spent = self._step.get(before)
         if spent is None:
             spent = self._step[before] = [0.0, 0]
         spent[0] += now - self._since
         spent[1] += total - self._bytes
         self._open, self._since, self._bytes = to, now, total
+        if self.watch is not None:
+            self.watch(to)
         return before
 
     def spent(self, *accounts: str) -> float:
@@ -168,32 +174,21 @@ class Meter:
             found |= {f"bytes/{name}": last[1], f"total_bytes/{name}": total[1]}
         return found
 
-    def __reduce__(self) -> tuple[type[Meter], tuple[()]]:
-        return Meter, ()
 
-
-class _Stage:
+class _Stage(span):
     """A stage under way."""
 
-    __slots__ = ("_before", "_meter", "_name", "_range")
+    __slots__ = ("_before", "_meter")
 
     def __init__(self, meter: Meter, name: str) -> None:
-        self._meter, self._name = meter, name
-        self._range: Any = None
+        super().__init__(name)
+        self._meter = meter
 
     def __enter__(self) -> None:
         meter = self._meter
         self._before = meter.switch(account(self._name, meter._open))
-        if _is_profiling():
-            self._range = profiler.record_function(RANGES + self._name)
-            self._range.__enter__()
+        super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._meter.switch(self._before)

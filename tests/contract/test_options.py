@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import typing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from contract import SYSTEMS, each_kronecker, each_system, hook_count
-from tables import mlp, rows
+from tables import keywords_of, mlp, rows
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, SecondOrderWarning
 from second_order.distributed.assignment import gradient_worker_count
+from second_order.optimizers.keywords import BaseKeywords
 
 if TYPE_CHECKING:
     from pool import World
@@ -102,6 +105,22 @@ def test_every_option_of_ours_is_keyword_only_and_none_is_the_bases(System: Any)
     assert {p.kind for p in others} == {first.KEYWORD_ONLY, first.VAR_KEYWORD}
     for base in (SGD, Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
         assert ours.isdisjoint(inspect.signature(base).parameters)
+
+
+@each_system
+def test_type_checkers_see_the_keywords_that_there_are(System: Any) -> None:
+    """The dictionary of an optimizer's first overload has its signature's names and types."""
+    home = vars(sys.modules[System.__module__])
+    keywords = typing.get_type_hints(home[f"{System.__name__}Keywords"])
+    of_bases = typing.get_type_hints(BaseKeywords)
+    ours = typing.get_type_hints(System.__init__)
+    told = {name: keywords[name] for name in keywords.keys() - of_bases.keys()}
+    assert told.keys() - {"eigen_refresh"} == keywords_of(System) - {"lr", "eigen_refresh"}
+    for name in told.keys() & ours.keys():
+        kinds = set(typing.get_args(told[name])) or {told[name]}
+        assert kinds >= (set(typing.get_args(ours[name])) or {ours[name]}), name
+    documented = inspect.getdoc(System) or ""
+    assert all(f"\n    {name}: " in documented for name in ours.keys() - {"return", "base_kwargs"})
 
 
 # The model.

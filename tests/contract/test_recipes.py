@@ -16,7 +16,7 @@ from stacks import BATCHES, CASE, assert_as_usual, optimizer_of, usual_loop
 from torch import nn
 
 from second_order import DHO2, KAISA, SecondOrderWarning, parameter_groups
-from second_order.recipes import depths
+from second_order.recipes import _depths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,26 +77,6 @@ def test_vectors_and_norms_do_not_decay() -> None:
         assert settings(groups, name) == {"weight_decay": 0.1}
 
 
-def test_the_head_and_the_embeddings_are_apart_with_settings_of_their_own() -> None:
-    model = Words()
-    groups = parameter_groups(model, lr=0.1, weight_decay=0.2, embeddings={}, head={"lr": 0.3})
-    assert_complete(groups, model)
-    assert settings(groups, "words.weight") == {"lr": 0.1, "weight_decay": 0.2}
-    assert settings(groups, "head.weight") == {"lr": 0.3, "weight_decay": 0.2}
-    assert settings(groups, "head.bias") == {"lr": 0.3, "weight_decay": 0.0}
-    assert [g["param_names"] for g in groups if "words.weight" in g["param_names"]] == [
-        ["words.weight"]
-    ]
-
-
-def test_a_tied_head_is_an_embedding() -> None:
-    model = Words(tied=True)
-    groups = parameter_groups(model, embeddings={"lr": 0.5}, head={"lr": 0.3})
-    assert_complete(groups, model)
-    assert settings(groups, "words.weight") == {"lr": 0.5}
-    assert settings(groups, "head.bias") == {"lr": 0.3}
-
-
 def test_rates_fall_from_block_to_block() -> None:
     model = Words()
     groups = parameter_groups(model, lr=1.0, layer_decay=0.5)
@@ -128,7 +108,7 @@ class Stages(nn.Module):
     ],
 )
 def test_depths(build: Callable[[], nn.Module], expected: dict[str, int]) -> None:
-    found = depths(build())
+    found = _depths(build())
     for name, depth in expected.items():
         assert found[f"{name}.weight".removeprefix(".")] == depth
 
@@ -167,8 +147,6 @@ def test_names_are_those_of_the_model_inside_a_wrapper() -> None:
 def test_what_matches_nothing_is_told() -> None:
     with pytest.warns(SecondOrderWarning, match=r"rules: 'decoder' is in no parameter's name"):
         parameter_groups(Words(), rules={"decoder": {"lr": 1.0}})
-    with pytest.warns(SecondOrderWarning, match=r"embeddings=\{'lr': 1.0\}: the model has none"):
-        parameter_groups(Block(), embeddings={"lr": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -179,8 +157,12 @@ def test_what_matches_nothing_is_told() -> None:
         ({"weight_decay": -0.1}, ValueError, r"weight_decay=-0.1 is outside \[0, inf\]"),
         ({"lr": "high"}, TypeError, "lr='high' is not a number"),
         ({"rules": {"(": {}}}, ValueError, r"'\(' is no regular expression"),
-        ({"head": 0.1}, TypeError, "the settings of 'head' are 0.1, not a mapping"),
-        ({"head": {"params": []}}, ValueError, r"have \['params'\], which are the model's to give"),
+        ({"rules": {"head": 0.1}}, TypeError, "the settings of 'head' are 0.1, not a mapping"),
+        (
+            {"rules": {"head": {"params": []}}},
+            ValueError,
+            r"have \['params'\], which are",
+        ),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(
@@ -230,7 +212,7 @@ def test_every_optimizer_trains_by_them(System: Any) -> None:
 
 def test_two_bases_divide_them_further() -> None:
     model = Words()
-    groups = parameter_groups(model, weight_decay=0.1, head={"lr": 0.3})
+    groups = parameter_groups(model, weight_decay=0.1, rules={"^head": {"lr": 0.3}})
     optimizer = KAISA(groups, model=model, lr=0.1, base=torch.optim.Muon, rest=torch.optim.AdamW)
     rows = {row.name: row for row in optimizer.recipe().rows}
     assert rows["blocks.0.up.weight"].base == "Muon"

@@ -31,10 +31,10 @@ from fault_kinds import (
 from fault_ranks import ALONE, UNLIKE, alone, unlike
 from fault_scenes import Injected, Net, Run, System, killed
 from second_order import DHO2, KAISA, MRDHO2
+from second_order.budget import RefreshBudget, Stopwatch
 from second_order.fosi import eigenpairs
 from second_order.kronecker.layers import KINDS
 from second_order.options import AUTO
-from second_order.stopwatch import HostClock
 
 __all__: list[str] = []
 
@@ -178,7 +178,8 @@ def budgeted(system: System) -> bool:
 
 def _clock(run: Run, seconds: Callable[[], float]) -> None:
     if run.culprit:
-        run.replace(HostClock, "mark", lambda self: seconds(), steps=100)
+        run.replace(Stopwatch, "_mark", lambda self: seconds(), steps=100)
+        run.replace(RefreshBudget, "now", lambda self: seconds(), steps=100)
 
 
 @fault("a clock that stands still on one rank", NUMBERS, suits=budgeted, moments=EACH)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from second_order import DHO2, MRDHO2
 from second_order.fosi.options import FOSIOptions
+from second_order.options import picked
 
 GENERAL = {"largest": 10, "newton_scale": 0.1, "warmup_steps": None, "subspace_momentum": "average"}
 TUNING = {"largest": 70, "newton_scale": 0.5, "warmup_steps": 0, "subspace_momentum": 0.0}
@@ -119,9 +120,9 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> 
 def test_none_is_for_the_preset_to_set_and_refused_where_there_is_none(name: str) -> None:
     given: dict[str, Any] = {name: None}
     assert options_of(DHO2(body_and_head(), lr=0.1, **given))[name] == TUNING[name]
-    values = {**vars(FOSIOptions.of(options_of(DHO2(body_and_head(), lr=0.1)))), name: None}
+    values = {**vars(picked(FOSIOptions, options_of(DHO2(body_and_head(), lr=0.1)))), name: None}
     with pytest.raises(TypeError, match=f"{name}=None is not a"):
-        FOSIOptions.of(values)
+        picked(FOSIOptions, values)
     if name != "subspace_momentum":
         with pytest.raises(TypeError, match=f"{name}=None is not a"):
             MRDHO2(body_and_head(), lr=0.1, accelerators=0, **given)

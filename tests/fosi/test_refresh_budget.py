@@ -7,11 +7,10 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
 import io
 import math
-import pickle
 import warnings
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -30,10 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, CurvatureError, RankMismatchError, SecondOrderWarning
-from second_order.fosi.budget import RefreshBudget
-from second_order.fosi.checkpoint import BUDGET, PRICES
+from second_order.budget import BUDGET, PRICES, RefreshBudget, Stopwatch
 from second_order.lanczos.vector_space import RowSpace
-from second_order.stopwatch import Account, DeviceClock, HostClock, Stopwatch, clock_of
+from second_order.stages import Meter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +71,8 @@ class Run:
         self.optimizer.curvature_closure = asking
         fosi: Any = self.optimizer._curvature
         self.budget = fosi.pairs.budget
-        self.budget.clock = HostClock(self.time)
+        meter = self.optimizer._training.meter
+        meter.now, meter._since = self.time, self.time.now
         self.budget.usual_probe = 1.25  # ten steps earn that
         fosi._split = self.time.before(fosi._split, 1000.0)
         fosi._correct = self.time.before(fosi._correct, 1000.0)
@@ -229,21 +228,15 @@ def test_first_steps_and_outliers_do_not_count_nor_newton_steps() -> None:
 
 def test_nobody_looks_at_a_clock_without_auto_or_afterwards() -> None:
     run = Run(curvature_interval=4, warmup_steps=None).go(12)
-    assert run.time.looks == 0
+    assert run.optimizer._training.meter.watch is None
     assert run.found == [4, 8]
     curved = run.saved()["optimizer"]["state"][0]["curvature"]
     assert not set(BUDGET) & curved.keys()
-    run = Run().go(29)
-    looks = run.time.looks
-    run.go(11)
-    assert run.time.looks == looks > 0, "the next refresh is far"
-    run.go(33)
+    run = Run().go(73)
     assert run.found == [28, 50, 72]
-    looks = run.time.looks
-    run.go(30)
-    assert run.found[3:] == [94]
-    assert run.time.looks == looks
-    assert Run(largest=0, smallest=0).go(12).time.looks == 0
+    assert run.optimizer._training.meter.watch is not None
+    assert run.go(1).optimizer._training.meter.watch is None
+    assert Run(largest=0, smallest=0).go(12).optimizer._training.meter.watch is None
 
 
 def test_a_probe_leaves_no_trace_and_changes_no_refresh() -> None:
@@ -254,22 +247,17 @@ def test_a_probe_leaves_no_trace_and_changes_no_refresh() -> None:
     assert not torch.equal(vector(run.model), vector(base.model)), "the eigenpairs do something"
 
 
-def test_a_devices_work_is_measured_on_the_device() -> None:
-    assert isinstance(clock_of(torch.device("cuda", 0)), DeviceClock)
-    assert isinstance(clock_of(torch.device("cpu")), HostClock)
-
-
 def test_a_stopwatch_keeps_the_last_laps() -> None:
+    """Fifty, and of these not the first quarter."""
     time = Time()
-    watch = Stopwatch(HostClock(time), kept=3)
-    for lap in range(1, 6):
+    training: Any = SimpleNamespace(meter=Meter(time), device=torch.device("cpu"))
+    watch = Stopwatch(training, {"solve": "R"})
+    for lap in range(100):
         time.spend(lap)
-        with watch.on(Account.REFRESH):
+        with training.meter.stage("solve"):
             time.spend(10 * lap)
         watch.lap()
-    laps = watch.read()
-    assert [lap[Account.BASE] for lap in laps] == [3, 4, 5]
-    assert [lap[Account.REFRESH] for lap in laps] == [30, 40, 50]
+    assert watch.medians("T", "R") == [80.5, 805]  # the laps 62 to 99
 
 
 # Accidents.
@@ -280,7 +268,7 @@ def test_nothing_is_measured_while_all_is_frozen() -> None:
     run.model.requires_grad_(False)
     for _ in range(15):
         run.optimizer.step()
-    assert run.time.looks == 0
+    assert run.optimizer._training.meter.watch is None
     run.model.requires_grad_(True)
     assert run.go(30).found == [28], "steps are earned, whoever trains"
 
@@ -292,7 +280,7 @@ def test_other_parameters_have_another_price() -> None:
     run.product = 32.0
     with pytest.warns(SecondOrderWarning, match="the eigenpairs are dropped"):
         run.go(1)
-    assert run.budget.measuring
+    assert not run.budget.prices
     run.go(60)
     assert run.asked[:3] == [10, 28, 40], "a probe after ten steps"
     assert run.found[1] == math.ceil((3.5 + 1.25 + 0.5 * 11) / 0.125), "the second probe counts"
@@ -318,30 +306,6 @@ def test_a_refresh_that_is_not_finite_is_paid_for() -> None:
     with pytest.warns(SecondOrderWarning, match="is not finite"):
         run.go(21)
     assert run.budget.spent > spent
-
-
-@pytest.mark.parametrize("steps", [5, 15, 29, 31])
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_know_or_measure_anew(how: Any, steps: int) -> None:
-    run = Run().go(steps)
-    del run.optimizer._curvature._split, run.optimizer._curvature._correct
-    run.budget.clock = None
-    run.model, run.optimizer = how((run.model, run.optimizer))
-    run.attach()
-    assert run.budget.measuring == (steps < 29)
-    run.go(60 - steps)
-    assert run.budget.price == 0.25
-    assert run.found == [28, 50]
-
-
-def test_a_copy_of_a_refresh_whose_price_is_not_known_yet() -> None:
-    run = Run(warmup_steps=0).go(2)
-    del run.optimizer._curvature._split, run.optimizer._curvature._correct
-    run.model, run.optimizer = copy.deepcopy((run.model, run.optimizer))
-    run.attach()
-    run.go(40)
-    assert run.asked == [0, 12, 28]
-    assert run.found == [0, 28]
 
 
 # Ranks.
@@ -428,7 +392,7 @@ def test_an_older_checkpoint_loads_and_costs_are_measured_anew() -> None:
             for name in (*BUDGET, *PRICES):
                 del entry["curvature"][name]
         run = Run().load(saved)
-        assert run.budget.measuring
+        assert not run.budget.prices
         run.go(refreshes[0] + 1 - steps)
         assert run.asked == [probe, *refreshes]
         assert run.found == refreshes
@@ -441,14 +405,14 @@ def test_of_a_version_that_measured_one_refresh_its_price_is_kept() -> None:
     run = Run().load(saved)
     run.product = 160.0
     assert run.go(45).found == [50, 72]
-    assert (run.time.looks, run.budget.price) == (0, 0.25)
+    assert run.budget.price == 0.25
 
 
 def test_a_checkpoint_goes_from_auto_to_an_interval_and_back() -> None:
     run = Run(curvature_interval=4, warmup_steps=None).load(train_and_save(0, 1, 30)).go(4)
     assert run.found == [32]
     auto = Run().load(run.saved())
-    assert auto.budget.measuring
+    assert not auto.budget.prices
     half = Run(overhead=0.0625).load(train_and_save(0, 1, 30))
     assert half.budget.next_step(28) == 2 * 28 + 44, "costs are known, and another share is asked"
 
@@ -456,12 +420,12 @@ def test_a_checkpoint_goes_from_auto_to_an_interval_and_back() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("product_price", -1.0, "outside"),
-        ("refresh_cost", math.nan, "not finite"),
-        ("refreshes_spent", "much", "not a number"),
-        ("second_price", -2.0, "outside"),
+        ("product_price", -1.0, "is -1.0, and|outside"),
+        ("refresh_cost", math.nan, "is nan"),
+        ("refreshes_spent", "much", "is much, and"),
+        ("second_price", -2.0, "is -2.0, and|outside"),
         ("refresh_cost", 7.0, "is 7.0, and 2.75 elsewhere|is 2.75, and 7.0 elsewhere"),
-        ("product_price", None, "is missing"),
+        ("product_price", None, "is None, and"),
     ],
 )
 def test_costs_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
@@ -529,8 +493,8 @@ def test_the_summary_and_the_statistics_tell_interval_and_share() -> None:
     assert run.optimizer.statistics()["curvature_interval"] == 28
     run.go(20)
     line = (
-        "refreshes by budget, overhead 0.125: the next at step 50, every 22 steps or so; a product "
-        "costs 0.25 steps of SGD alone, the next refresh 2.75, all so far 3.5"
+        "refreshes by budget, overhead 0.125: the next at step 50, for about 2.75 steps of SGD "
+        "alone; a product costs 0.25, all so far 3.5"
     )
     assert line in str(run.optimizer.summary())
     told = run.optimizer.statistics()

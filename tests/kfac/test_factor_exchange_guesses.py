@@ -91,8 +91,8 @@ def test_a_batch_of_another_kind_is_decomposed_anew() -> None:
         return native(matrix)
 
     twin, exact = copy.deepcopy((model, optimizer))
-    exact._curvature.solves._options = copy.copy(exact._curvature.solves._options)
-    object.__setattr__(exact._curvature.solves._options, "eigen_refresh", "full")
+    exact._curvature.solves.options = copy.copy(exact._curvature.solves.options)
+    object.__setattr__(exact._curvature.solves.options, "eigen_refresh", "full")
     batch = (other, torch.zeros(48, dtype=torch.int64))
     with replaced(torch.linalg, {"eigh": counting}):
         take(model, optimizer, batch)

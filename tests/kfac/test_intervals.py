@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from second_order.kfac.budget import LONGEST, intervals
+from second_order.budget import LONGEST, intervals
 
 seconds = st.floats(0.1, 100)
 shares = st.floats(0.01, 10)

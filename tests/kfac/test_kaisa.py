@@ -58,7 +58,7 @@ def test_the_clip_of_the_tests_is_active_at_some_steps_and_not_at_others() -> No
     optimizer = kaisa(model)
     for batch in BATCHES:
         twin = copy.deepcopy((model, optimizer))
-        clip = twin[1]._curvature.gradients._clip
+        clip = twin[1]._curvature.clip
         clip._options = dataclasses.replace(clip._options, kl_clip=None)
         for one, its in ((model, optimizer), twin):
             take(one, its, batch)
@@ -177,7 +177,7 @@ def test_alone_a_refresh_takes_a_few_layers_at_a_time() -> None:
     for most in (1, 1800, 2**20):
         model, parts = MLP.model(), []
         optimizer = kaisa(model)
-        decompose = optimizer._curvature.solves._solver.decompose
+        decompose = optimizer._curvature.solves.solver.decompose
 
         def noted(problems: Any, *args: Any, parts: Any = parts, go_on: Any = decompose) -> Any:
             parts.append(len(problems) // 2)
@@ -185,7 +185,7 @@ def test_alone_a_refresh_takes_a_few_layers_at_a_time() -> None:
 
         with (
             replaced(solves, {"PART_BYTES": most}),
-            replaced(optimizer._curvature.solves._solver, {"decompose": noted}),
+            replaced(optimizer._curvature.solves.solver, {"decompose": noted}),
         ):
             take(model, optimizer, BATCHES[0])
         found.append(parts)

@@ -127,7 +127,8 @@ def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
     model = CASE.model()
     worker = distkfac(model)
     helped(worker).came[TO_WORKER.format(0)] = sent
-    worker._curvature.take_statistics()
+    worker._curvature.prepare()
+    worker._curvature.take_statistics(False)
     for block in worker._curvature.layers.blocks:
         for ours, theirs in zip(
             block.factors.matrices(torch.float64), expected[block.name], strict=True
@@ -228,7 +229,8 @@ def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
     numbers[0] = math.inf  # of the first layer's A
     post.came[TO_WORKER.format(0)] = [heads, numbers], note
     with noted() as warned:
-        worker._curvature.take_statistics()
+        worker._curvature.prepare()
+        worker._curvature.take_statistics(False)
     assert len(warned) == 1
     weights = [
         float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors

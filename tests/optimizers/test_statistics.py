@@ -5,9 +5,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,7 @@ from torch.autograd import profiler
 from instruments import sent_bytes
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order import stages as module
-from second_order.fosi import statistics as eigenpair_statistics
+from second_order.fosi import metrics as eigenpair_statistics
 from second_order.kfac import statistics as kronecker_statistics
 from second_order.stages import Meter
 
@@ -53,8 +51,6 @@ def test_asking_changes_nothing_and_the_names_are_always_the_same(System: Any) -
                 assert set(found) == names
                 assert all(type(value) is float for value in found.values() if value != 0)
                 assert found["step"] == step + 1
-        twin = copy.deepcopy((model, optimizer))[1]
-        assert set(twin.statistics()) == names == set(pickle.loads(pickle.dumps(twin)).statistics())
         optimizer.close()
         assert set(optimizer.statistics()) == names
         trajectories.append([p.detach().clone() for p in model.parameters()])

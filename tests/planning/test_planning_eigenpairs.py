@@ -13,7 +13,7 @@ from torch import nn
 
 import second_order
 from second_order import DHO2, MRDHO2, Interconnect, Machine
-from second_order.fosi.presets import PRESETS
+from second_order.fosi.options import PRESETS
 from second_order.planning.eigenpairs import (
     PAIRED,
     PRODUCT,
@@ -218,7 +218,7 @@ def test_the_defaults_and_the_keywords_are_the_optimizers_own() -> None:
     for kind, system in ((DHO2, "DHO2"), (MRDHO2, "MRDHO2")):
         parameters = inspect.signature(kind).parameters
         assert names_of(system) <= parameters.keys()
-        usual = {**USUAL, **vars(PRESETS["general"])} if system == "MRDHO2" else USUAL
+        usual = {**USUAL, **PRESETS["general"]} if system == "MRDHO2" else USUAL
         options = vars(PAIRED[system]().options)
         for name in (names_of(system) & usual.keys()) - {"subspace_momentum"}:
             given = parameters[name].default

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from second_order import Interconnect, Machine
-from second_order.kfac.budget import intervals
+from second_order.budget import intervals
 from second_order.planning.calibration import network_of
 from second_order.planning.counts import Case
 from second_order.planning.interconnect import Level

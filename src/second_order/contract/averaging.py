@@ -31,7 +31,7 @@ class PendingAverage:
     """
 
     def __init__(self, params: list[Tensor], world: World, route: Route) -> None:
-        self._done = not params  # all parameters are frozen
+        self._done = not params  # all parameters are frozen, or others average
         self._params = params
         if self._done:
             return
@@ -60,7 +60,7 @@ class PendingAverage:
         )
 
     def wait(self) -> None:
-        """Wait until the means are in place."""
+        """Wait until the means are in place; at once if they are."""
         if self._done:
             return
         self._done = True
@@ -71,12 +71,7 @@ class PendingAverage:
                     p.grad = g
 
 
-def start_average(training: Training, route: Route) -> Callable[[], None]:
-    """Start to average gradients, if the optimizer does; returns a function that waits."""
-    if not training.averages:
-        return _nothing
-    return PendingAverage(training.averaged_params(), training.world, route).wait
-
-
-def _nothing() -> None:
-    pass
+def start_average(training: Training, route: Route) -> PendingAverage:
+    """Start to average gradients, if the optimizer does."""
+    params = training.averaged_params() if training.averages else []
+    return PendingAverage(params, training.world, route)

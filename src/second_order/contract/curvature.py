@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.contract.averaging import Routed
+from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.report import Summary
@@ -82,14 +82,14 @@ class Curvature:
         """Parts of the gradients, and the rank that alone gets the mean of each; None: all do."""
         return None
 
-    def precondition(self, average: Callable[[], None]) -> None:
+    def precondition(self, pending: PendingAverage) -> None:
         """Replace ``p.grad`` in place by the gradient that the base is to see.
 
         Args:
-            average: Waits until gradients are the mean over the processes; to be called before
-                gradients are read, as often as it suits.
+            pending: The gradients on their way to their mean; to be waited for before they are
+                read.
         """
-        average()
+        pending.wait()
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Let the base take its step."""
@@ -149,9 +149,6 @@ class Curvature:
     def preconditioned(self) -> list[Tensor]:
         """The parameters whose gradients are preconditioned, or whose steps are corrected."""
         return []
-
-    def awake(self) -> None:
-        """Go on in a copied or unpickled optimizer, with that training's base and groups."""
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Make a context manager that takes all hooks off the model and puts them back."""

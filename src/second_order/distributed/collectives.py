@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -37,7 +38,6 @@ from second_order.distributed.shares import (
     in_buckets,
     sizes_of,
 )
-from second_order.errors import SecondOrderError
 from second_order.stages import sent
 
 __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
@@ -73,9 +73,6 @@ class Delivery:
 class World:
     """The processes an optimizer works with: a process group, or this process alone.
 
-    Deep copies share the group; unpickling finds the default group again, and raises at another
-    rank or size.
-
     Args:
         group: A process group; None for the default one if it is initialised.
 
@@ -83,7 +80,7 @@ class World:
         group: The process group; None for one process alone.
         rank: Rank of this process in the group.
         size: Number of processes.
-        whole: Rank and size in the world of which this is a team, to find that world in a pickle.
+        whole: Rank and size in the world of which this is a team; None for no team.
         wire: Dtype in which floating-point messages travel; None for their own.
     """
 
@@ -91,10 +88,7 @@ class World:
     wire: torch.dtype | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._connect(group)
-
-    def _connect(self, group: dist.ProcessGroup | None) -> None:
-        self._subgroups: dict[tuple[int | str, ...], World] = {}
+        self._subgroups: dict[tuple[Any, ...], World] = {}
         check_group(group)
         if not (dist.is_available() and dist.is_initialized()):
             self.group: dist.ProcessGroup | None = None
@@ -114,22 +108,6 @@ class World:
         world.rank, world.size = rank, size
         return world
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> World:
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"place": self.whole or (self.rank, self.size)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._connect(None)
-        rank, size = state["place"]
-        if (rank, size) != (self.rank, self.size):
-            raise SecondOrderError(
-                f"this optimizer was pickled on rank {rank} of {size}, and this is rank "
-                f"{self.rank} of {self.size}: factors and groups of processes are of that place; "
-                f"move it by state_dict(), after consolidate() on every rank"
-            )
-
     @property
     def global_ranks(self) -> list[int]:
         """The ranks as torch numbers them in the default group."""
@@ -143,7 +121,9 @@ class World:
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
     @explained()
-    def subgroup(self, ranks: Sequence[int], *, grouped: bool = False) -> World:
+    def subgroup(
+        self, ranks: Sequence[int], *, grouped: bool = False, timeout: timedelta | None = None
+    ) -> World:
         """The world of some of these ranks, made once; every member must ask in the same order.
 
         Call :meth:`level` before, where the user may have made groups meanwhile.
@@ -151,17 +131,18 @@ class World:
         Args:
             ranks: Ranks in this world.
             grouped: Whether to make a process group even for one rank.
+            timeout: Timeout of its collectives; None for that of this world.
         """
-        key: tuple[int, ...] = tuple(ranks)
-        if len(key) == self.size:
+        key = (*ranks, timeout)
+        if len(ranks) == self.size:
             return self
         if key not in self._subgroups:
-            world = World.alone(key.index(self.rank), len(key))
-            if len(key) > 1 or grouped:
+            world = World.alone(ranks.index(self.rank), len(ranks))
+            if len(ranks) > 1 or grouped:
                 assert self.group is not None
                 everybody = self.global_ranks  # torch would look for each rank among all
-                members = tuple(everybody[rank] for rank in key)
-                world.group = shared_group_like(self.group, members)
+                members = tuple(everybody[rank] for rank in ranks)
+                world.group = shared_group_like(self.group, members, timeout=timeout)
             self._subgroups[key] = world
         return self._subgroups[key]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import Routed
+from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
@@ -32,6 +32,13 @@ from second_order.fosi.checkpoint import (
     gather_eigenpairs,
 )
 from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
+from second_order.fosi.metrics import (
+    ACCOUNTS,
+    metrics_of,
+    newton_share,
+    parameter_rows,
+    refresh_share,
+)
 from second_order.fosi.options import (
     FOSIOptions,
     check_differences,
@@ -41,23 +48,12 @@ from second_order.fosi.options import (
     newton_scale_at,
 )
 from second_order.fosi.pieces import Room
-from second_order.fosi.statistics import (
-    ACCOUNTS,
-    newton_share,
-    refresh_share,
-    statistics_of,
-)
-from second_order.fosi.subspace import (
-    Subspace,
-    share_inside,
-)
-from second_order.fosi.summary import eigenpair_notes, parameter_rows
+from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.hvp import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
-from second_order.stopwatch import Account
 
 __all__ = ["FOSICurvature"]
 
@@ -189,7 +185,7 @@ class FOSICurvature(Curvature):
         self.vector.check_gradients()
         if self.computes_pairs and not self.closed:
             pairs, budget = self.pairs, self.pairs.budget
-            budget.begin(bool(self.vector.params), pairs.tally.step)
+            budget.begin(bool(self.vector.params))
             if budget.wants_probe(pairs.tally.step):
                 pairs.probe(self.closure.chosen(self.training))
             if pairs.due():
@@ -209,13 +205,12 @@ class FOSICurvature(Curvature):
         """Parts of the gradients, and the rank that steps each; None if all ranks step all."""
         return self.vector.route(params, gradients)
 
-    def precondition(self, average: Callable[[], None]) -> None:
+    def precondition(self, pending: PendingAverage) -> None:
         """Replace ``p.grad`` by g₂."""
         with self.training.meter.stage("average_gradients"):
-            average()
+            pending.wait()
         if self.subspace is not None:
-            on = self.pairs.budget.on(Account.APART)
-            with self.training.meter.stage("split"), on, self.vector.plain():
+            with self.training.meter.stage("split"), self.vector.plain():
                 self._split(self.subspace)
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -225,8 +220,7 @@ class FOSICurvature(Curvature):
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
-            on = self.pairs.budget.on(Account.APART)
-            with self.training.meter.stage("newton"), on, self.vector.plain():
+            with self.training.meter.stage("newton"), self.vector.plain():
                 self._correct(self.subspace, *self._newton)
         self._newton = None
         self.vector.share()
@@ -310,7 +304,8 @@ class FOSICurvature(Curvature):
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
         self.closed, self.pairs.subspace = True, None
-        self.pairs.budget.close()
+        self.pairs.budget.forget()
+        self.pairs.budget.active = False
 
     # ------------------------------------------------------------------------ state and summary
 
@@ -364,9 +359,6 @@ class FOSICurvature(Curvature):
             curvature = gather_eigenpairs(self.subspace, trust, layout, world, ranks)
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": [], "_rooms": []}
-
     def found(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last refresh."""
         if self.subspace is None:
@@ -388,8 +380,12 @@ class FOSICurvature(Curvature):
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         trust = pairs.trust if self.options.trust_region else None
-        found = statistics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
-        found["curvature_interval"] = self._interval(last)
+        found = metrics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
+        interval = self.options.curvature_interval
+        if interval == AUTO:
+            found["curvature_interval"] = pairs.budget.interval(pairs.tally.step)
+        else:
+            found["curvature_interval"] = float(value_at(interval, max(last, 0)))
         found["refresh_share"] = refresh_share(self.training.meter.read(ACCOUNTS))
         if self._share is not None:
             found["gradient_share"] = float(self._share)
@@ -397,13 +393,6 @@ class FOSICurvature(Curvature):
             groups = [chunk.group for chunk in self.vector.chunks]
             found["newton_share"] = newton_share(self.subspace, self._before, groups)
         return found
-
-    def _interval(self, step: int) -> float:
-        """Steps from one refresh to the next, as far as is known at a step."""
-        interval = self.options.curvature_interval
-        if interval == AUTO:
-            return self.pairs.budget.interval(self.pairs.tally.step)
-        return float(value_at(interval, max(step, 0)))
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters that eigenvectors span; none before the first refresh."""
@@ -415,13 +404,24 @@ class FOSICurvature(Curvature):
         pairs = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
         layout = "row" if self.vector.sharded else options.layout
         vectors = None if self.subspace is None else self.subspace.basis.vectors
+        tally, values = self.pairs.tally, self.found()[0].tolist()
+        listed = ", ".join(f"{value:.3g}" for value in values)
+        found = f"eigenvalues at step {tally.step}: {listed}"
+        taken = (
+            f"refreshes: {tally.refreshes}, not finite: {tally.failures}; Hessian-vector products: "
+            f"{tally.total_products}"
+        )
+        if tally.refreshes:
+            share = refresh_share(training.meter.read(ACCOUNTS))
+            taken += f"; {share:.1%} of the time of the base alone"
+        notes = [found if values else "no eigenpairs yet: the base steps alone", taken]
         return Summary(
             training.titled(pairs, f"layout {layout}"),
-            parameter_rows(training.groups, training.names(), self.vector.pieces, vectors),
+            parameter_rows(training, self.vector.pieces, vectors),
             notes=[
                 *filter(None, [self._settings]),
-                *eigenpair_notes(self.report(), refresh_share(training.meter.read(ACCOUNTS))),
-                *self.pairs.budget.said(self.pairs.tally.step),
+                *notes,
+                *self.pairs.budget.said(tally.step),
             ],
         )
 

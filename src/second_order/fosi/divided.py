@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from second_order.contract.arguments import refuse_ddp_over_helpers
+from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, await_goodbyes, open_store
@@ -31,8 +32,8 @@ from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures, publish
+from second_order.fosi.metrics import epoch_metrics
 from second_order.fosi.options import EpochOptions, check_differences, check_shards
-from second_order.fosi.statistics import epoch_statistics
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
 from second_order.sharded import is_dtensor
 
@@ -95,7 +96,7 @@ class Divided(FOSICurvature):
 
     def statistics(self) -> dict[str, float]:
         """Numbers to log, those of the epochs among them."""
-        return super().statistics() | epoch_statistics(self.epochs.number, self.epochs.reports)
+        return super().statistics() | epoch_metrics(self.epochs.number, self.epochs.reports)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, eigenpairs, and the place in the epochs."""
@@ -124,7 +125,7 @@ class Alone(Divided):
 
 
 class _Team(Divided):
-    """One of two kinds of processes, which talk to each other; a copy talks to nobody."""
+    """One of two kinds of processes, which talk to each other."""
 
     computes_pairs = False
     mailbox: Mailbox | None = None
@@ -167,15 +168,6 @@ class _Team(Divided):
         vectors = vector_parts(kept, self.vector.params)
         return {p: {**part, **vectors[p]} for p, part in parts.items()}
 
-    def awake(self) -> None:
-        """Find the processes of this kind again, in an unpickled copy, whose base goes on alone."""
-        self.pairs.subspace, world = None, self.training.world
-        if world.size == self._roles.size:
-            self.training.world = self._roles.team(world, self.options.helper_timeout)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "mailbox": None, "_store": None, "closed": True}
-
 
 class Worker(_Team):
     """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
@@ -198,9 +190,9 @@ class Worker(_Team):
             publish(self.training)
         super().parameters_changed()
 
-    def precondition(self, average: Callable[[], None]) -> None:
+    def precondition(self, pending: PendingAverage) -> None:
         """Add the step's gradients to p, or split them by the last epoch's eigenpairs."""
-        super().precondition(average)
+        super().precondition(pending)
         self.epochs.add()
 
     def correct(self) -> None:
@@ -276,6 +268,3 @@ class Helper(_Team):
                 await_goodbyes(self._store, self._names, patience)
                 self._store = None
         super().close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "accelerator": None}

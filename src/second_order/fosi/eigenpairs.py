@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from second_order.budget import RefreshBudget
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.fosi.budget import RefreshBudget
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, has_pairs, load_eigenpairs
 from second_order.fosi.options import FOSIOptions, refuse_no_closure
 from second_order.fosi.subspace import (
@@ -36,10 +36,10 @@ from second_order.fosi.subspace import (
 from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
+from second_order.lanczos.lanczos import tridiagonalise
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace
 from second_order.options import AUTO, check_interval, value_at
-from second_order.stopwatch import Account
 
 __all__ = [
     "FRESH",
@@ -60,6 +60,8 @@ GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
 BLOWN_UP = 10.0  # times the loss at the first refresh
 
 VANISHED = 1e-6  # of the last pairs' largest |û|: Newton steps would be a million times as long
+
+HALFWAY = 20  # rows of a matrix that a refresh of usual size decomposes on its way
 
 FRESH = 0.1
 """The random share of the vector that a refresh starts from."""
@@ -92,11 +94,6 @@ def wanted_pairs(
     return pairs
 
 
-def _largest(values: Tensor) -> float:
-    """max|û|, 0 of none."""
-    return float(values.abs().max()) if len(values) else 0.0
-
-
 def publish(training: Training) -> None:
     """Replace the optimizer's published ``state`` by the present one."""
     if training.steps:
@@ -123,9 +120,6 @@ class CurvatureClosure:
 
         chosen = self.own if self.given is None else self.given
         return none if chosen is None else chosen
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
 
 @dataclass
@@ -188,7 +182,9 @@ class Eigenpairs:
         self.batch_loss, self.bound = math.inf, 1.0
         self.first_used = -1
         self._first_loss: float | None = None
-        self.budget = RefreshBudget(training, options)
+        active = options.curvature_interval == AUTO and options.wanted > 0
+        first = options.warmup_steps
+        self.budget = RefreshBudget(training, options.overhead, first, active=active)
         self.trust = TrustRegion()
 
     def due(self) -> bool:
@@ -215,11 +211,23 @@ class Eigenpairs:
         Raises:
             CurvatureError: As :meth:`renew` does.
         """
-        options = self._options
-        measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-        meter, probing = self._training.meter, self.budget.probing()
-        with meter.stage("lanczos"), probing as probe, closing(measured), measured as space:
-            probe.take(space, options.seed)
+        options, budget, size = self._options, self.budget, self._vector.layout.size
+        with self._training.meter.stage("lanczos"):
+            began = budget.now()
+            measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
+            with closing(measured), measured as space:
+                d = self._fresh(space, options.seed)
+                space.apply(d)
+                start = budget.now()
+                # With what Lanczos does beside it, which on a small model takes longer: vectors are
+                # made orthogonal, and a matrix of about half the largest size is decomposed.
+                entries = torch.ones(HALFWAY, dtype=torch.float64)
+                found = tridiagonalise(space, d, 1)
+                replace(found, diagonal=entries, off_diagonal=entries).ritz()
+                product = budget.now() - start
+                space.raise_together()
+            most = options.most_products(size, warm=False)
+            budget.probed(product, budget.now() - began, most)
 
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
@@ -231,10 +239,13 @@ class Eigenpairs:
             CurvatureError: On every process, if the loss of one cannot be evaluated or
                 differentiated twice.
         """
-        with self.budget.on(Account.REFRESH):
+        with self._training.meter.stage("lanczos"):
+            self._began = self.budget.now()
             self._renew(loss_fn)
+            seconds = self.budget.now() - self._began
         size, warm = self._vector.layout.size, self._options.warm_start
-        self.budget.refreshed(self.tally.products, self._options.most_products(size, warm=warm))
+        most = self._options.most_products(size, warm=warm)
+        self.budget.refreshed(seconds, self.tally.products, most)
 
     def _renew(self, loss_fn: Closures) -> None:
         training, options, tally = self._training, self._options, self.tally
@@ -242,8 +253,8 @@ class Eigenpairs:
         self.tell_undone()
         had = self.subspace is not None
         measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-        with training.meter.stage("lanczos"), closing(measured), measured as space:
-            self.budget.warm_up(space)
+        with closing(measured), measured as space:
+            self._warm_up(space)
             start, warm = self._start(space)
             pairs = wanted_pairs(space, start, options, warm=warm)
             loss = space.loss()
@@ -264,14 +275,23 @@ class Eigenpairs:
             f"{tally.failures} of {tally.refreshes} refreshes)"
         )
 
+    def _warm_up(self, space: RowSpace) -> None:
+        """Make a product that does not count, if the first to be measured would be the first."""
+        budget = self.budget
+        start = budget.now()
+        if start and not budget.warmed:
+            budget.warmed = True
+            space.apply(self._fresh(space, self._options.seed))
+            self._began += budget.now() - start
+
     def _vanished(self, values: Tensor) -> bool:
         """Whether next to nothing is left of the curvature; the last pairs are kept then.
 
         As where a softmax is saturated on the curvature batch: gradients of other batches do not
         vanish with it, and no unit of the loss bounds their Newton steps.
         """
-        before = _largest(self.subspace.values) if self.subspace is not None else 0.0
-        now = _largest(values)
+        last = values[:0] if self.subspace is None else self.subspace.values
+        before, now = (max(map(abs, each.tolist()), default=0.0) for each in (last, values))
         if not now < VANISHED * before:
             return False
         if self._training.first_time("vanished"):
@@ -288,7 +308,7 @@ class Eigenpairs:
         And whether it is that, and not a fresh one.
         """
         seed, last = self._options.seed + self._training.steps, self.subspace
-        fresh = space.random(seed, 1.0 / math.sqrt(space.size))
+        fresh = self._fresh(space, seed)
         if last is None or not self._options.warm_start:
             return fresh, False
         old = last.basis.rows_of_sum(space.rows) / math.sqrt(len(last.values))
@@ -296,6 +316,9 @@ class Eigenpairs:
         # From vectors that are not finite no others would ever come.
         sound = math.isfinite(float(space.total(old.sum().double())))
         return (old, True) if sound else (fresh, False)
+
+    def _fresh(self, space: RowSpace, seed: int) -> Tensor:
+        return space.random(seed, 1.0 / math.sqrt(space.size))
 
     def _guard(self, loss: float) -> None:
         """Let s grow while the loss of the curvature batch does not rise, and Newton steps too."""
@@ -314,17 +337,16 @@ class Eigenpairs:
 
     def _adopt(self, pairs: Pairs) -> bool:
         """Use new eigenpairs if they are finite on all processes; returns whether they are."""
-        chunks, world, momentum = self._vector.chunks, self._training.world, self._momentum()
+        vector, world, momentum = self._vector, self._training.world, self._momentum()
         self.drop()  # the old vectors, before there are new ones
         rows = pairs.vectors()
         if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
             return False
-        basis: Basis
-        if self._by_rows:
-            basis = RowBasis(rows, chunks, world)
-        else:
-            basis = ColumnBasis.of_rows(rows, chunks, self._vector.layout.size, world)
-        self._use(self._span(basis, pairs.values, pairs.bounds(), pairs.largest), momentum)
+        basis: Basis = RowBasis(rows, vector.chunks, world)
+        if not self._by_rows:
+            basis = ColumnBasis.of_rows(rows, vector.chunks, vector.layout.size, world)
+        self._use(basis, pairs.values, pairs.bounds(), pairs.largest, momentum)
+        publish(self._training)
         return True
 
     def take(self, found: Found) -> None:
@@ -341,13 +363,14 @@ class Eigenpairs:
         with vector.plain():
             momentum, count = self._momentum(), len(found.values)
             self.drop()
-            basis: Basis
-            if self._by_rows:
-                basis = RowBasis(found.vectors, vector.chunks, world)
-            else:
-                basis = ColumnBasis(found.vectors, vector.chunks, world, count)
+            basis: Basis = (
+                RowBasis(found.vectors, vector.chunks, world)
+                if self._by_rows
+                else ColumnBasis(found.vectors, vector.chunks, world, count)
+            )
             largest = min(self._options.largest, count)
-            self._use(self._span(basis, found.values, found.residuals, largest), momentum)
+            self._use(basis, found.values, found.residuals, largest, momentum)
+        publish(self._training)
 
     def _momentum(self) -> Tensor | None:
         """This process's part of the momentum in R^n; None if there is none to carry over."""
@@ -355,26 +378,30 @@ class Eigenpairs:
             return None
         return self.subspace.momentum_vector(self._vector.chunks)
 
-    def _use(self, subspace: Subspace, momentum: Tensor | None) -> None:
-        self.subspace = subspace
-        if momentum is not None:
-            subspace.carry(momentum, self._vector.chunks)
-        publish(self._training)
-
-    @property
-    def _by_rows(self) -> bool:
-        return self._vector.spread or self._training.world.size == 1
-
-    def _span(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
-        options, clip = self._options, self._options.rest_clip(type(self._training.base))
+    def _use(
+        self,
+        basis: Basis,
+        values: Tensor,
+        residuals: Tensor,
+        largest: int,
+        momentum: Tensor | None = None,
+    ) -> Subspace:
+        options = self._options
+        clip = options.rest_clip(type(self._training.base))
         self.bound = min(self.bound, clip)
         scale = rest_scale(values, largest, self.bound if options.lr_scale_guard else clip)
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
         nothing = torch.zeros_like(rates)
         self.trust.follow(rates)
-        return Subspace(
-            basis, values, residuals, largest, rates, scale, nothing, last=nothing.clone()
-        )
+        of = values, residuals, largest, rates, scale, nothing, nothing.clone()
+        self.subspace = subspace = Subspace(basis, *of)
+        if momentum is not None:
+            subspace.carry(momentum, self._vector.chunks)
+        return subspace
+
+    @property
+    def _by_rows(self) -> bool:
+        return self._vector.spread or self._training.world.size == 1
 
     def momentum_rule(self) -> tuple[float, float, bool]:
         """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
@@ -439,13 +466,12 @@ class Eigenpairs:
             if taken and has_pairs(saved):
                 self._training.warn(OTHERS_TRAINED)
             return
-        basis: Basis
-        if self._by_rows:
-            rows = vector.here(loaded.vectors).contiguous()
-            basis = RowBasis(rows, vector.chunks, world)
-        else:
-            basis = ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
-        subspace = self._span(basis, loaded.values, loaded.residuals, loaded.largest)
+        basis: Basis = (
+            RowBasis(vector.here(loaded.vectors).contiguous(), vector.chunks, world)
+            if self._by_rows
+            else ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
+        )
+        subspace = self._use(basis, loaded.values, loaded.residuals, loaded.largest)
         subspace.momentum = loaded.momentum[basis.mine].clone()
         subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
         subspace.decayed = loaded.decayed
@@ -453,4 +479,3 @@ class Eigenpairs:
             self.trust.numbers = loaded.trust.tolist()
             self.trust.follow(subspace.rates)
             subspace.last = loaded.last[basis.mine].clone()
-        self.subspace = subspace

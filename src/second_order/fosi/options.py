@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast, get_args
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from second_order.contract.training import Training
 from second_order.errors import CurvatureError
-from second_order.lanczos.closure import CurvatureKind, check_curvature
+from second_order.lanczos.closure import CurvatureKind, LossFn, check_curvature
 from second_order.lanczos.hvp import ProductMode
 from second_order.lanczos.spectrum import default_iterations
 from second_order.options import (
@@ -22,29 +24,36 @@ from second_order.options import (
     check_count,
     check_flag,
     check_interval,
+    check_keywords,
     check_number,
     check_seed,
     check_timeout,
     check_whole,
+    keyword,
+    one_of,
+    picked,
     value_at,
 )
 from second_order.sharded import is_dtensor
 
 __all__ = [
+    "PRESETS",
     "EpochOptions",
     "FOSIOptions",
     "FinalUpdate",
     "Layout",
+    "PairOptions",
     "check_differences",
-    "check_newton_scale",
+    "check_given",
     "check_one_vector",
     "check_row_layout",
     "check_shards",
+    "frozen_body",
     "newton_scale_at",
     "refuse_no_closure",
+    "suited",
 ]
 
-Options = TypeVar("Options", bound="FOSIOptions")
 Layout: TypeAlias = Literal["row", "column"]
 
 WARM_PRODUCTS = 20
@@ -54,96 +63,150 @@ REST_CLIP = 3.0
 """FOSI's bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
 
 
+PresetName: TypeAlias = Literal["auto", "general", "fine-tuning", "full-batch"]
 FinalUpdate: TypeAlias = Literal["within", "guarded", "paper", "additive"]
+
+
+def check_newton_scale(name: str, value: Any) -> None:
+    """Raise unless α is a finite number of at least 0."""
+    remedy = "0.1 is the default, 1.0 a full step"
+    check_number(name, value, low=0.0, open_high=True, remedy=remedy)
+
+
+def check_lanczos_dtype(name: str, value: Any) -> None:
+    """Raise unless Lanczos vectors stay orthogonal in a dtype."""
+    if value not in (torch.float32, torch.float64):
+        raise ValueError(f"{name}={value} loses orthogonality; use torch.float32 or torch.float64")
+
+
+def check_momentum(name: str, value: Any) -> None:
+    """Raise unless the momentum in the span is a number below 1, or named."""
+    if isinstance(value, str):
+        check_choice(name, value, ("average", "base"))
+    else:
+        remedy = "use 'average' for that of the base"
+        check_number(name, value, low=0.0, high=1.0, open_high=True, remedy=remedy)
+
+
+def check_kind(name: str, value: Any) -> None:
+    """Raise unless the curvature is one of those that there are."""
+    if value != "fisher":  # which may mean two, as is said next
+        check_choice(name, value, get_args(CurvatureKind))
+    check_curvature(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FOSIOptions:
-    """The options of the FOSI step; :class:`~second_order.DHO2` says what each means.
+    """The options of the FOSI step, and DHO2's keywords, checked.
+
+    Attributes:
+        largest: k, how many of the largest eigenpairs get Newton steps; 10, or 70 for fine-tuning.
+        smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
+        curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
+            callable of the step; "auto": as often as ``overhead`` allows.
+        overhead: With "auto": the share of the time of the base alone that all computations of
+            eigenpairs may take together, above 0 and up to 10. A product is timed at step 10 /
+            ``overhead``, the first computation comes once it is paid for, and each that follows
+            when it is; the first three are timed, and the costs, in steps of the base, are kept
+            from then on, in checkpoints, too. Not used without "auto".
+        warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
+            or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
+            then they are paid for before the second ones.
+        newton_scale: α, the length of a Newton step; 1.0 is a full one. 0.1, or 0.5 for fine-tuning
+            and full batches. A number is α at the largest learning rate of the schedule and follows
+            it from there; a callable of the step is taken as it is.
+        lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the k
+            steepest directions are out of their way. None for the published values: 3 for SGD, 1
+            for other bases, which scale their steps themselves.
+        lr_scale_guard: Begin with s = 1, and let it grow by half at each further refresh while the
+            loss of the curvature batch does not rise; halve it where that has risen. A learning
+            rate that the base bears alone may be too long times 3. False for s as published.
+        lanczos_iterations: m, Hessian-vector products of a refresh at most; None for max(4(k + l),
+            2 ln n), or 100 with the 70 pairs of fine-tuning. Where none is set, and l is 0, a warm
+            start takes max(2k, 20) of these at most.
+        lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
+        lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
+        eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when steps
+            are divided by them.
+        subspace_momentum: Momentum inside the eigenvectors' span. "average": the base's β, as a
+            running average, so that α means the same whatever the base's momentum. "base": just as
+            the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
+            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β. None
+            for "average", or 0.0 for fine-tuning and full batches.
+        warm_start: Start a refresh from the last eigenvectors.
+        trust_region: Shorten Newton steps where the eigenpairs are wrong about them: one is at most
+            ten times as long as usual, in units of the loss; where V̂ᵀg changes along the steps
+            faster than û tells, they are cut to half of what could be borne, and grow again; one
+            after which the gradient is not finite is taken back. Where the model holds, steps are
+            those of False bit for bit.
+        hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature batch
+            for a refresh; "recomputed" evaluates the closure again for each product, one graph at a
+            time in memory; "differences" takes finite differences of gradients, for what cannot be
+            differentiated twice. "auto": retained, or recomputed for several closures, or
+            differences where FSDP2 has sharded the model. The last two need a closure that takes
+            the same batch each time within a refresh.
+        curvature: Whose eigenpairs: "hessian"; "gauss-newton", the Hessian of the loss with the
+            model's outputs linear in the weights, which has no negative eigenvalues where the loss
+            is convex in the outputs; "empirical-fisher", the mean of ggᵀ over examples' gradients.
+            For the last two the closure returns :class:`second_order.lanczos.Outputs`.
+        layout: "row" keeps n/P rows of the eigenvectors and of the base's state on each process,
+            and suits bases that work element by element: SGD, Adam, AdamW, RMSprop. "column" keeps
+            r/P of the eigenvectors and all of the base's state, and suits every base.
+        seed: Seed of the first start vector.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value outside its bounds.
     """
 
-    largest: int
-    smallest: int
-    curvature_interval: AutoInterval
-    overhead: float
-    warmup_steps: int | None
-    newton_scale: Schedule
-    lr_scale_clip: float | None
-    lr_scale_guard: bool
-    lanczos_iterations: int | None
-    lanczos_tol: float
-    lanczos_dtype: torch.dtype | None
-    eigenvalue_floor: float
-    subspace_momentum: float | Literal["average", "base"]
-    warm_start: bool
-    trust_region: bool
-    hvp: ProductMode
-    curvature: CurvatureKind
-    layout: Layout
-    seed: int
-
-    @classmethod
-    def of(cls: type[Options], values: Mapping[str, Any]) -> Options:
-        """Take the options from a mapping that has others, too, such as ``locals()``."""
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+    largest: int = keyword(10, partial(check_whole, low=0, remedy="0 for none of them"))
+    smallest: int = keyword(0, partial(check_whole, low=0, remedy="0 for none of them"))
+    curvature_interval: AutoInterval = keyword(AUTO, check_interval, AUTO)
+    overhead: float = keyword(
+        0.2,
+        partial(
+            check_number,
+            low=0.0,
+            open_low=True,
+            high=10.0,
+            remedy="0.2 is the default: 20 % of a step of the base",
+        ),
+    )
+    warmup_steps: int | None = keyword(
+        None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
+    )
+    newton_scale: Schedule = keyword(0.1, check_newton_scale, callable)
+    lr_scale_clip: float | None = keyword(
+        None, partial(check_number, low=1.0, remedy="1.0 for no scaling"), None
+    )
+    lr_scale_guard: bool = keyword(True, check_flag)
+    lanczos_iterations: int | None = keyword(None)
+    lanczos_tol: float = keyword(
+        1e-2, partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
+    )
+    lanczos_dtype: torch.dtype | None = keyword(None, check_lanczos_dtype, None)
+    eigenvalue_floor: float = keyword(
+        1e-2, partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
+    )
+    subspace_momentum: float | Literal["average", "base"] = keyword("average", check_momentum)
+    warm_start: bool = keyword(True, check_flag)
+    trust_region: bool = keyword(True, check_flag)
+    hvp: ProductMode = keyword("auto", one_of("auto", "retained", "recomputed", "differences"))
+    curvature: CurvatureKind = keyword("hessian", check_kind)
+    layout: Layout = keyword("row", one_of("row", "column"))
+    seed: int = keyword(0, check_seed)
 
     def __post_init__(self) -> None:
-        check_whole("largest", self.largest, 0, "0 for none of them")
-        check_whole("smallest", self.smallest, 0, "0 for none of them")
-        if self.curvature_interval != AUTO:
-            check_interval("curvature_interval", self.curvature_interval)
-        remedy = "0.2 is the default: 20 % of a step of the base"
-        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
-        if self.warmup_steps is not None:
-            check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
+        check_keywords(self)
         if self.lanczos_iterations is not None:
             least = max(self.wanted, 1)
             check_whole(
                 "lanczos_iterations", self.lanczos_iterations, least, "4 (largest + smallest)"
             )
-        if not callable(self.newton_scale):
-            check_newton_scale(self.newton_scale)
-        if self.lr_scale_clip is not None:
-            check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy="1.0 for no scaling")
-        remedy = "1e-2 is the default"
-        check_number("lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy)
-        check_number(
-            "eigenvalue_floor", self.eigenvalue_floor, low=0.0, high=1.0, remedy="0.01 is usual"
-        )
-        if isinstance(self.subspace_momentum, str):
-            check_choice("subspace_momentum", self.subspace_momentum, ("average", "base"))
-        else:
-            check_number(
-                "subspace_momentum",
-                self.subspace_momentum,
-                low=0.0,
-                high=1.0,
-                open_high=True,
-                remedy="use 'average' for that of the base",
-            )
-        check_flag("lr_scale_guard", self.lr_scale_guard)
-        check_flag("warm_start", self.warm_start)
-        check_flag("trust_region", self.trust_region)
-        check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
-        named: Any = self.curvature
-        if named != "fisher":  # which may mean two, as is said next
-            check_choice("curvature", named, get_args(CurvatureKind))
-        check_curvature(named)
         if self.smallest > 0 and self.curvature != "hessian":
             raise ValueError(
                 f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
                 f"eigenvalues to find; use smallest=0, or curvature='hessian'"
-            )
-        check_choice("layout", self.layout, ("row", "column"))
-        check_seed("seed", self.seed)
-        if self.lanczos_dtype not in (None, torch.float32, torch.float64):
-            raise ValueError(
-                f"lanczos_dtype={self.lanczos_dtype} loses orthogonality; use torch.float32 or "
-                f"torch.float64"
             )
 
     @property
@@ -188,30 +251,38 @@ class FOSIOptions:
 class EpochOptions(FOSIOptions):
     """The options of MRDHO2; without accelerators, an epoch is the interval of DHO2.
 
+    Attributes:
+        accelerators: A, how many ranks compute eigenpairs.
+        epoch_steps: E, steps between two final updates.
+        final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
+            batches falls by at least half with it. "additive" adds a Newton step on the mean of the
+            last gradients to what the base has done. "within" makes no update at the end: each step
+            of the next epoch is DHO2's, with these eigenpairs.
+        helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch (for
+            eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
+            up.
+        warmup_steps: W, steps of the base alone before the first epoch that accelerators help in;
+            None for 0. Without accelerators: steps before the first eigenpairs, None for
+            ``epoch_steps``.
+        largest: k, how many of the largest eigenpairs get Newton steps.
+        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
+            largest learning rate of the schedule and follows it from there; a callable of the step
+            is taken as it is.
+        lanczos_iterations: m, Hessian-vector products at most; None for max(4(k + l), 2 ln n).
+
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value outside its bounds.
     """
 
-    accelerators: int
-    epoch_steps: int
-    final_update: FinalUpdate
-    helper_timeout: float
-    overhead: float = 0.2
-    warmup_steps: int | None = None
-    lr_scale_clip: float | None = None
-    lr_scale_guard: bool = True
-    subspace_momentum: float | Literal["average", "base"] = "average"
-    warm_start: bool = True
-    trust_region: bool = True
+    accelerators: int = keyword(1, partial(check_whole, low=0, remedy="0 for none"))
+    epoch_steps: int = keyword(100, partial(check_count, meaning="steps"))
+    final_update: FinalUpdate = keyword("guarded", one_of(*get_args(FinalUpdate)))
+    helper_timeout: float = keyword(60.0, check_timeout)
+    warmup_steps: int | None = keyword(
+        None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
+    )
     layout: Layout = "column"
-
-    def __post_init__(self) -> None:
-        check_count("epoch_steps", self.epoch_steps, "steps")
-        check_choice("final_update", self.final_update, get_args(FinalUpdate))
-        check_timeout("helper_timeout", self.helper_timeout)
-        check_whole("accelerators", self.accelerators, 0, "0 for none")
-        super().__post_init__()
 
     @property
     def within(self) -> bool:
@@ -224,17 +295,11 @@ class EpochOptions(FOSIOptions):
         return self.warmup_steps or 0
 
 
-def check_newton_scale(value: Any) -> None:
-    """Raise unless α is a finite number of at least 0."""
-    remedy = "0.1 is the default, 1.0 a full step"
-    check_number("newton_scale", value, low=0.0, open_high=True, remedy=remedy)
-
-
 def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> float | Tensor:
     """α of a group of parameters at a step, negative where the loss is maximized."""
     scale = value_at(option, step)
     if callable(option):  # a number has been checked
-        check_newton_scale(scale)
+        check_newton_scale("newton_scale", scale)
     scale = -float(scale) if group.get("maximize") else float(scale)
     if callable(option):
         return scale
@@ -319,3 +384,110 @@ def refuse_no_closure(name: str, step: int) -> NoReturn:
         f"step(curvature_closure=f), with f a function that evaluates the loss on the curvature "
         f"batch and returns it without calling backward()"
     )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Gradients are noisy and everything trains: few pairs, short Newton steps.
+    "general": {
+        "largest": 10,
+        "lanczos_iterations": None,
+        "warmup_steps": None,
+        "newton_scale": 0.1,
+        "subspace_momentum": "average",
+    },
+    # Little trains, behind a frozen body: a product costs a small share of a gradient.
+    "fine-tuning": {
+        "largest": 70,
+        "lanczos_iterations": 100,
+        "warmup_steps": 0,
+        "newton_scale": 0.5,
+        "subspace_momentum": 0.0,
+    },
+    # Every gradient is of the examples of the curvature batch: no noise to average out.
+    "full-batch": {
+        "largest": 10,
+        "lanczos_iterations": None,
+        "warmup_steps": 100,
+        "newton_scale": 0.5,
+        "subspace_momentum": 0.0,
+    },
+}
+"""Settings for kinds of training; what is given by name goes before them."""
+
+LARGE_BODY = 0.75
+"""The share of the parameters that a frozen body has at least, for "auto" to see fine-tuning."""
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """The keywords of DHO2 that settle others, and the closure that MRDHO2 has, too.
+
+    Attributes:
+        preset: What the training is like, for the options that are None by default: "general";
+            "fine-tuning", where a small part trains behind a frozen body; "full-batch", where every
+            gradient is of all examples, and the curvature batch is these; "auto": fine-tuning if
+            three quarters of the model's parameters are frozen and come before the first that
+            trains, else general. Options that are given go before it.
+        curvature_closure: Returns the loss of the curvature batch, or (loss, number of examples) if
+            processes have unequal batches; or a sequence of such functions, one a micro-batch. May
+            be assigned later, or given to :meth:`step`.
+    """
+
+    preset: PresetName = keyword(AUTO, one_of(AUTO, *PRESETS))
+    curvature_closure: LossFn | Sequence[LossFn] | None = keyword(None)
+
+
+def check_given(values: Mapping[str, Any]) -> None:
+    """Check options before anything is made of them; those that a preset sets may be None.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value outside its bounds, or an unknown preset.
+    """
+    check_choice("preset", values["preset"], (AUTO, *PRESETS))
+    given = {name: values[name] for name in PRESETS["general"] if values[name] is not None}
+    picked(FOSIOptions, {**values, **PRESETS["general"], **given})
+
+
+def suited(values: Mapping[str, Any], training: Training) -> tuple[FOSIOptions, str]:
+    """The options of a training, and a line that tells where they come from.
+
+    Args:
+        values: As for :func:`check_given`, which has checked them.
+        training: The training; "auto" looks at what of it is frozen.
+    """
+    name, why = values["preset"], ""
+    if name == "auto":
+        share = frozen_body(training)
+        name = "fine-tuning" if share >= LARGE_BODY else "general"
+        why = f", as a frozen body holds {share:.1%} of the parameters" if share else ""
+    given = {key: values[key] for key in PRESETS[name] if values[key] is not None}
+    chosen, smallest = {**PRESETS[name], **given}, values["smallest"]
+    most = chosen["lanczos_iterations"]
+    fits = most is None or chosen["largest"] + smallest <= most
+    if "lanczos_iterations" in given:
+        chosen["largest"] = chosen["largest"] if fits else max(most - smallest, 0)
+    elif "largest" in given or not fits:
+        chosen["lanczos_iterations"] = None
+    shown = ", ".join(f"{key}={chosen[key]!r}" for key in PRESETS[name] if key not in given)
+    return picked(
+        FOSIOptions, {**values, **chosen}
+    ), f"settings: {name}{why}: {shown or 'all given'}"
+
+
+def frozen_body(training: Training) -> float:
+    """The share of the parameters that are frozen and come before the first that trains.
+
+    Autograd's graph begins at the first parameter that trains. The order is that in which modules
+    were registered, which is that of the forward pass in most models. Embeddings do not count, on
+    either side: looking up costs nothing. 0.0 where the model is not known.
+    """
+    if not training.known:
+        return 0.0
+    tables = [m for m in training.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    looked_up = {id(p) for table in tables for p in table.parameters()}
+    params = [p for p in training.model.parameters() if id(p) not in looked_up]
+    trained = {id(p) for p in training.training_params()}
+    first = next((i for i, p in enumerate(params) if id(p) in trained), 0)
+    whole = sum(p.numel() for p in params)
+    return sum(p.numel() for p in params[:first]) / whole if whole else 0.0

@@ -119,8 +119,8 @@ def gather_state(
         state: The base's state, cut to this process's pieces.
         to: The ranks that get the state; the others get an empty one.
     """
-    numbers = {p: i for i, p in enumerate(dict.fromkeys(piece.param for piece in pieces))}
-    params = list(numbers)
+    params = list(dict.fromkeys(piece.param for piece in pieces))
+    numbers = {p: i for i, p in enumerate(params)}
     here = {piece.param: piece for piece in pieces if piece.rank == world.rank}
     cut: dict[torch.dtype, list[tuple[int, str, Tensor]]] = {}
     small: dict[tuple[int, str], Any] = {}
@@ -142,33 +142,23 @@ def gather_state(
     sizes = {(numbers[piece.param], piece.rank): piece for piece in pieces}
     for dtype in sorted({d for lists, _ in everybody for d in lists}, key=str):
         lists = [lists.get(dtype, []) for lists, _ in everybody]
+        lengths = [[sizes[i, rank].size for i, _ in parts] for rank, parts in enumerate(lists)]
+        mine = torch.cat([value for _, _, value in cut[dtype]]) if dtype in cut else None
         items = [
-            Delivery(
-                rank,
-                to,
-                sum(sizes[i, rank].size for i, _ in parts),
-                torch.cat([value for _, _, value in cut[dtype]])
-                if rank == world.rank and parts
-                else None,
-            )
-            for rank, parts in enumerate(lists)
+            Delivery(rank, to, sum(each), mine if rank == world.rank else None)
+            for rank, each in enumerate(lengths)
         ]
         received = world.all_to_all(items, dtype, params[0].device)
         if world.rank not in to:
             continue
         for rank, (parts, flat) in enumerate(zip(lists, received, strict=True)):
-            start = 0
-            for i, key in parts:
+            flats = () if flat is None else flat.split(lengths[rank])
+            for (i, key), values in zip(parts, flats, strict=False):  # of none one that is empty
                 piece = sizes[i, rank]
-                assert flat is not None
                 into = whole.setdefault(piece.param, {})
                 if key not in into:
-                    into[key] = torch.zeros(
-                        piece.param.shape, dtype=dtype, device=piece.param.device
-                    )
-                values = flat[start : start + piece.size]
+                    into[key] = values.new_zeros(piece.param.shape)
                 into[key].view(-1)[piece.start : piece.stop] = values
-                start += piece.size
     return whole
 
 

@@ -14,7 +14,6 @@ anything. Whether it did is a plain value on the CPU, and a tensor elsewhere, as
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 
-class Basis(ABC):
+class Basis:
     """V̂, wherever its parts are; vectors are lists of this process's chunks.
 
     Args:
@@ -55,7 +54,6 @@ class Basis(ABC):
         self.vectors, self.mine, self._world = vectors, mine, world
         self._parts = [vectors[:, chunk.columns] for chunk in chunks]
 
-    @abstractmethod
     def coefficients(
         self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
     ) -> Tensor:
@@ -67,8 +65,13 @@ class Basis(ABC):
                 nor the sums that :meth:`add` makes of them anywhere.
             along: A sum over the rows that are here; in place it becomes that over all.
         """
+        total: Tensor | None = None
+        for part, each in zip(self._parts, x, strict=True):
+            total = torch.mv(part, each) if total is None else total.addmv_(part, each)
+        if total is None:  # a process may have no rows
+            total = self.vectors.new_zeros(len(self.vectors))
+        return total if witness is None else total.add_(witness.sum(), alpha=0.0)
 
-    @abstractmethod
     def add(
         self,
         x: Sequence[Tensor],
@@ -84,18 +87,17 @@ class Basis(ABC):
             of: Index of the set that each chunk takes, if there are several.
             along: Sums over the vectors that are ``mine``; in place they become those over all.
         """
+        sums = self._sums(c, of)
+        self._world.all_reduce(sums if along is None else [*sums, along]).wait()
+        sound = _finite([each.sum() for each in sums])
+        _add_where(sound, x, sums)
+        return sound
 
-    @abstractmethod
     def rows_of_sum(self, rows: slice) -> Tensor:
         """Some rows of the sum of all vectors, to start a recurrence from."""
-
-    def _dots(self, x: Sequence[Tensor], witness: Tensor | None) -> Tensor:
-        total: Tensor | None = None
-        for part, each in zip(self._parts, x, strict=True):
-            total = torch.mv(part, each) if total is None else total.addmv_(part, each)
-        if total is None:  # a process may have no rows
-            total = self.vectors.new_zeros(len(self.vectors))
-        return total if witness is None else total.add_(witness.sum(), alpha=0.0)
+        total = self.vectors.sum(0)
+        self._world.all_reduce([total]).wait()
+        return total[rows]
 
     def _sums(self, c: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
         """V̂c by chunk and set, of the vectors that are here."""
@@ -119,7 +121,7 @@ class RowBasis(Basis):
         self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
     ) -> Tensor:
         """The coefficients V̂ᵀx, ``(r,)``, summed over processes."""
-        c = self._dots(x, witness)
+        c = super().coefficients(x, witness)
         if self._world.size > 1:
             self._world.all_reduce([c] if along is None else [c, along]).wait()
         return c
@@ -181,32 +183,6 @@ class ColumnBasis(Basis):
         cuts = row_bounds(len(vectors), world.size)
         mine = vectors[cuts[world.rank] : cuts[world.rank + 1]]
         return cls(mine.clone(), chunks, world, len(vectors))
-
-    def coefficients(
-        self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
-    ) -> Tensor:
-        """The coefficients V̂^{(p)ᵀ}x, ``(r_p,)``; :meth:`add` checks that they are finite."""
-        return self._dots(x, witness)
-
-    def add(
-        self,
-        x: Sequence[Tensor],
-        c: Sequence[Tensor],
-        of: Sequence[int] = (),
-        along: Tensor | None = None,
-    ) -> Flag:
-        """Add V̂c to x in place if it is finite; returns whether it is."""
-        sums = self._sums(c, of)
-        self._world.all_reduce(sums if along is None else [*sums, along]).wait()
-        sound = _finite([each.sum() for each in sums])
-        _add_where(sound, x, sums)
-        return sound
-
-    def rows_of_sum(self, rows: slice) -> Tensor:
-        """Some rows of the sum of all vectors."""
-        total = self.vectors.sum(0)
-        self._world.all_reduce([total]).wait()
-        return total[rows]
 
 
 def _finite(tensors: Sequence[Tensor]) -> Flag:

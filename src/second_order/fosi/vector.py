@@ -151,13 +151,6 @@ class ParameterVector:
         shared = self.params, world, self.dtype, hvp, self.model, self.sign
         return Measured(loss_fn, *shared, curvature)
 
-    @property
-    def rows(self) -> slice:
-        """The slice of the n elements that are here."""
-        pieces, rank = self.layout.pieces, self._training.world.rank * self.spread
-        start = sum(piece.size for piece in pieces if piece.rank < rank)
-        return slice(start, start + sum(piece.size for piece in self.pieces))
-
     def here(self, whole: Tensor) -> Tensor:
         """The elements that are here of whole vectors, ``(..., n)``."""
         return self.layout.part(whole, self._training.world.rank * self.spread)
@@ -236,7 +229,7 @@ class ParameterVector:
             step()
             return
         training = self._training
-        if self._stepper is None:  # or in a copy, whose state is cut already
+        if self._stepper is None:
             base, groups = training.base, training.groups
             self._stepper = ShardedBase(base, base.state, groups, self.pieces)
             self.in_parts = True
@@ -259,6 +252,3 @@ class ParameterVector:
         if self.in_parts:
             return gather_state(world, self.layout.pieces, state, ranks)
         return dict(state) if world.rank in ranks else {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stepper": None}

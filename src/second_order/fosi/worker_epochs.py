@@ -16,7 +16,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +46,6 @@ GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 
 class Epochs:
     """The epochs of one worker.
-
-    A copy has no mailbox, and no point to return to.
 
     Args:
         training: The training of the workers.
@@ -291,10 +288,6 @@ class Epochs:
         self, saved: Mapping[Tensor, SavedPart], name: str, dtype: torch.dtype
     ) -> Tensor | None:
         return load_vector(saved, name, self._vector.params, dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}
-        return {**self.__dict__, **alone, "_parts": []}
 
 
 def refusal(before: float, after: float) -> str:

@@ -11,8 +11,7 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,12 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import Routed
+from second_order.budget import settle
+from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.roles import whole_models
-from second_order.kfac.budget import Budget, Cadence
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
     READ_BY_ALL,
@@ -38,30 +37,35 @@ from second_order.kfac.checkpoint import (
     saved_workers,
 )
 from second_order.kfac.clip import Clip
-from second_order.kfac.exchange import Exchange, OwnerGradients, ResultGradients
 from second_order.kfac.factor_moves import gather_factors, move_factors
 from second_order.kfac.feedback import Feedback
 from second_order.kfac.fitted import fitted_curvature
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
-from second_order.kfac.pipeline import Pipeline, Sums
+from second_order.kfac.owner_hook import OwnerHook
+from second_order.kfac.pipeline import Coming, Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
     dims_of,
     with_one_worker,
 )
-from second_order.kfac.sharded_gradients import ShardedGradients
-from second_order.kfac.solves import Solves
+from second_order.kfac.precondition import (
+    owners_of,
+    precondition_by_owners,
+    precondition_by_workers,
+)
+from second_order.kfac.schedule import Cadence
+from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.statistics import ACCOUNTS, statistics_of
 from second_order.kfac.stats_workers import StatsWorkers
 from second_order.kfac.step_length import ADAPTIVE, PLAIN, StepLength
+from second_order.kfac.step_plan import StepPlan, compile_step, sum_statistics
 from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
 from second_order.stages import Meter
-from second_order.stopwatch import Account, clock_of
 
 __all__ = ["KFACCurvature"]
 
@@ -81,7 +85,10 @@ class KFACCurvature(Curvature):
         layers: The layers of the model.
         plan: The plan of each layer that trains: which rank does what.
         solves: The layers' inverses, and the solves under way.
-        gradients: The exchange of preconditioned gradients between ranks.
+        clip: The clip of the steps.
+        coefficient: ν of the last step, a scalar; None where nothing was clipped.
+        sharded: Whether FSDP2 has sharded any parameter of a layer.
+        hook: DPKFAC's hook of DistributedDataParallel, or None.
         helpers: The stats workers, or None.
         budget: Chooses the intervals that are "auto".
         workers: The number of gradient workers that has been chosen; 0 where it is given.
@@ -102,18 +109,18 @@ class KFACCurvature(Curvature):
         # Of a distributed checkpoint an owner may read its own layers alone.
         self.read_by_all = READ_BY_ALL if system.owners is None else ()
         self.helpers = helpers
-        self.budget = Budget(training, options, elsewhere=helpers is not None)
-        timed = partial(_in_hooks, training.meter, self.budget)
+        timed = partial(_in_hooks, training.meter)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
         self.plan: dict[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
-        self._cadence = Cadence(training, options, self.budget, self.layers)
-        self.drift = self._cadence.drift
-        self.solves = Solves(
-            training, options, self.layers, system.background, self.budget, self.drift
-        )
-        self._exchange: Exchange | None = None
+        self._cadence = Cadence(training, options, self.layers, helpers is not None, system.waits)
+        self.budget, self.drift = self._cadence.budget, self._cadence.drift
+        self.solves = system.solves(training, options, self.layers, self.budget, self.drift)
+        self._step: StepPlan | None = None
+        self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
+        self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
+        self.hook: OwnerHook | None = None
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
@@ -124,23 +131,15 @@ class KFACCurvature(Curvature):
         self._closed = False
         self.workers = 0
         self.layers.find()
-        self.gradients = self._gradients()
+        self._look_at_shards()
+        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
+        self.clip = Clip(training, options, counted if helpers is None else "helpers")
+        self.coefficient: Tensor | None = None
         self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
 
-    def _gradients(self) -> ResultGradients | OwnerGradients | ShardedGradients:
-        """Make the exchange of gradients, as they are kept and as the system wants them."""
-        training, owners = self.training, self._system.owners
-        counted: Literal["all", "one"] = "all" if owners is None else "one"
-        clip = Clip(training, self._options, counted if self.helpers is None else "helpers")
-        if self.layers.sharded:
-            self._check_sharded()
-            return ShardedGradients(training, clip, batch_of_all=owners is None)
-        if owners is None:
-            return ResultGradients(training, clip)
-        return OwnerGradients(training, clip, only_to_owners=owners == "owner")
-
-    def _check_sharded(self) -> None:
-        if self._options.other_matrices == "gradient":
+    def _look_at_shards(self) -> None:
+        self.sharded = self.layers.sharded
+        if self.sharded and self._options.other_matrices == "gradient":
             raise ValueError(
                 f"{self.training.name}: other_matrices='gradient' makes factors of whole "
                 f"gradients, and FSDP2 leaves each rank some of their rows; use 'base'"
@@ -151,7 +150,7 @@ class KFACCurvature(Curvature):
         if self.helpers is not None:
             raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
-        self.gradients = self._gradients()
+        self._look_at_shards()
 
     def replaced(self) -> None:
         """Leave matrices without a rule to the base, now that no rank has their whole gradients."""
@@ -169,8 +168,7 @@ class KFACCurvature(Curvature):
 
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
-        if self.solves.threads is not None:
-            self.solves.threads.check_device()
+        self.solves.check_device()
         if self.helpers is not None:
             self.helpers.check_processes(self.training)
         self._system.plan([], self.training.world.size)
@@ -204,8 +202,7 @@ class KFACCurvature(Curvature):
         """Look for the model's layers again."""
         if not self._closed:
             self.layers.find()
-            if self.layers.sharded != isinstance(self.gradients, ShardedGradients):
-                self.gradients = self._gradients()
+            self._look_at_shards()
             self._look()
 
     # --------------------------------------------------------------------------------- the step
@@ -213,95 +210,107 @@ class KFACCurvature(Curvature):
     def prepare(self) -> None:
         """Plan anew where layers have changed: gradients go to those that precondition them."""
         self._follow()
-        self.gradients.follow_moved(self.plan)
+        if self.hook is not None:
+            self.hook.share_moved(self.owners())
+
+    def owners(self) -> dict[Tensor, int]:
+        """The rank that owns each gradient that is averaged, in a layer or not."""
+        params = self.training.averaged_params()
+        if self._owners[0] != (key := list(map(id, params))):
+            found = owners_of(self.plan, params, self.training.world.size)
+            self._owners = key, dict(zip(params, found, strict=True))
+        return self._owners[1]
+
+    @property
+    def only_to_owners(self) -> bool:
+        """Whether each mean gradient goes to its owner alone."""
+        return self._system.owners == "owner" and not self.sharded
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """The rank that each mean gradient goes to."""
-        return self.gradients.route(self.plan, params, gradients)
+        return (gradients, list(self.owners().values())) if self.only_to_owners else None
 
-    def start_bucket(self, bucket: Any) -> Any:
-        """Send a bucket of DistributedDataParallel's gradients to their owners; a future of it."""
-        assert isinstance(self.gradients, OwnerGradients)
-        return self.gradients.start_bucket(self.plan, bucket)
-
-    def precondition(self, average: Callable[[], None]) -> None:
+    def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
-        on = self.budget.on
+        meter, cadence = self.training.meter, self._cadence
+        helpers, solves = self.helpers, self.solves
+        with meter.stage("statistics"):
+            age, takes = self.training.steps - cadence.updated_at, cadence.takes_statistics()
+            coming = None
+            if takes or helpers is not None or self._pipeline is not None:
+                coming = self.take_statistics(takes)
+            if takes:
+                self._take_gradients(pending, age)
+        due = cadence.due()
+        if due and cadence.judges_cost:  # what the passes have queued is not the refresh's
+            settle(self.training.device)
+        if due or coming or solves.wanted or solves.flights or helpers is not None:
+            with meter.stage("solve"):
+                news = [] if helpers is None else helpers.news()
+                try:
+                    heard = solves.refresh(due, pending, news, coming)
+                finally:
+                    if coming is not None:
+                        coming.finish()
+                if helpers is not None:
+                    helpers.hear(heard, self.training)
+        with meter.stage("average_gradients"):
+            pending.wait()
+        self._measured = self._feedback.measured(self.plan, self.sharded)
+        with meter.stage("precondition"):
+            self.coefficient = self._preconditioned()
+        self._feedback.keep(self.plan, coming=bool(solves.flights) or cadence.may_come)
 
-        def averaged() -> None:
-            with on(Account.BASE):
-                average()
-
-        with self.training.meter.stage("statistics"), on(Account.STATISTICS):
-            age = self.training.steps - self._cadence.updated_at
-            coming = self.take_statistics()
-            self._take_gradients(averaged, age)
-        due = self._cadence.due()
-        if due and self._cadence.judges_cost:  # what the passes have queued is not the refresh's
-            clock_of(self.training.device).settle()
-        with self.training.meter.stage("solve"), on(Account.REFRESH):
-            news = [] if self.helpers is None else self.helpers.news()
-            arriving = partial(_arriving, coming)
-            try:
-                heard = self.solves.refresh(due, averaged, news, arriving)
-            finally:
-                deque(coming, 0)
-            if self.helpers is not None:
-                self.helpers.hear(heard, self.training)
-        with self.training.meter.stage("average_gradients"):
-            average()
-        rows = isinstance(self.gradients, ShardedGradients)
-        self._measured = self._feedback.measured(self.plan, rows)
-        with self.training.meter.stage("precondition"), on(Account.APART):
-            self._precondition()
-        self._feedback.keep(self.plan, coming=bool(self.solves.flights) or self._cadence.may_come)
-
-    def take_statistics(self) -> Iterator[list[KroneckerBlock]]:
+    def take_statistics(self, due: bool) -> Coming | None:
         """Update the running averages by the statistics of the step's passes and of helpers.
 
+        Args:
+            due: Whether those of the passes are due.
+
         Returns:
-            An iterator over layers whose averages are updated as it goes on, all at once if their
-            statistics are still on their way; to be taken to its end.
+            The layers whose averages are still to be updated, as their sums arrive; None if all
+            averages are those of this step.
         """
-        helpers, exchange = self.helpers, self._exchange
-        assert exchange is not None
-        taken = [block for block in self.plan if block.watched and self._takes(block)]
-        own = self._cadence.takes_statistics()
+        helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
+        assert step is not None
+        coming = None
         if helpers is not None:
-            own = own and helpers.own_passes and self.layers.capture.enabled  # during the passes
-        coming: Iterator[list[KroneckerBlock]] = iter(())
-        more = self._more_terms() if own else 1.0  # before pairs that explain nothing are dropped
-        if own:
-            self.layers.look(taken)
+            due = due and helpers.own_passes and layers.capture.enabled  # during the passes
+        more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
+        if due:
+            layers.look(step.taken)
             for block in self.plan:
                 block.expect()
-        fed = [block for block in taken if not block.staged.empty]
-        if self._pipeline is not None:
-            if own:
+        fed = [] if helpers is None else [b.name for b in step.taken if not b.staged.empty]
+        if due:
+            decay, world = cadence.decay(), self.training.world
+            exchange = partial(sum_statistics, world, self.plan)
+            if self._pipeline is not None:
                 self._pipeline.expect(self._wire)
-                coming = self._take_in(
-                    self._pipeline.sums(self.layers, exchange.statistics), self._cadence.decay()
-                )
-                self._cadence.updated()
+
+                def take_in(sums: Sums) -> None:
+                    with self.training.meter.stage("statistics"):
+                        layers.take_in(layers.whole_steps(sums, world.size), decay)
+
+                coming = Coming(self._pipeline.sums(layers, exchange), take_in)
             else:
-                self._pipeline.drain()
-        elif own:
-            sums = self.layers.sums(taken)
-            with self.training.meter.stage("exchange"):
-                exchange.statistics(sums, self._wire)
-            sums = self.layers.whole_steps(sums, self.training.world.size, more)
-            self.layers.take_in(sums, self._cadence.decay())
-            self._cadence.updated()
-        if helpers is None:
-            return coming
-        mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == self._rank}
-        for found in helpers.statistics(mine, [b.name for b in fed]):
-            decay = self._cadence.decay_since_update()
-            self._cadence.updated()
-            for block in found:
-                block.expect()
-            self.layers.take_in(found, decay)
-        helpers.tell(self.training)
+                sums = layers.sums(step.taken)
+                with self.training.meter.stage("exchange"):
+                    exchange(sums, self._wire)
+                layers.take_in(layers.whole_steps(sums, world.size, more), decay)
+            cadence.updated()
+        elif self._pipeline is not None:
+            self._pipeline.drain()
+        if helpers is not None:
+            rank = self.training.world.rank
+            mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == rank}
+            for found in helpers.statistics(mine, fed):
+                decay = cadence.decay(exactly=True)
+                cadence.updated()
+                for block in found:
+                    block.expect()
+                layers.take_in(found, decay)
+            helpers.tell(self.training)
         return coming
 
     def _more_terms(self) -> Tensor | float:
@@ -330,25 +339,13 @@ class KFACCurvature(Curvature):
         exact = self.training.steps < EXACT
         return None if exact else self._system.exchange_dtype
 
-    def _take_in(self, coming: Iterator[Sums], decay: float) -> Iterator[list[KroneckerBlock]]:
-        """Update the running averages by the sums that come; yields their layers."""
-        while True:
-            with self.training.meter.stage("statistics"), self.budget.on(Account.STATISTICS):
-                sums = next(coming, None)
-                if sums is None:
-                    return
-                blocks = list(sums)
-                sums = self.layers.whole_steps(sums, self.training.world.size)
-                self.layers.take_in(sums, decay)
-            yield blocks
-
-    def _take_gradients(self, average: Callable[[], None], age: int) -> None:
+    def _take_gradients(self, pending: PendingAverage, age: int) -> None:
         """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
-        blocks = gradient_blocks(self.plan)
-        if not blocks or not self._cadence.takes_statistics():
+        blocks = () if self._step is None else self._step.of_gradients
+        if not blocks:
             return
         with self.training.meter.stage("average_gradients"):
-            average()
+            pending.wait()
         # Stats workers' batches are not the training's.
         counting = self.layers.blocks if self.helpers is None else []
         sums = gradient_statistics(
@@ -362,20 +359,13 @@ class KFACCurvature(Curvature):
             block.expect()
         self.layers.take_in(sums, self._cadence.decay(age))
 
-    def _precondition(self) -> None:
-        """Compute P as gradient worker, get the other ranks' P, and write ν P to ``p.grad``."""
-        assert self._exchange is not None
-        self.gradients.precondition(self.plan, self._exchange, self._options.inv_dtype)
-
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
         self._feedback.follow(self.plan, self.layers.active, self._measured)
-        self._cadence.tell_of_drift()
         self.step_length.scale(asked=bool(self.solves.flights) or self._cadence.may_come)
         if self.helpers is not None:
-            threads = self.solves.threads
-            self.helpers.offer(self.training, _at_once if threads is None else threads.post)
-        self._cadence.tell_of_cost()
+            self.helpers.offer(self.training, self.solves.post)
+        self._cadence.tell()
         self.budget.lap(working=bool(self.plan))
 
     def averaging_processes(self) -> int:
@@ -395,15 +385,11 @@ class KFACCurvature(Curvature):
 
     # ------------------------------------------------------------------------------ who and when
 
-    @property
-    def _rank(self) -> int:
-        return self.training.world.rank
-
     def _takes(self, block: KroneckerBlock) -> bool:
         """Whether this rank's batches go into a layer's factors."""
         # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
         layer = self.known.get(block)
-        return layer is None or layer.source in (None, self._rank)
+        return layer is None or layer.source in (None, self.training.world.rank)
 
     @property
     def _counted(self) -> KroneckerBlock | None:
@@ -415,14 +401,12 @@ class KFACCurvature(Curvature):
         """Plan anew if layers were frozen or unfrozen since the last step."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
         if not layers.follow():
-            if self._exchange is None:  # in a copy, whose inverses remain valid
-                self._connect()
             return
         shapes = {block: block.shape for block in layers.active}
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
         self._shapes |= shapes
         plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
-        if isinstance(self.gradients, ShardedGradients):
+        if self.sharded:
             plan = with_one_worker(plan)
         before = self.known
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
@@ -430,14 +414,14 @@ class KFACCurvature(Curvature):
         if (steps > 0 and changed) or any(old.source != new.source for old, new in pairs):
             layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
         self._grid = plan.grid
-        self._connect()
-        move_factors(world, self.plan, before)
         known = before | self.plan
         self.known = {block: known[block] for block in layers.blocks if block in known}
+        self._connect()
+        move_factors(world, self.plan, before)
         layers.watch(self._takes, self._counted)
         for block in layers.blocks:
             block.drop_inverse()
-        self.solves.follow(self.plan)
+        self.solves.restart(self.plan)
         if self.drift is not None:
             self.drift.follow(layers.blocks)
         if self.helpers is not None:
@@ -446,13 +430,33 @@ class KFACCurvature(Curvature):
             self.training.publish()  # frees factors that other ranks keep now
 
     def _connect(self) -> None:
-        """Make the groups of processes by which the plan is carried out."""
-        wire = self._system.exchange_dtype
-        self._exchange = Exchange(self.training.world, self._grid, self.plan, wire)
-        self.solves.exchange = self._exchange
+        """Compile the step, and make the groups of processes by which it is carried out."""
+        world, wire = self.training.world, self._system.exchange_dtype
+        self._step = compile_step(world, self._grid, self.plan, wire, self._takes)
+        self.solves.step = self._step
+        self._buckets, self._owners = (None, []), (None, {})
         if self._pipeline is not None:
             self._pipeline.connect()
             self._pipeline.follow([block for block in self.plan if block.watched])
+
+    def _preconditioned(self) -> Tensor | None:
+        """Compute P as gradient worker, get the other ranks' P, and write ν P; returns ν."""
+        training, owners, step = self.training, self._system.owners, self._step
+        dtype = self._options.inv_dtype
+        assert step is not None
+        if self.sharded:
+            solved = (b for b in self.plan if b.solved)
+            key = [id(p) for b in solved for p in (b, *b.params)]
+            if self._buckets[0] != key:
+                self._buckets = key, buckets_of(step, training.world)
+            return precondition_rows(
+                self._buckets[1], step, training, self.clip, dtype, batch_of_all=owners is None
+            )
+        if owners is None:
+            return precondition_by_workers(step, training, self.clip, dtype)
+        back = self.only_to_owners and (training.averages or self.hook is not None)
+        sent = self.owners() if back else None
+        return precondition_by_owners(step, training, self.clip, dtype, sent)
 
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
@@ -467,7 +471,7 @@ class KFACCurvature(Curvature):
         wanted = ("inverses wanted at once", self.solves.wanted)
         newcomers = ("anew at", self.layers.newcomers_at)
         scheduled = self._options.scheduled(self.training.steps)
-        sharded = ("sharded by FSDP2", isinstance(self.gradients, ShardedGradients))
+        sharded = ("sharded by FSDP2", self.sharded)
         return [
             *(("closed", self._closed), sharded, wanted, newcomers),
             *scheduled,
@@ -475,7 +479,7 @@ class KFACCurvature(Curvature):
             ("length of steps", self.step_length.factor),
             *([("intervals", self.drift.facts(self.layers.active))] if self.drift else []),
             *([("gradient workers", self.workers)] if self.workers else []),
-            *self.budget.facts(),
+            ("intervals by budget", self.budget.state),
         ]
 
     # ------------------------------------------------------------------------ state and summary
@@ -490,7 +494,8 @@ class KFACCurvature(Curvature):
 
     def _saved_of_layer(self, block: KroneckerBlock) -> dict[str, Any]:
         drift = {} if self.drift is None else self.drift.saved(block)
-        return self.solves.traces.saved(block) | drift
+        traces = self.solves.traces
+        return drift if traces is None else traces.saved(block) | drift
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
@@ -505,11 +510,12 @@ class KFACCurvature(Curvature):
                 factors = block.ensure_factors()
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh tells
-        self.solves.restart()
+        self.solves.restart(self.plan)
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
-        self.solves.traces.load(saved, self.layers.blocks)
+        if self.solves.traces is not None:
+            self.solves.traces.load(saved, self.layers.blocks)
         if self.drift is not None:
             self.drift.load(saved, self.layers.blocks)
         self.budget.load(saved)
@@ -547,19 +553,6 @@ class KFACCurvature(Curvature):
         found = gather_factors(self.training.world, self.known, ranks)
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
-    def awake(self) -> None:
-        """Watch the model of a copied optimizer; process groups are made at the next step."""
-        if self.helpers is not None:
-            self.helpers.awake(self.training)
-        self._exchange = None
-        self.budget.begin()
-        self.layers.connect()
-        self.layers.watch(self._takes, self._counted)
-        self.watch()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_exchange": None}
-
     def close(self) -> None:
         """End threads and hooks; the optimizer goes on as its base alone."""
         if self.helpers is not None:
@@ -571,8 +564,10 @@ class KFACCurvature(Curvature):
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True
-        self.plan.clear()  # the exchange holds it, too
-        self.known, self._shapes = {}, {}
+        self.plan, self.known, self._shapes = {}, {}, {}
+        if self._step is not None:
+            self._step = StepPlan({}, self._step.row, self._step.column)
+            self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere.
@@ -584,14 +579,9 @@ class KFACCurvature(Curvature):
         gather = gather and bool(self.kept_elsewhere)
         if gather:
             self._follow()
+        damping, known = self.solves.damping, self.known
         return fitted_curvature(
-            self.training,
-            self._options,
-            self.layers,
-            self.known,
-            self.solves.damping,
-            dtype,
-            gather,
+            self.training, self._options, self.layers, known, damping, dtype, gather
         )
 
     def unwatched(self) -> AbstractContextManager[None]:
@@ -606,37 +596,26 @@ class KFACCurvature(Curvature):
 
     def statistics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""
-        last, nu = self.training.steps - 1, self.gradients.coefficient
+        last, nu = self.training.steps - 1, self.coefficient
         found = statistics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
         found["step_length"] = self.step_length.factor
         if last >= 0 and not self._closed:
-            # 0 after a load
-            found["age/statistics"] = float(
-                max(last - self._cadence.updated_at, 0)
-            )  # 0 after a load
-            found |= self._intervals()
-        return found
-
-    def _intervals(self) -> dict[str, float]:
-        """The steps between updates and between refreshes, in the middle where layers differ."""
-        if self.drift is None:
-            last = self.training.steps - 1
-            return {name: float(self._cadence.interval(name, last)) for name in BUDGETED}
-        found, every = self.drift.metrics, self._options.factor_update_steps
-        found["inv_update_steps"] = found["factor_update_steps"] = found["drift/interval"]
-        if every is not None:
-            last = self.training.steps - 1
-            found["factor_update_steps"] = float(
-                self._cadence.interval("factor_update_steps", last)
-            )
+            found["age/statistics"] = float(max(last - self._cadence.updated_at, 0))  # 0: loaded
+            found |= {} if self.drift is None else self.drift.metrics
+            for name in BUDGETED:  # in the middle where layers differ
+                by_drift = self.drift is not None and getattr(self._options, name) is None
+                by_drift |= self.drift is not None and name == "inv_update_steps"
+                every = None if by_drift else self._cadence.interval(name, last)
+                found[name] = found["drift/interval"] if every is None else float(every)
         return found
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
         drift = "" if self.drift is None else self.drift.said
-        settings = [self._options.said, self.solves.traces.said, drift]
+        traces = "" if self.solves.traces is None else self.solves.traces.said
+        settings = [self._options.said, traces, drift]
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
@@ -645,27 +624,10 @@ class KFACCurvature(Curvature):
 
 
 @contextmanager
-def _in_hooks(meter: Meter, budget: Budget) -> Iterator[None]:
+def _in_hooks(meter: Meter) -> Iterator[None]:
     """Measure the work of a hook."""
     before = meter.switch("statistics")
     try:
-        with budget.on(Account.STATISTICS):
-            yield
+        yield
     finally:
         meter.switch(before)
-
-
-def _at_once(copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-    send(copies)
-
-
-def _arriving(
-    coming: Iterator[list[KroneckerBlock]], wanted: list[KroneckerBlock]
-) -> Iterator[list[KroneckerBlock]]:
-    """The layers of a list, each as soon as its averages are those of this step."""
-    left = wanted
-    for blocks in coming:
-        arrived = set(blocks)
-        yield [block for block in left if block in arrived]
-        left = [block for block in left if block not in arrived]
-    yield left

@@ -6,25 +6,27 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from second_order.kfac.options import AUTO, PerStep
+from second_order.kfac.options import PerStep
 from second_order.options import (
-    check_choice,
     check_count,
     check_flag,
+    check_keywords,
     check_number,
     check_timeout,
     check_whole,
+    keyword,
+    one_of,
 )
 
 __all__ = [
     "FORGETFUL",
     "DecayingClip",
+    "DistKFACOptions",
     "DoublyFactored",
-    "check_distkfac_options",
     "checked_doubly_factored",
-    "checked_staleness",
     "half_the_cores",
     "own_cores",
 ]
@@ -77,50 +79,65 @@ def half_the_cores() -> int:
     return min(max(own_cores() // 2, 1), 4)
 
 
-def check_distkfac_options(keywords: Mapping[str, Any]) -> None:
-    """Raise unless the keywords that only DistKFAC has make sense."""
-    check_whole("stats_workers", keywords["stats_workers"], 0, "0 for none")
-    if keywords["stats_workers"] and keywords["factor_update_steps"] == AUTO:
-        raise ValueError(
-            f"factor_update_steps='auto' measures statistics of the training passes, and with "
-            f"stats_workers={keywords['stats_workers']} other processes take them all the time; "
-            f"give a number, 20 perhaps, for when they are gone"
-        )
-    check_timeout("helper_timeout", keywords["helper_timeout"])
-    check_choice("inverse_device", keywords["inverse_device"], ("cpu", "cuda"))
-    check_choice("conv_factors", keywords["conv_factors"], ("kfc", "cheap"))
-    if keywords["inverse_threads"] is not None:
-        check_count("inverse_threads", keywords["inverse_threads"], "threads")
+@dataclass(frozen=True)
+class DistKFACOptions:
+    """The keywords that DistKFAC alone has.
 
-
-def checked_staleness(
-    async_inverse: bool, max_staleness: int | None, deterministic: bool, stats_workers: int
-) -> int | None:
-    """Check ``max_staleness`` and return it; 0 for the synchronous algorithm.
-
-    Raises:
-        ValueError: If the options contradict each other.
+    Attributes:
+        stats_workers: How many ranks compute statistics instead of training. If all of them are
+            gone, the others take statistics from their own passes again.
+        helper_timeout: Seconds without a sign of life after which a stats worker is given up.
+        inverse_threads: Threads of this process that solve; None for half the cores that it has for
+            itself, at least 1 and at most 4.
+        inverse_device: Device of the solves: "cpu", or "cuda" on a stream of their own.
+        async_inverse: False waits for every solve, as ``max_staleness=0`` does.
+        max_staleness: Steps after which a solve is waited for; None: never, but by drift at the
+            step before the layer's next solve. 0 is the synchronous algorithm.
+        deterministic: Put inverses to use exactly ``max_staleness`` steps, by drift at most the
+            layer's interval less one, after the snapshot that they are solved from, be they ready
+            sooner or not: runs can be repeated bit for bit.
+        conv_factors: "kfc", or "cheap": the inputs of a convolution are averaged over locations,
+            and its gradients summed, before they are squared (Ba et al. 2017, appendix A).
+        doubly_factored: (locations, channels) of the inputs of wide Linears that are fed by a
+            flattened feature map, by the layers' names. Three small factors take the place of A and
+            G (Ba et al. 2017, section 4). "auto": layers with more than ``max_factor_dim`` inputs,
+            with the channels of the convolution before them. None: no layer.
     """
-    if max_staleness is not None:
-        check_whole("max_staleness", max_staleness, 0, "None for no bound")
-    if not check_flag("async_inverse", async_inverse):
-        if max_staleness:
+
+    stats_workers: int = keyword(0, partial(check_whole, low=0, remedy="0 for none"))
+    helper_timeout: float = keyword(60.0, check_timeout)
+    inverse_threads: int | None = keyword(None, partial(check_count, meaning="threads"), None)
+    inverse_device: str = keyword("cpu", one_of("cpu", "cuda"))
+    async_inverse: bool = keyword(True, check_flag)
+    max_staleness: int | None = keyword(
+        None, partial(check_whole, low=0, remedy="None for no bound"), None
+    )
+    deterministic: bool = keyword(False, check_flag)
+    conv_factors: str = keyword("kfc", one_of("kfc", "cheap"))
+    doubly_factored: DoublyFactored = keyword("auto")
+
+    def __post_init__(self) -> None:
+        check_keywords(self)
+        if not self.async_inverse and self.max_staleness:
             raise ValueError(
                 f"async_inverse=False waits for every solve, so that max_staleness="
-                f"{max_staleness} has no meaning; leave it out"
+                f"{self.max_staleness} has no meaning; leave it out"
             )
-        return 0
-    if check_flag("deterministic", deterministic) and max_staleness is None:
-        raise ValueError(
-            "deterministic=True puts inverses to use after exactly max_staleness steps; give "
-            "max_staleness, 10 perhaps"
-        )
-    if deterministic and stats_workers:
-        raise ValueError(
-            f"deterministic=True cannot be had with stats_workers={stats_workers}: when their "
-            f"statistics arrive depends on the machine; use stats_workers=0"
-        )
-    return max_staleness
+        if self.deterministic and self.async_inverse and self.max_staleness is None:
+            raise ValueError(
+                "deterministic=True puts inverses to use after exactly max_staleness steps; give "
+                "max_staleness, 10 perhaps"
+            )
+        if self.deterministic and self.async_inverse and self.stats_workers:
+            raise ValueError(
+                f"deterministic=True cannot be had with stats_workers={self.stats_workers}: when "
+                f"their statistics arrive depends on the machine; use stats_workers=0"
+            )
+
+    @property
+    def staleness(self) -> int | None:
+        """Steps after which a solve is waited for; 0 for the synchronous algorithm."""
+        return self.max_staleness if self.async_inverse else 0
 
 
 def checked_doubly_factored(chosen: Any) -> Mapping[str, tuple[int, int]] | str:

@@ -8,11 +8,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from second_order.kronecker.background import Ticket
 from second_order.kronecker.decompositions import Decomposition
 from second_order.kronecker.solvers import Damping
 
-__all__ = ["Flight", "Mark", "Solved", "Verdict"]
+__all__ = ["Flight", "Solved", "Verdict"]
 
 Solved: TypeAlias = dict[str, Decomposition]
 """A layer's decompositions, by the factors' letters; without those that failed."""
@@ -37,20 +36,7 @@ class Verdict(IntEnum):
     RAISED = 9  # an exception on a thread
 
 
-@dataclass(frozen=True)
-class Mark:
-    """The scale of what a layer's inverse is made from, by which a later refresh is judged.
-
-    Attributes:
-        trace: Mean eigenvalue of the damped curvature: its trace over its size.
-        damping: γ as the option has it.
-    """
-
-    trace: float
-    damping: float
-
-
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """A layer's solve under way.
 
@@ -60,8 +46,6 @@ class Flight:
         scale: What the inverse is multiplied by, on these ranks; None for nothing.
         verdict: The verdict, as far as it is known without a thread.
         solved: The decompositions that this rank has computed.
-        ticket: The ticket of a thread's work, or None.
-        mark: What the next refresh compares with, on ranks that solve, if refreshes are judged.
     """
 
     step: int
@@ -69,5 +53,3 @@ class Flight:
     scale: Tensor | None = None
     verdict: Verdict = Verdict.FLYING
     solved: Solved = field(default_factory=dict)
-    ticket: Ticket[Solved] | None = None
-    mark: Mark | None = None

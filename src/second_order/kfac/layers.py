@@ -101,6 +101,8 @@ class Layers:
         self.left: list[LeftToBase] = []
         self.newcomers_at = -1
         self._signature: tuple[Any, ...] | None = None
+        self._params: list[nn.Parameter] = []  # of all blocks
+        self._seen: list[Any] | None = None  # of these, when they were last looked at
         self._overflown: dict[KroneckerBlock, Tensor] = {}
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
@@ -220,6 +222,10 @@ class Layers:
 
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
+        seen = [(p.requires_grad, p.device, p.shape) for p in self._params]
+        if seen == self._seen:
+            return False
+        self._seen = seen
         for block in self.blocks:
             block.follow_requires_grad()
         signature = tuple((block.training, block.shape) for block in self.blocks)
@@ -231,7 +237,8 @@ class Layers:
 
     def forget_plan(self) -> None:
         """Let the next :meth:`follow` take all layers that train for new ones."""
-        self._signature = None
+        self._signature = self._seen = None
+        self._params = [p for block in self.blocks for p in _parameters_of(block)]
 
     # -------------------------------------------------------------------------------- statistics
 
@@ -251,7 +258,7 @@ class Layers:
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
             conv_approximation=self._conv_approximation,
-            warn=self._training.notices.keep,
+            warn=self._training.warnings.keep,
             fsdp=fsdp,
             sampled=sampled,
         )
@@ -260,9 +267,8 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
-        how = {} if self._sampler is None else {"reads": self._sampler.reads}
         self.capture = Capture(
-            self.collector, self._sampler, self.collector.wants, self._timed, fsdp, **how
+            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
         )
 
     def watch(
@@ -468,7 +474,9 @@ class Layers:
             return
         cause = next(
             filter(None, map(self._why_silent, self.active)),
-            "train the very model that the optimizer was given, not a copy or an export of it",
+            "train the very model that the optimizer was given, not a copy or an export of it; a "
+            "model that had run under torch.compile before the optimizer was made, or another of "
+            "its class, has left graphs without hooks: call torch.compiler.reset() once",
         )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
@@ -506,12 +514,8 @@ class Layers:
             self._items.remove()
         self.collector.blocks.clear()
         self.blocks, self.active, self.left, self._signature = [], [], [], ()
+        self._params, self._seen = [], []
         self._overflown = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        dropped = ("capture", "collector", "_sampler")
-        kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
-        return {**kept, "_items": None}
 
 
 def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:
@@ -522,6 +526,12 @@ def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:
 
 def _own(module: nn.Module) -> list[Tensor]:
     return list(module.parameters(recurse=False))
+
+
+def _parameters_of(block: KroneckerBlock) -> list[nn.Parameter]:
+    """The parameters of a block, frozen ones too."""
+    values = (v if isinstance(v, list) else [v] for v in vars(block).values())
+    return [p for value in values for p in value if isinstance(p, nn.Parameter)]
 
 
 def _may_be_registered(module: nn.Module) -> bool:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
 from second_order.kronecker.layers import FactorShape
 
-__all__ = ["FUSED_BYTES", "Pipeline", "Sums"]
+__all__ = ["FUSED_BYTES", "Coming", "Pipeline", "Sums"]
 
 FUSED_BYTES = 2**20
 """Bytes of a bucket, unless one layer alone has more."""
@@ -88,6 +87,40 @@ class SentState:
         """Whether what was sent is what the layer has, now that the number is known."""
         same = self.staged is block.staged and self.revision == self.staged.revision
         return same and (self.staged.empty or self.micro_batches == micro_batches)
+
+
+class Coming:
+    """Layers whose averages are updated as their sums arrive, all of them once it has finished.
+
+    Args:
+        coming: The sums, as they come.
+        take_in: Updates the averages by some of them.
+    """
+
+    def __init__(self, coming: Iterator[Sums], take_in: Callable[[Sums], None]) -> None:
+        self._coming, self._take_in = coming, take_in
+
+    def _next(self) -> list[KroneckerBlock] | None:
+        sums = next(self._coming, None)
+        if sums is None:
+            return None
+        blocks = list(sums)
+        self._take_in(sums)
+        return blocks
+
+    def __call__(self, wanted: list[KroneckerBlock]) -> Iterator[list[KroneckerBlock]]:
+        """The layers of a list, each as soon as its averages are those of this step."""
+        left = wanted
+        while (blocks := self._next()) is not None:
+            arrived = set(blocks)
+            yield [block for block in left if block in arrived]
+            left = [block for block in left if block not in arrived]
+        yield left
+
+    def finish(self) -> None:
+        """Take in all that has not been asked for."""
+        while self._next() is not None:
+            pass
 
 
 class Pipeline:
@@ -300,11 +333,4 @@ class Pipeline:
                     self._send(bucket, self._micro_batches)
             else:
                 self._loan.give_back()
-        self._begin()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"parts": (self._training, self._dtype)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._training, self._dtype = state["parts"]
         self._begin()

@@ -1,14 +1,10 @@
-"""Damped inverses of the layers' factors: submitted, agreed on, installed.
+"""Damped inverses of the layers' factors: solved, agreed on, installed.
 
-submit    each solver decomposes its factors, at once or on threads, from a snapshot; refreshed by
-          trace, it spares layers that have hardly moved
+solve     each solver decomposes its factors; refreshed by trace, it spares layers that have hardly
+          moved
 agree     all ranks hear the greatest verdict on each layer
 install   decompositions go to the gradient workers of the layers that are solved, and are put to
           use by all of them at this step; the others keep what they have, or nothing
-
-At once, a layer lands at the step that submits it. On threads it is under way from then on, and is
-not submitted again until it has landed: at that step if it is due; one without an inverse is waited
-for.
 """
 
 from __future__ import annotations
@@ -17,32 +13,30 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from second_order.budget import IntervalBudget
+from second_order.contract.averaging import PendingAverage
 from second_order.contract.training import Training
 from second_order.distributed.parcels import Shapes
 from second_order.errors import DecompositionError
-from second_order.kfac.budget import Budget
 from second_order.kfac.drift import Drift
-from second_order.kfac.exchange import Exchange, Item
 from second_order.kfac.flights import Flight, Solved, Verdict
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
-from second_order.kfac.plan import LayerPlan, solve_cost_of
-from second_order.kfac.threads import Background, Threads
+from second_order.kfac.plan import LayerPlan
+from second_order.kfac.step_plan import Item, StepPlan
 from second_order.kfac.trace_refresh import TraceRefresh
-from second_order.kronecker.background import Ticket
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
 from second_order.options import value_at
-from second_order.stopwatch import Account
 
-__all__ = ["Solves"]
+__all__ = ["Arriving", "Solves"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
@@ -51,14 +45,13 @@ Arriving: TypeAlias = Callable[[list[KroneckerBlock]], Iterable[list[KroneckerBl
 
 
 class Solves:
-    """The inverses of a training's layers.
+    """The inverses of a training's layers, solved at the step at which they are due.
 
     Args:
         training: The training to serve.
         options: The options, those of solves among them.
         layers: The layers of the model.
-        background: Settings to solve on threads; None to solve at once.
-        budget: The budget of intervals; every solve is waited for while it measures.
+        budget: The budget of intervals; nothing is spared while it measures.
         drift: The layers' intervals by drift, or None.
 
     Attributes:
@@ -70,75 +63,65 @@ class Solves:
         mean_curvature: Of all layers, at the last refresh; 0 before.
         dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
         failed: Number of solves that gave no sound decomposition, of all layers so far.
-        traces: Which layers a refresh need not solve.
-        threads: The threads that solve beside training; None where layers are solved at once.
-        exchange: The collectives between the ranks.
+        traces: Tells which layers a refresh need not solve; None if it solves all.
+        step: What this rank does.
     """
 
-    exchange: Exchange
+    step: StepPlan
+
+    heads = 0
+    """Numbers that travel before a layer's A, γ and its scale; none where all workers know them."""
+
+    agreeing = "agree"
+    """The stage of the agreement; "wait" where it may wait for what is solved beside training."""
 
     def __init__(
         self,
         training: Training,
         options: KFACOptions,
         layers: Layers,
-        background: Background | None,
-        budget: Budget,
+        budget: IntervalBudget,
         drift: Drift | None = None,
     ) -> None:
-        self._training, self._options, self._layers = training, options, layers
-        self._background, self._budget, self.drift = background, budget, drift
-        waits = background is None or background.max_staleness == 0
-        self._waiting = Account.REFRESH if waits else Account.APART
-        self._solver = SOLVERS[options.solver]
-        self._plan: Mapping[KroneckerBlock, LayerPlan] = {}
-        self.wanted = False
-        self.flights: dict[KroneckerBlock, Flight] = {}
-        self.taken_at: dict[KroneckerBlock, int] = {}
-        self.landed_at: dict[KroneckerBlock, int] = {}
-        self.damping, self.failed = math.nan, 0
-        self.mean_curvature = 0.0
-        self.dampings: dict[KroneckerBlock, Damping] = {}
-        self.traces = TraceRefresh(options.trace_bounds if options.refresh == "trace" else None)
-        self.threads = None if background is None else Threads(training, background)
+        self.training, self.options, self.layers = training, options, layers
+        self.budget, self.drift = budget, drift
+        self.solver = SOLVERS[options.solver]
+        self.damping, self.failed, self.mean_curvature = math.nan, 0, 0.0
+        self.traces = TraceRefresh(options.trace_bounds) if options.refresh == "trace" else None
         self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
+        self.restart({})
+        self.wanted = False
 
-    def follow(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
-        """Go on by another plan, with everything to be solved anew."""
-        self._plan = plan
-        self.flights.clear()  # verdicts on other factors or layers
-        self.traces.forget()
-        self.wanted = True
-        known = set(self._layers.blocks)
-        by_layer: tuple[dict[KroneckerBlock, Any], ...] = (
-            self.landed_at,
-            self.taken_at,
-            self.dampings,
-        )
-        for each in by_layer:
-            for block in [b for b in each if b not in known or not b.solved]:
-                del each[block]
+    def restart(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
+        """Solve all layers of a plan anew, from other factors or on other ranks."""
+        self.plan, self.wanted = plan, True
+        self.flights: dict[KroneckerBlock, Flight] = {}  # verdicts on others are void
+        self.landed_at: dict[KroneckerBlock, int] = {}
+        self.taken_at: dict[KroneckerBlock, int] = {}
+        self.dampings: dict[KroneckerBlock, Damping] = {}
+        if self.traces is not None:
+            self.traces.forget()
 
-    def restart(self) -> None:
-        """Solve all layers anew, from other factors."""
-        self.flights.clear()
-        self.traces.forget()
-        self.landed_at, self.taken_at, self.wanted = {}, {}, True
-        self.dampings = {}
+    def check_device(self) -> None:
+        """Raise ValueError if layers are to be solved on a device that does not exist."""
+
+    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Send copies of tensors from the CPU."""
+        send(copies)
 
     def refresh(
         self,
         due: Sequence[KroneckerBlock],
-        average: Callable[[], None],
+        pending: PendingAverage,
         news: Sequence[float] = (),
         arriving: Arriving | None = None,
     ) -> Sequence[float]:
-        """Submit the layers that are due, and install what the ranks agree is solved.
+        """Solve the layers that are due, and install what the ranks agree is solved.
 
         Args:
             due: The layers that are due at this step; all are if a refresh is wanted out of turn.
-            average: Waits for the gradients: nothing may be under way in the world while a part of
-                it communicates, since NCCL's communicators are not to be used at the same time.
+            pending: The gradients: nothing may be under way in the world while a part of it
+                communicates, since NCCL's communicators are not to be used at the same time.
             news: Further numbers for the ranks to agree on; of the same length on every rank.
             arriving: Gives layers of a list in parts, each once its running averages are those of
                 this step; None if all are.
@@ -150,121 +133,123 @@ class Solves:
             DecompositionError: On every rank, if a thread has raised, or a layer could not be
                 solved too often.
         """
-        due = list(self._plan) if self.wanted else due
+        due = list(self.plan) if self.wanted else due
+        damping = 0.0
         try:
-            heard, hopeless, silent = self._refresh(due, average, news, arriving or _at_once)
+            if due:
+                damping = value_at(self.options.damping, self.training.steps)
+                check_damping(damping)  # everywhere, before it begins
+                self.damping = float(damping)
+            heard, landed, hopeless = self.run(due, damping, pending, news, arriving)
         except DecompositionError:
             raise
         except BaseException:  # solves under way may have lost their results
             self.flights.clear()
             self.wanted = True
             raise
-        self._layers.tell_of_silence(silent)
+        self.layers.tell_of_silence([block for block in landed if block.state.silent])
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
-                f"{self._options.max_consecutive_failures} refreshes in a row, in float32 or in "
+                f"{self.options.max_consecutive_failures} refreshes in a row, in float32 or in "
                 f"float64; raise damping, lower lr, or name them in skip_layers"
             )
         return heard
 
-    def _refresh(
+    def run(
         self,
         due: Sequence[KroneckerBlock],
-        average: Callable[[], None],
+        damping: float,
+        pending: PendingAverage,
         news: Sequence[float],
-        arriving: Arriving,
-    ) -> tuple[Sequence[float], list[str], list[KroneckerBlock]]:
-        """Do the refresh; returns all ranks' news, layers failed too often, and silent layers."""
-        damping = 0.0
-        if due:
-            damping = value_at(self._options.damping, self._training.steps)
-            check_damping(damping)  # everywhere, before it begins
-            self.damping = float(damping)
-        heard: Sequence[float] = news
+        arriving: Arriving | None,
+    ) -> tuple[Sequence[float], list[KroneckerBlock], list[str]]:
+        """Do the refresh; returns all ranks' news, what has landed, and what has failed too often.
+
+        One process takes a few layers at a time, so that old inverses are freed before the next new
+        ones are made; several take all, in few messages.
+        """
+        landed: list[KroneckerBlock] = []
         hopeless: list[str] = []
-        silent: list[KroneckerBlock] = []
-        under_way = list(self.flights)
         for part in self._parts(due):
-            for arrived in arriving(part):
-                with self._training.meter.stage("launch"):
-                    self._submit(arrived, damping)
-            if due:
-                self._layers.tell_of_sums()
-            with self._training.meter.stage("agree"), self._budget.on(self._waiting):
-                agreed = self._start_agreement(news)
-            with self._training.meter.stage("average_gradients"):
-                average()
-            with self._budget.on(self._waiting):
-                verdicts, heard = agreed()
-            with self._training.meter.stage("land"):
-                landed, failing = self._install(verdicts)
+            for arrived in [part] if arriving is None else arriving(part):
+                with self.training.meter.stage("launch"):
+                    self.submit(arrived, damping)
+            self.layers.tell_of_sums()
+            news, came, failing = self.land(pending, news)
+            landed += came
             hopeless += failing
-            silent += [block for block in landed if block.state.silent]
         if due:
             self.wanted = False
-            with self._training.meter.stage("launch"):
-                came = [b for b in under_way if b not in self.flights and b.solved]
-                again = [b for b in came if b in set(due)]
-                self._submit(again, damping)
-        return heard, hopeless, silent
+        return news, landed, hopeless
 
-    def _parts(self, due: Sequence[KroneckerBlock]) -> Iterable[list[KroneckerBlock]]:
-        """The layers that are due, in parts that are refreshed together: one, with several ranks.
-
-        That takes few messages. One process takes a few layers at a time, so that old inverses are
-        freed before the next new ones are made.
-        """
-        if self._background is not None:
-            yield [block for block in due if block not in self.flights]
-            return
-        if not due:
-            return
-        part: list[KroneckerBlock] = []
+    def _parts(self, due: Sequence[KroneckerBlock]) -> list[list[KroneckerBlock]]:
+        parts: list[list[KroneckerBlock]] = []
         filled = 0.0
         for block in due:
             stored = (block.stored_shape(letter) for letter in block.shape.letters)
-            size = self._options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
-            if part and self._training.world.size == 1 and filled + size > PART_BYTES:
-                yield part
-                part, filled = [], 0.0
-            part.append(block)
+            size = self.options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
+            alone = self.training.world.size == 1 and filled + size > PART_BYTES
+            if alone or not parts:
+                parts.append([])
+                filled = 0.0
+            parts[-1].append(block)
             filled += size
-        yield part
+        return parts
 
-    # ----------------------------------------------------------------------------------- submit
+    # ------------------------------------------------------------------------------------ solve
 
-    def _submit(self, blocks: Sequence[KroneckerBlock], damping: float) -> None:
-        if not blocks:
+    def submit(self, blocks: Sequence[KroneckerBlock], damping: float) -> None:
+        """Decompose this rank's factors of some layers."""
+        options, rank = self.options, self.training.world.rank
+        ready = self.ready(blocks, damping)
+        if not ready:
             return
-        rank, step = self._training.world.rank, self._training.steps
+        mine = [(b, k) for b in ready for k in b.shape.letters if self.plan[b].solver(k) == rank]
+        try:
+            problems = [self.problem(b, k, b.weight.device) for b, k in mine]
+            found = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
+        except Exception as error:  # an exception must not part this rank from the others
+            self._tell_of_error(ready, error)
+            return
+        for block in ready:
+            self.flights[block].verdict = Verdict.SOUND
+        for (block, letter), parts in zip(mine, found, strict=True):
+            if parts is None:
+                self.flights[block].verdict = Verdict.FAILED
+            else:
+                self.flights[block].solved[letter] = parts
+
+    def ready(self, blocks: Sequence[KroneckerBlock], damping: float) -> list[KroneckerBlock]:
+        """The layers that this rank is to solve now, with γ; the others get their verdicts."""
+        rank, step = self.training.world.rank, self.training.steps
         self.flights |= {block: Flight(step) for block in blocks}
-        mine = [b for b in blocks if rank in self._plan[b].solvers]
-        others = [b for b in blocks if b not in mine and rank in self._plan[b].workers]
+        mine = [b for b in blocks if rank in self.plan[b].solvers]
+        others = [b for b in blocks if b not in mine and rank in self.plan[b].workers]
+        others = [] if self.heads else others  # who will be told γ
         try:
             for block in blocks:
                 block.ensure_factors()  # on every rank: checkpoints have the same entries on all
             ready = self._with_factors(mine)
-            known = [*ready, *(others if self._background is None else [])]
-            dampings = self._dampings(known, damping)
+            dampings = self._dampings([*ready, *others], damping)
             scales = self._scales(dampings)
-            ready = self._to_solve({block: dampings[block] for block in ready}, damping)
-        except Exception as error:  # an exception must not part this rank from the others
-            self._tell_of_error([*mine, *(others if self._background is None else [])], error)
-            return
+            if self.traces is not None:
+                known = {block: dampings[block] for block in ready}
+                spared = self.traces.verdicts(known, damping, judged=not self.budget.measuring)
+                ready = [block for block in ready if block not in spared]
+                for block, verdict in spared.items():
+                    self.flights[block].verdict = verdict
+        except Exception as error:
+            self._tell_of_error([*mine, *others], error)
+            return []
         for block, of_layer in dampings.items():
             self.flights[block].damping = of_layer
             self.flights[block].scale = scales.get(block)
-        if self._background is None:
-            self._solve_at_once(ready)
-            return
-        # The largest first, so that the threads end together.
-        for block in sorted(ready, key=lambda b: -solve_cost_of(b)):
-            self.flights[block].ticket = self._launched(block)
+        return ready
 
     def _with_factors(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The layers that this rank can solve; the others get their verdicts."""
-        device = self._training.device
+        device = self.training.device
         factors = {b: b.ensure_factors() for b in blocks}
         news = [b for b in blocks if factors[b] not in self._seen]
         weights = [factors[b].weight.to(device) for b in news]
@@ -283,184 +268,104 @@ class Solves:
                 ready.append(block)
         return ready
 
-    def _to_solve(
-        self, dampings: Mapping[KroneckerBlock, Damping], damping: float
-    ) -> list[KroneckerBlock]:
-        """The layers, of those with γ, that are not spared by their traces; those get verdicts."""
-        judged = not self._budget.measuring
-        marks = self.traces.marks(dampings, damping)
-        for block, mark in marks.items():
-            self.flights[block].mark = mark
-            kept = self.traces.verdict(block, mark) if judged else None
-            self.flights[block].verdict = Verdict.FLYING if kept is None else kept
-        return [block for block in dampings if self.flights[block].verdict is Verdict.FLYING]
-
     def _dampings(
         self, blocks: Sequence[KroneckerBlock], damping: float
     ) -> dict[KroneckerBlock, Damping]:
         """γ of each layer: ``damping``, or ``damping`` times the layer's mean curvature."""
-        if not self._options.relative_damping:
+        if not self.options.relative_damping:
             return dict.fromkeys(blocks, float(damping))
-        least = self._options.damping_floor * self.mean_curvature
+        least = self.options.damping_floor * self.mean_curvature
         return {b: damping * _curvature_of(b).clamp_min(least) for b in blocks}
 
     def _scales(self, dampings: Mapping[KroneckerBlock, Damping]) -> dict[KroneckerBlock, Tensor]:
         """What each layer's inverse is multiplied by: its mean damped curvature, or nothing."""
-        if self._options.preconditioner_scale != "gradient":
+        if self.options.preconditioner_scale != "gradient":
             return {}
         return {b: b.ensure_factors().mean_curvature() + of for b, of in dampings.items()}
-
-    def _solve_at_once(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Decompose this rank's factors; an exception here must not part it from the others."""
-        options, rank = self._options, self._training.world.rank
-        dtype = options.solve_dtype
-        mine = [(b, k) for b in blocks for k in b.shape.letters if self._plan[b].solver(k) == rank]
-        try:
-            problems = [
-                self._problem(b, k, partial(b.ensure_factors().matrix, k, dtype), b.weight.device)
-                for b, k in mine
-            ]
-            found = self._solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
-        except Exception as error:
-            self._tell_of_error(blocks, error)
-            return
-        for block in blocks:
-            self.flights[block].verdict = Verdict.SOUND
-        for (block, letter), parts in zip(mine, found, strict=True):
-            if parts is None:
-                self.flights[block].verdict = Verdict.FAILED
-            else:
-                self.flights[block].solved[letter] = parts
 
     def _tell_of_error(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
         for block in blocks:
             self.flights[block].verdict = Verdict.FAILED
             block.complain(f" ({type(error).__name__}: {error})")
 
-    def _problem(
-        self,
-        block: KroneckerBlock,
-        letter: str,
-        build: Callable[[], Tensor],
-        device: torch.device,
-    ) -> Problem:
-        """Describe a factor to decompose, with its damping and guess.
-
-        Args:
-            block: The layer of the factor.
-            letter: The factor's letter.
-            build: Makes the factor, in the solves' dtype.
-            device: The device on which it is decomposed.
-        """
-        options, shape, inverse = self._options, block.shape, block.inverse
-        damping = self.flights[block].damping
+    def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
+        """Describe a factor to decompose on a device, with its damping and guess."""
+        options, shape, inverse = self.options, block.shape, block.inverse
+        factors, damping = block.ensure_factors(), self.flights[block].damping
         assert damping is not None
-        means, position = block.ensure_factors().means, shape.letters.index(letter)
-        added = self._solver.dampings(means, damping, shape.exact)[position]
+        position = shape.letters.index(letter)
+        added = self.solver.dampings(factors.means, damping, shape.exact)[position]
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
             guess = inverse.vectors.get(letter)
-            scale = factored_damping(*means.unbind(), damping=damping)[position]
+            scale = factored_damping(*factors.means.unbind(), damping=damping)[position]
         return Problem(
             shape.groups,
             shape.dim(letter),
             options.solve_dtype,
             device,
-            build,
+            partial(factors.matrix, letter, options.solve_dtype),
             added=added,
             guess=guess,
             scale=scale,
             is_diagonal=shape.is_diagonal(letter),
         )
 
-    def _launched(self, block: KroneckerBlock) -> Ticket[Solved]:
-        """Submit a layer; an error here becomes a failed ticket, as if it came from a thread."""
-        options, threads = self._options, self.threads
-        assert threads is not None
-        try:
-            device = threads.device_for(block.weight.device)
-            problems = {k: self._problem(block, k, _never, device) for k in block.shape.letters}
-            decompose = partial(
-                self._solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
-            )
-            return threads.submit(block.ensure_factors(), problems, decompose)
-        except Exception as error:
-            return Ticket.failed(error)
-
     # ------------------------------------------------------------------------------------ agree
 
-    def _waits(self, block: KroneckerBlock) -> bool:
-        """Whether a layer under way must land at this step; the same on every rank."""
-        if self._background is None or not block.solved:
-            return True
-        age, most = self._training.steps - self.flights[block].step, self._background.max_staleness
-        if most is not None and age >= most:
-            return True
-        return self._budget.measuring or (self.drift is not None and self.drift.late(block, age))
+    def land(
+        self, pending: PendingAverage, news: Sequence[float]
+    ) -> tuple[Sequence[float], list[KroneckerBlock], list[str]]:
+        """Agree with all ranks, and install; returns news, what has landed, what failed too often.
 
-    def _start_agreement(
-        self, news: Sequence[float]
-    ) -> Callable[[], tuple[dict[KroneckerBlock, Verdict], Sequence[float]]]:
-        """Start the collective on verdicts and news; returns a function that waits for them."""
-        blocks, background, world = list(self._plan), self._background, self._training.world
-        exactly = background is not None and background.deterministic
-        if not news and (not self.flights or (exactly and not any(map(self._waits, self.flights)))):
-            return lambda: ({}, news)
-        if self.threads is not None:
-            self.threads.pool.require_own_process()
-        said = [
-            float(self._verdict(block, self.flights[block]) if block in self.flights else 0)
-            for block in blocks
-        ]
-        # On the CPU: a device need not be waited for to read it.
-        message = torch.tensor([*said, *news], device="cpu")
-        pending = world.on_cpu().all_reduce_max([message])
-
-        def agreed() -> tuple[dict[KroneckerBlock, Verdict], Sequence[float]]:
+        On the CPU: a device need not be waited for to read it.
+        """
+        meter = self.training.meter
+        agrees, blocks = bool(news) or self.agrees(), list(self.plan)
+        with meter.stage(self.agreeing):
+            if agrees:
+                flights = self.flights
+                mine = [self.verdict(b, flights[b]) if b in flights else 0 for b in blocks]
+                message = torch.tensor([*map(float, mine), *news], device="cpu")
+                agreement = self.training.world.on_cpu().all_reduce_max([message])
+        with meter.stage("average_gradients"):
             pending.wait()
+        if not agrees:
+            return news, [], []
+        with meter.stage(self.agreeing):
+            agreement.wait()
             heard = message.tolist()
-            verdicts = map(Verdict, map(int, heard[: len(blocks)]))
-            landing = {b: v for b, v in zip(blocks, verdicts, strict=True) if v > Verdict.FLYING}
-            return landing, heard[len(blocks) :]
+        verdicts = zip(
+            blocks, (Verdict(int(number)) for number in heard[: len(blocks)]), strict=True
+        )
+        with meter.stage("land"):
+            landing = {b: verdict for b, verdict in verdicts if verdict > Verdict.FLYING}
+            return heard[len(blocks) :], list(landing), self.install(landing)
 
-        return agreed
+    def agrees(self) -> bool:
+        """Whether there are layers to agree on; the same on every rank."""
+        return bool(self.flights)
 
-    def _verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
-        """This rank's verdict on a layer."""
+    def verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
+        """This rank's verdict on a layer that is to land."""
         if block.state.unexplained:
             return Verdict.UNEXPLAINED
-        ticket = flight.ticket
-        if ticket is None and flight.verdict is Verdict.FLYING and self._waits(block):
-            if self._training.world.backend == "fake":  # solvers' verdicts never come
-                return Verdict.SOUND
-            return Verdict.UNSEEN if block.state.heard else Verdict.FLYING
-        if ticket is None:
+        if flight.verdict is not Verdict.FLYING:
             return flight.verdict
-        if self._waits(block):
-            with self._training.meter.stage("wait"):
-                ticket.wait()
-        elif (self._background and self._background.deterministic) or not ticket.done:
-            return Verdict.FLYING
-        # Also SystemExit and the like: they would end this process, or a step of it, alone.
-        if ticket.error is not None:
-            return Verdict.RAISED
-        return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
+        if self.training.world.backend == "fake":  # solvers' verdicts never come
+            return Verdict.SOUND
+        return Verdict.UNSEEN if block.state.heard else Verdict.FLYING
 
     # ---------------------------------------------------------------------------------- install
 
-    def _install(
-        self, verdicts: Mapping[KroneckerBlock, Verdict]
-    ) -> tuple[list[KroneckerBlock], list[str]]:
-        """Install solved layers; returns layers that land, and names of those failing too often."""
-        options = self._options
-        raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
-        if raised:
-            self._raise(raised)
+    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
+        """Put solved layers to use; returns the names of those that have failed too often."""
         received = self._exchanged([b for b, v in verdicts.items() if v is Verdict.SOUND])
         failing = []
         for block, verdict in verdicts.items():
             flight = self.flights.pop(block)
-            self.traces.land(block, verdict, flight.mark)
+            if self.traces is not None:
+                self.traces.land(block, verdict)
             if verdict in (Verdict.SPARED, Verdict.SETTLED):
                 continue
             if verdict is not Verdict.SOUND:
@@ -468,79 +373,62 @@ class Solves:
                 continue
             inverse = None
             if block in received:
-                damping, scale, parts = received.pop(block)
-                inverse = self._solver.combine(parts, damping, scale)
-                self.dampings[block] = damping
-            block.install(inverse, None if self.drift is None else options.inv_dtype)
-            self.landed_at[block], self.taken_at[block] = self._training.steps, flight.step
-        return list(verdicts), failing
+                assert flight.damping is not None
+                inverse = self.solver.combine(received.pop(block), flight.damping, flight.scale)
+                self.dampings[block] = flight.damping
+            block.install(inverse, None if self.drift is None else self.options.inv_dtype)
+            self.landed_at[block], self.taken_at[block] = self.training.steps, flight.step
+        return failing
 
-    def _exchanged(
-        self, sound: Sequence[KroneckerBlock]
-    ) -> dict[KroneckerBlock, tuple[Damping, Tensor | None, Solved]]:
-        """γ, scale and decompositions of the layers that this rank preconditions."""
-        options, device = self._options, self._training.device
-        rounding = self.exchange.rounding
-        # γ and scale of the flight.
-        travels = self._background is not None and self._training.world.size > 1
-        scaled = options.preconditioner_scale == "gradient"
+    def _exchanged(self, sound: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Solved]:
+        """Decompositions of the layers that this rank preconditions, and their γ and scale."""
+        options, device = self.options, self.training.device
+        dtype, rounding = options.inv_dtype, self.step.rounding
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
         for block in sound:
             shape, flight = block.shape, self.flights[block]
-            solved = flight.solved
-            if flight.ticket is not None:
-                assert self.threads is not None
-                solved = self.threads.retrieve(flight.ticket)
-            if rounding is not None:  # on the solver as by travelling: all workers have the same
-                solved = {
-                    k: self._solver.rounded(parts, shape.is_diagonal(k), rounding)
-                    for k, parts in solved.items()
-                }
-            for letter in shape.letters:
-                kept = self._solver.kept_shapes(
-                    shape.groups,
-                    shape.dim(letter),
-                    shape.is_diagonal(letter),
-                    options.symmetry_aware,
+            solved = self.retrieved(flight)
+            for k in shape.letters:
+                heads = self.heads if k == "A" else 0
+                kept = self.solver.kept_shapes(
+                    shape.groups, shape.dim(k), shape.is_diagonal(k), options.symmetry_aware
                 )
-                head: tuple[tuple[int, ...], ...] = ()
-                if travels and letter == "A":
-                    head = ((),) * (2 if scaled else 1)
-                shapes[block, letter] = (*head, *kept)
-                if letter in solved:
-                    mine[block, letter] = solved[letter]
-                    if head:
-                        numbers = (flight.damping, flight.scale)[: len(head)]
-                        dtype = options.inv_dtype
-                        sent = (torch.as_tensor(x, dtype=rounding or dtype) for x in numbers)
-                        sent = (x.to(dtype) for x in sent)
-                        mine[block, letter] = (*(x.to(device) for x in sent), *solved[letter])
-            flight.solved, flight.ticket = {}, None
+                shapes[block, k] = ((),) * heads + tuple(kept)
+                if k in solved:
+                    parts = solved[k]
+                    if rounding is not None:  # on the solver as by travelling: all have the same
+                        parts = self.solver.rounded(parts, shape.is_diagonal(k), rounding)
+                    numbers = (flight.damping, flight.scale)[:heads]
+                    sent = (torch.as_tensor(x, dtype=rounding or dtype) for x in numbers)
+                    mine[block, k] = (*(x.to(device, dtype) for x in sent), *parts)
         if sound:
-            with self._training.meter.stage("exchange"):
-                mine = self.exchange.decompositions(mine, shapes, options.inv_dtype, device)
-        received: dict[KroneckerBlock, tuple[Damping, Tensor | None, Solved]] = {}
+            with self.training.meter.stage("exchange"):
+                mine = self.step.give_decompositions(mine, shapes, dtype, device)
+        received: dict[KroneckerBlock, Solved] = {}
         for block in sound:
-            if self._training.world.rank in self._plan[block].workers:
-                parts = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
-                known, scale = self.flights[block].damping, self.flights[block].scale
-                if travels:  # decompositions are rounded on their solver as they are by being sent
-                    heads = parts["A"][: 2 if scaled else 1]
+            if self.training.world.rank in self.plan[block].workers:
+                found = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
+                if self.heads:
                     # Copies: a view would keep the whole message as long as the inverse.
-                    told = [x.to(options.inv_dtype, copy=True) for x in heads]
-                    parts["A"] = parts["A"][len(told) :]
-                    known, scale = told[0], told[1] if scaled else None
-                assert known is not None
-                received[block] = known, scale, parts
+                    told = [x.to(dtype, copy=True) for x in found["A"][: self.heads]]
+                    found["A"] = found["A"][self.heads :]
+                    flight = self.flights[block]
+                    flight.damping, flight.scale = told[0], told[1] if self.heads > 1 else None
+                received[block] = found
         return received
+
+    def retrieved(self, flight: Flight) -> Solved:
+        """The decompositions of this rank, which are kept no longer."""
+        solved, flight.solved = flight.solved, {}
+        return solved
 
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
         """Treat a layer that was not solved; returns its name if it has failed too often."""
-        training = self._training
+        training = self.training
         block.find_silent(verdict in (Verdict.SILENT, Verdict.UNEXPLAINED))
         if verdict is Verdict.UNEXPLAINED:
-            self._layers.unexplained_elsewhere(block)
+            self.layers.unexplained_elsewhere(block)
             had = block.solved
             block.forget()
             if had:
@@ -552,7 +440,7 @@ class Solves:
                 f"optimizer trains the layer alone until its statistics have been taken anew"
             )
             block.forget()
-            self._layers.newcomers_at = training.steps + 1
+            self.layers.newcomers_at = training.steps + 1
             training.publish()  # without the lost factors
         elif verdict is not Verdict.FAILED:
             block.drop_inverse()
@@ -567,51 +455,18 @@ class Solves:
                     f"the factors of layer {block.name!r} could not be decomposed at step "
                     f"{training.steps}{block.state.complaint}; {kept} until a refresh succeeds"
                 )
-            if block.state.failures >= self._options.max_consecutive_failures:
+            if block.state.failures >= self.options.max_consecutive_failures:
                 return [block.name]
         return []
-
-    def _raise(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Raise DecompositionError on every rank for an error on some rank's thread."""
-        names = ", ".join(repr(block.name) for block in blocks)
-        tickets = [self.flights[block].ticket for block in blocks]
-        errors = [ticket.error for ticket in tickets if ticket is not None and ticket.done]
-        error = next(filter(None, errors), None)
-        self.flights.clear()  # other layers' flights, too: one error is raised once
-        where = "a thread of another process" if error is None else "a thread"
-        said = "" if error is None else f": {type(error).__name__}: {error}"
-        raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
 
     # --------------------------------------------------------------------------------- the rest
 
     def close(self) -> None:
-        """End the pool of threads."""
-        if self.threads is not None:
-            self.threads.close()
-        self.flights.clear()
-        self.traces.forget()
-        self._plan, self.landed_at, self.taken_at, self.dampings = {}, {}, {}, {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Threads stay here; what is under way on them is launched anew in the copy.
-        wanted = self.wanted or bool(self.flights)
-        away: dict[str, Any] = {"exchange": None, "flights": {}, "_seen": None}
-        return {**self.__dict__, **away, "wanted": wanted}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._seen = weakref.WeakSet()
+        """Forget all layers."""
+        self.restart({})
 
 
 def _curvature_of(block: KroneckerBlock) -> Tensor:
     """The layer's mean curvature, a scalar; 1 where the gradients vanish and there is none."""
     curvature = block.ensure_factors().mean_curvature()
     return torch.where(curvature > 0, curvature, 1.0)
-
-
-def _at_once(blocks: list[KroneckerBlock]) -> Iterable[list[KroneckerBlock]]:
-    return [blocks]
-
-
-def _never() -> Tensor:
-    raise AssertionError("a problem is built from its snapshot")

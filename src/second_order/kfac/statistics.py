@@ -88,9 +88,9 @@ def statistics_of(
         "layers/solved": float(len(solved)),
         "layers/failing": float(sum(block.state.failures > 0 for block in blocks)),
         "layers/under_way": float(len(solves.flights)),
-        "layers/settled": float(len(solves.traces.settled)),
+        "layers/settled": float(len(solves.traces.settled)) if solves.traces else 0.0,
         "failed": float(solves.failed),
-        "spared": solves.traces.share,
+        "spared": solves.traces.share if solves.traces else math.nan,
         "dropped": float(sum(_numbers([block.staged.dropped for block in layers.blocks]))),
     }
     taken = [solves.taken_at[block] for block in solved if block in solves.taken_at]

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
-from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.mailbox import (
     Address,
     Mailbox,
@@ -69,13 +69,6 @@ def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[TCPStore 
     training.averages = training.averages and training.world.size > 1
     refuse_ddp_over_helpers(training, roles, world)
     return roles, stores
-
-
-def _rejoin(training: Training, count: int) -> None:
-    """Find the processes of this role again, in an unpickled copy."""
-    if training.world.size > 1 and training.world.whole is None:
-        roles = assign_roles(training.world.size, count, "stats")
-        training.world = roles.team(training.world)
 
 
 def _model_tensors(model: nn.Module) -> list[Tensor]:
@@ -194,10 +187,6 @@ class StatsWorkers:
         everybody.all_gather_object(None)  # all are connected
         self.shapes = [t.shape for t in _model_tensors(training.model)]
 
-    def awake(self, training: Training) -> None:
-        """Find the other gradient workers again, in a copy, which has no helpers."""
-        _rejoin(training, self.count)
-
     def tell(self, training: Training) -> None:
         """Warn once of statistics that are not finite."""
         if self.nonfinite and training.first_time("nonfinite"):
@@ -311,9 +300,6 @@ class StatsWorkers:
         self.active = []
         self.own_passes = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "active": [], "own_passes": True}
-
 
 class StatsWorker(Curvature):
     """A process that computes statistics for the others' training, and does not train.
@@ -415,11 +401,6 @@ class StatsWorker(Curvature):
     def _take_part(self) -> None:
         self._deliver()
         self._fetch()
-
-    def awake(self) -> None:
-        """Watch the model of a copied optimizer, which has no mailbox."""
-        _rejoin(self.training, self._count)
-        self._look()
 
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
@@ -544,6 +525,3 @@ class StatsWorker(Curvature):
         if self._store is not None and mailbox.closed_there:  # other workers still listen
             await_goodbyes(self._store, self._everybody, patience)
             self._store = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "mailbox": None, "_store": None}

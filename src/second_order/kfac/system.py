@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -11,21 +12,11 @@ from second_order.contract.training import Training
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import Planner
-from second_order.kfac.threads import Background
+from second_order.kfac.solves import Solves
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 
-__all__ = ["Chooser", "System", "described"]
-
-
-class Chooser(Protocol):
-    """A choice of the number of gradient workers, made once all ranks agree on the model."""
-
-    def choose(self, training: Training) -> int:
-        """The number of gradient workers; a collective, the same on all ranks."""
-
-    def planner(self, workers: int, ranks: int) -> Planner:
-        """The planner with so many gradient workers."""
+__all__ = ["System", "described"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +30,12 @@ class System:
         owners: Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to
             all ranks although layers have owners; None without owners.
         conv_approximation: Approximation for convolutions; None for that of other layers.
-        background: How inverses are computed on threads; None to compute them at once.
+        solves: Makes the inverses of the layers: solved at once, or on threads.
+        waits: Whether all solves are waited for: then that is of a refresh's cost.
         pipelined: Whether statistics leave for the other ranks while backward still runs.
         exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
-        chooser: Chooses the number of gradient workers; None where it is given.
+        chooser: Chooses the number of gradient workers of a training, by ``choose``, and makes the
+            plan with so many, by ``planner``; None where it is given.
     """
 
     plan: Planner
@@ -50,10 +43,11 @@ class System:
     said: str = ""
     owners: str | None = None
     conv_approximation: Approximation | None = None
-    background: Background | None = None
+    solves: Callable[..., Solves] = Solves
+    waits: bool = True
     pipelined: bool = False
     exchange_dtype: torch.dtype | None = None
-    chooser: Chooser | None = None
+    chooser: Any = None
 
 
 def described(

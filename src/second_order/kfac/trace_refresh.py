@@ -14,21 +14,35 @@ for more than solving there, so that two solvers of one layer that differ spare 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.contract.saved import SavedPart
-from second_order.kfac.flights import Mark, Verdict
+from second_order.kfac.flights import Verdict
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Damping
 
-__all__ = ["SETTLED", "TraceRefresh", "judge", "moved"]
+__all__ = ["SETTLED", "Mark", "TraceRefresh", "judge", "moved"]
 
 SETTLED = "settled"
 """The entry of a checkpoint, in the part of every layer."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The scale of what a layer's inverse is made from, by which a later refresh is judged.
+
+    Attributes:
+        trace: Mean eigenvalue of the damped curvature: its trace over its size.
+        damping: γ as the option has it.
+    """
+
+    trace: float
+    damping: float
 
 
 def moved(now: float, before: float) -> float:
@@ -66,7 +80,7 @@ class TraceRefresh:
     """The layers' traces at their last solves, and which layers have settled.
 
     Args:
-        bounds: Upper and lower; None to solve every layer at every refresh.
+        bounds: Upper and lower.
 
     Attributes:
         settled: The layers whose traces are looked at no more; the same on every rank.
@@ -74,27 +88,30 @@ class TraceRefresh:
         spared: Number of these that kept their inverse.
     """
 
-    def __init__(self, bounds: tuple[float, float] | None) -> None:
+    def __init__(self, bounds: tuple[float, float]) -> None:
         self._bounds = bounds
-        self._marks: dict[KroneckerBlock, Mark] = {}
+        self._marks: dict[KroneckerBlock, Mark] = {}  # of the inverses in use
+        self._coming: dict[KroneckerBlock, Mark] = {}  # of those that are being solved
         self.settled: set[KroneckerBlock] = set()
         self.judged, self.spared = 0, 0
 
     def forget(self) -> None:
         """Watch every layer from its next solve on: a plan has changed, or a checkpoint came."""
         self._marks.clear()
+        self._coming.clear()
         self.settled.clear()
 
-    def marks(
-        self, dampings: Mapping[KroneckerBlock, Damping], damping: float
-    ) -> dict[KroneckerBlock, Mark]:
-        """What layers are judged by, now; a device is waited for once. Empty if none is judged.
+    def verdicts(
+        self, dampings: Mapping[KroneckerBlock, Damping], damping: float, *, judged: bool
+    ) -> dict[KroneckerBlock, Verdict]:
+        """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
         Args:
             dampings: γ of the layers that this rank can solve.
             damping: γ as the option has it.
+            judged: Whether any layer may be spared.
         """
-        if self._bounds is None or not dampings:
+        if not dampings:
             return {}
         traces: list[Tensor] = [
             block.ensure_factors().mean_curvature() + of for block, of in dampings.items()
@@ -102,7 +119,10 @@ class TraceRefresh:
         wide = torch.float32 if traces[0].device.type == "mps" else torch.float64
         device = traces[0].device
         listed = torch.stack([trace.to(device, wide) for trace in traces]).tolist()
-        return {b: Mark(t, float(damping)) for b, t in zip(dampings, listed, strict=True)}
+        marks = {b: Mark(t, float(damping)) for b, t in zip(dampings, listed, strict=True)}
+        self._coming |= marks
+        found = {b: self.verdict(b, mark) for b, mark in marks.items()} if judged else {}
+        return {block: verdict for block, verdict in found.items() if verdict is not None}
 
     def verdict(self, block: KroneckerBlock, mark: Mark) -> Verdict | None:
         """This rank's verdict on a layer that keeps its inverse; None for one to be solved.
@@ -110,13 +130,14 @@ class TraceRefresh:
         A layer without an inverse is solved, and one whose last solve failed.
         """
         before = self._marks.get(block)
-        if self._bounds is None or before is None or not block.solved or block.state.failures:
+        if before is None or not block.solved or block.state.failures:
             return None
         return judge(mark, before, self._bounds, block in self.settled)
 
-    def land(self, block: KroneckerBlock, verdict: Verdict, mark: Mark | None) -> None:
+    def land(self, block: KroneckerBlock, verdict: Verdict) -> None:
         """Take note of what all ranks have agreed on for a layer."""
         self.judged += 1
+        mark = self._coming.pop(block, None)
         if verdict in (Verdict.SPARED, Verdict.SETTLED):
             self.spared += 1
             if verdict is Verdict.SETTLED:
@@ -135,30 +156,21 @@ class TraceRefresh:
 
     @property
     def said(self) -> str:
-        """A part of a line of the summary; "" if no layer is judged."""
-        if self._bounds is None:
-            return ""
+        """A part of a line of the summary."""
         return (
-            f"refresh by trace: {self.spared} of {self.judged} solves spared, {len(self.settled)} "
-            f"layer{'' if len(self.settled) == 1 else 's'} settled"
+            f"refresh by trace: {self.spared} of {self.judged} solves spared, "
+            f"{len(self.settled)} layer{'' if len(self.settled) == 1 else 's'} settled"
         )
-
-    # --------------------------------------------------------------------------------- checkpoints
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """What a checkpoint keeps of a layer.
 
         Traces are not among it: inverses are made anew after it is loaded, and traces with them.
         """
-        return {} if self._bounds is None else {SETTLED: int(block in self.settled)}
+        return {SETTLED: int(block in self.settled)}
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over which layers have settled; they are solved once, as all are after loading."""
         self.forget()
-        parts: Sequence[tuple[KroneckerBlock, SavedPart]] = [
-            (block, saved[block.weight]) for block in blocks if block.weight in saved
-        ]
-        if self._bounds is not None:
-            self.settled |= {
-                b for b, part in parts if SETTLED in part and part.whole(SETTLED, 0, 1)
-            }
+        parts = {block: saved[block.weight] for block in blocks if block.weight in saved}
+        self.settled |= {b for b, p in parts.items() if SETTLED in p and p.whole(SETTLED, 0, 1)}

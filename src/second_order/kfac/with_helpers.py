@@ -20,7 +20,13 @@ __all__ = ["with_stats_workers"]
 
 
 def with_stats_workers(
-    training: Training, options: KFACOptions, system: System, count: int, patience: float
+    training: Training,
+    options: KFACOptions,
+    system: System,
+    *,
+    count: int,
+    patience: float,
+    on_device: bool,
 ) -> Curvature:
     """Make this rank's curvature where the last ranks compute statistics for the others.
 
@@ -30,8 +36,9 @@ def with_stats_workers(
         system: The choices of the system.
         count: Number of ranks that compute statistics.
         patience: Seconds without a sign of life after which a rank is given up.
+        on_device: Whether factors are solved on the training's device, alike on all ranks.
     """
-    if system.background is not None and system.background.device == "cuda":
+    if on_device:
         system = replace(system, said=f"{system.said} {training.device.type}")
     if count and training.world.size == 1:
         training.warn(

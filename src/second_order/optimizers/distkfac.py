@@ -11,50 +11,67 @@ every step:                       inverses that are solved are sent to all gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, overload
 
-import torch
-from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.distkfac_options import (
     FORGETFUL,
+    DistKFACOptions,
     DoublyFactored,
-    check_distkfac_options,
     checked_doubly_factored,
-    checked_staleness,
     half_the_cores,
 )
-from second_order.kfac.options import (
-    AUTO,
-    AutoSchedule,
-    KFACOptions,
-    PerStep,
-    PreconditionerScale,
-    documented,
-)
+from second_order.kfac.options import AUTO, KFACOptions
 from second_order.kfac.plan import distkfac_plan
+from second_order.kfac.solves_async import SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker
 from second_order.kfac.system import System
 from second_order.kfac.threads import Background
 from second_order.kfac.with_helpers import with_stats_workers
-from second_order.kronecker.fisher import Likelihood
-from second_order.kronecker.layers import Approximation
-from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.kronecker_optimizer import KroneckerOptimizer
-from second_order.options import AutoInterval, own_keywords
+from second_order.optimizers.keywords import Rate, settled, signed
+from second_order.optimizers.kronecker_optimizer import (
+    KFACKeywords,
+    KroneckerOptimizer,
+    RestOptions,
+)
+from second_order.options import picked
 from second_order.report import Summary
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DistKFAC"]
 
 
-@documented
+class DistKFACKeywords(KFACKeywords, total=False):
+    """The types of ``DistKFACOptions``, and of all others; ``eigen_refresh`` it has not."""
+
+    stats_workers: int
+    helper_timeout: float
+    inverse_threads: int | None
+    inverse_device: str
+    async_inverse: bool
+    max_staleness: int | None
+    deterministic: bool
+    conv_factors: str
+    doubly_factored: DoublyFactored
+
+
+@signed(
+    RestOptions,
+    DistKFACOptions,
+    KFACOptions,
+    without=["eigen_refresh"],
+    defaults={"exact_blocks": True},
+)
 class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
@@ -73,181 +90,70 @@ class DistKFAC(KroneckerOptimizer):
             else:
                 ...  # the usual loop
 
-    Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
+    DistributedDataParallel is then made after the optimizer, with
+    ``process_group=optimizer.worker_group``. Of solves that are not waited for, ``overhead`` counts
+    what the training thread spends on them alone. ``factor_decay=None`` is ``PerStep(0.95)``, under
+    any base.
 
-    Args:
-        {params_or_model}
-        {model}
-        {lr}
-        {base}
-        {rest}
-        {rest_layers}
-        {rest_kwargs}
-        stats_workers: How many ranks compute statistics instead of training. If all of them are
-            gone, the others take statistics from their own passes again.
-        helper_timeout: Seconds without a sign of life after which a stats worker is given up.
-        inverse_threads: Threads of this process that solve; None for half the cores that it has for
-            itself, at least 1 and at most 4.
-        inverse_device: Device of the solves: "cpu", or "cuda" on a stream of their own.
-        async_inverse: False waits for every solve, as ``max_staleness=0`` does.
-        max_staleness: Steps after which a solve is waited for; None: never, but by drift, as
-            ``inv_update_steps`` says. 0 is the synchronous algorithm.
-        deterministic: Put inverses to use exactly ``max_staleness`` steps, by drift at most the
-            layer's interval less one, after the snapshot that they are solved from, be they ready
-            sooner or not: runs can be repeated bit for bit.
-        conv_factors: "kfc", or "cheap": the inputs of a convolution are averaged over locations,
-            and its gradients summed, before they are squared (Ba et al. 2017, appendix A).
-        doubly_factored: (locations, channels) of the inputs of wide Linears that are fed by a
-            flattened feature map, by the layers' names. Three small factors take the place of A and
-            G (Ba et al. 2017, section 4). "auto": layers with more than ``max_factor_dim`` inputs,
-            with the channels of the convolution before them. None: no layer.
-        {max_factor_dim}
-        {exact_blocks}
-        {max_exact_dim}
-        {other_matrices}
-        {damping}
-        {relative_damping}
-        {preconditioner_scale}
-        {factor_decay}
-            None: 0.95 to the power of the steps since the last update, under any base.
-        {kl_clip}
-        solver: "inverse" damps the factors apart, by generalised π where there are three; "eigen"
-            applies (A ⊗ G + γ I)⁻¹ exactly.
-        factor_update_steps: Without stats workers, statistics are taken every so many steps; number
-            or callable, or "auto" or None: as in :class:`KAISA`.
-        inv_update_steps: Solves are launched every so many steps; number or callable, or "auto": as
-            often as ``overhead`` allows. None: as ``refresh`` says; by drift, a solve that is not
-            done at the step before the layer's next is waited for.
-        overhead: As in :class:`KAISA`. Of solves that are not waited for, only what the training
-            thread spends on them counts, launching them and
-            putting them to use; where threads have no cores of their own, give a number.
-        {fisher}
-        {likelihood}
-        {kfac_approx}
-        {refresh}
-        {trace_bounds}
-        {symmetry_aware}
-        {skip_layers}
-        {accumulation_steps}
-        {loss_reduction}
-        {grad_scaler}
-        {factor_dtype}
-        {inv_dtype}
-        max_consecutive_failures: So many solves in a row without a sound decomposition of a layer
-            raise :class:`~second_order.DecompositionError` on every process.
-        gradient_averaging: "auto" averages gradients over the gradient workers unless
-            DistributedDataParallel does; True or False: always or never. With stats workers, wrap
-            the model after the optimizer is made, with ``process_group=optimizer.worker_group``.
-        {process_group}
-        {debug}
-        {**base_kwargs}
+    Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
 
     Attributes:
         role: "worker" or "stats".
         worker_group: The process group of those that train; of the stats workers, on one of them.
         staleness: By layer, the age in steps of the factors of the inverse in use.
         delays: By layer, the number of steps for which its last solve was under way.
-
-    Raises:
-        TypeError: For an unknown keyword (naming the closest known one) or a missing model.
-        ValueError: For a value outside its bounds, with the bound and the remedy.
-        RankMismatchError: If the processes built different models or options.
     """
 
     _curvature: KFACCurvature | StatsWorker
 
+    @overload
     def __init__(
-        self,
-        params_or_model: ParamsOrModel,
-        *,
-        model: nn.Module | None = None,
-        lr: float | Tensor,
-        base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        rest: type[torch.optim.Optimizer] | None = None,
-        rest_layers: Sequence[str] = (),
-        rest_kwargs: Mapping[str, Any] | None = None,
-        stats_workers: int = 0,
-        helper_timeout: float = 60.0,
-        inverse_threads: int | None = None,
-        inverse_device: str = "cpu",
-        async_inverse: bool = True,
-        max_staleness: int | None = None,
-        deterministic: bool = False,
-        conv_factors: str = "kfc",
-        doubly_factored: DoublyFactored = "auto",
-        max_factor_dim: int = KFACOptions.max_factor_dim,
-        exact_blocks: bool = True,
-        max_exact_dim: int = KFACOptions.max_exact_dim,
-        other_matrices: str = KFACOptions.other_matrices,
-        damping: AutoSchedule = KFACOptions.damping,
-        relative_damping: bool = KFACOptions.relative_damping,
-        preconditioner_scale: PreconditionerScale = KFACOptions.preconditioner_scale,
-        factor_decay: AutoSchedule | PerStep | None = AUTO,
-        kl_clip: AutoSchedule | None = KFACOptions.kl_clip,
-        solver: SolverName = KFACOptions.solver,
-        factor_update_steps: AutoInterval | None = KFACOptions.factor_update_steps,
-        inv_update_steps: AutoInterval | None = KFACOptions.inv_update_steps,
-        overhead: float | None = KFACOptions.overhead,
-        fisher: str = KFACOptions.fisher,
-        likelihood: Likelihood = KFACOptions.likelihood,
-        kfac_approx: Approximation = KFACOptions.kfac_approx,
-        refresh: str = KFACOptions.refresh,
-        trace_bounds: tuple[float, float] = KFACOptions.trace_bounds,
-        symmetry_aware: bool = KFACOptions.symmetry_aware,
-        skip_layers: Sequence[str] = KFACOptions.skip_layers,
-        accumulation_steps: int | Literal["auto"] = KFACOptions.accumulation_steps,
-        loss_reduction: str = KFACOptions.loss_reduction,
-        grad_scaler: Any = None,
-        factor_dtype: torch.dtype = KFACOptions.factor_dtype,
-        inv_dtype: torch.dtype = KFACOptions.inv_dtype,
-        max_consecutive_failures: int = KFACOptions.max_consecutive_failures,
-        gradient_averaging: str | bool = "auto",
-        process_group: Any = None,
-        debug: bool | int = False,
-        **base_kwargs: Any,
-    ) -> None:
-        decay = FORGETFUL if factor_decay is None else factor_decay
-        options = KFACOptions.of({**locals(), "eigen_refresh": "full", "factor_decay": decay})
-        check_distkfac_options(locals())
-        staleness = checked_staleness(async_inverse, max_staleness, deterministic, stats_workers)
-        rules = replace(
-            options.block_rules, doubly_factored=checked_doubly_factored(doubly_factored)
-        )
+        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[DistKFACKeywords]
+    ) -> None: ...
+
+    @overload  # a base with keywords of its own
+    def __init__(
+        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
+    ) -> None: ...
+
+    def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
+        values, common = settled(DistKFAC, keywords)
+        if values["factor_decay"] is None:
+            values["factor_decay"] = FORGETFUL
+        options, own = KFACOptions.of(values), picked(DistKFACOptions, values)
+        if own.stats_workers and values["factor_update_steps"] == AUTO:
+            raise ValueError(
+                f"factor_update_steps='auto' measures statistics of the training passes, and with "
+                f"stats_workers={own.stats_workers} other processes take them all the time; give "
+                f"a number, 20 perhaps, for when they are gone"
+            )
+        wide = checked_doubly_factored(own.doubly_factored)
         background = Background(
-            threads=half_the_cores() if inverse_threads is None else inverse_threads,
-            device=inverse_device,
-            max_staleness=staleness,
-            deterministic=deterministic,
+            threads=own.inverse_threads or half_the_cores(),
+            device=own.inverse_device,
+            max_staleness=own.staleness,
+            deterministic=own.deterministic,
         )
         system = System(
             partial(distkfac_plan, keeps_all=True),
-            rules,
-            f"{conv_factors} {inverse_device} {staleness} {deterministic} {stats_workers} "
-            f"{helper_timeout}",
-            conv_approximation="reduce" if conv_factors == "cheap" else None,
-            background=background,
+            replace(options.block_rules, doubly_factored=wide),
+            str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
+            conv_approximation="reduce" if own.conv_factors == "cheap" else None,
+            solves=partial(SolvesOnThreads, background=background),
+            waits=own.staleness == 0,
         )
         super().__init__(
             params_or_model,
-            model=model,
-            base=base,
-            base_kwargs={"lr": lr, **base_kwargs},
-            own_keywords=own_keywords(DistKFAC),
             curvature=partial(
                 with_stats_workers,
                 options=options,
                 system=system,
-                count=stats_workers,
-                patience=float(helper_timeout),
+                count=own.stats_workers,
+                patience=float(own.helper_timeout),
+                on_device=own.inverse_device == "cuda",
             ),
-            gradient_averaging=gradient_averaging,
-            grad_scaler=grad_scaler,
-            process_group=process_group,
-            debug=debug,
-            rest=rest,
-            rest_layers=rest_layers,
-            rest_kwargs=rest_kwargs,
-            helper_role="stats" if stats_workers else None,
+            helper_role="stats" if own.stats_workers else None,
+            **common,
         )
 
     @property

@@ -1,17 +1,40 @@
-"""The public side of an optimizer that steps along eigenvectors: closure and report."""
+"""The public side of an optimizer that steps along eigenvectors: keywords, closure and report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
-from second_order.lanczos.hvp import check_closure
+from second_order.lanczos.closure import CurvatureKind, LossFn
+from second_order.lanczos.hvp import ProductMode, check_closure
 from second_order.optimizers.base import SecondOrderOptimizer
+from second_order.optimizers.keywords import CommonKeywords
+from second_order.options import Schedule
 from second_order.report import CurvatureReport
 
-__all__ = ["EigenpairOptimizer"]
+__all__ = ["EigenpairOptimizer", "PairKeywords"]
+
+
+class PairKeywords(CommonKeywords, total=False):
+    """The types of the options of eigenpairs that DHO2 and MRDHO2 both have."""
+
+    largest: int | None
+    smallest: int
+    warmup_steps: int | None
+    newton_scale: Schedule | None
+    lr_scale_clip: float | None
+    lanczos_iterations: int | None
+    lanczos_tol: float
+    lanczos_dtype: torch.dtype | None
+    eigenvalue_floor: float
+    hvp: ProductMode
+    curvature: CurvatureKind
+    seed: int
+    curvature_closure: LossFn | Sequence[LossFn] | None
 
 
 class EigenpairOptimizer(SecondOrderOptimizer):

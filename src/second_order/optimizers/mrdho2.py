@@ -18,25 +18,49 @@ mean of the last gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-import torch
-from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.fosi.divided import Divided, Helper, divided_curvature
-from second_order.fosi.options import EpochOptions, FinalUpdate
-from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import ProductMode
+from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer
-from second_order.options import Schedule, own_keywords
+from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer, PairKeywords
+from second_order.optimizers.keywords import Rate, settled, signed
+from second_order.options import picked
 from second_order.report import EpochReport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 
 
+class MRDHO2Keywords(PairKeywords, total=False):
+    """The types of ``EpochOptions``, and of all others."""
+
+    accelerators: int
+    epoch_steps: int
+    final_update: FinalUpdate
+    helper_timeout: float
+
+
+@signed(
+    EpochOptions,
+    PairOptions,
+    without=[
+        "preset",
+        "curvature_interval",
+        "overhead",
+        "lr_scale_guard",
+        "subspace_momentum",
+        "warm_start",
+        "trust_region",
+        "layout",
+    ],
+)
 class MRDHO2(EigenpairOptimizer):
     """DHO2 whose eigenpairs are computed by processes of their own, while the others train.
 
@@ -50,107 +74,43 @@ class MRDHO2(EigenpairOptimizer):
     The last ``accelerators`` ranks help; the others average gradients among themselves. A worker
     waits for accelerators at the end of an epoch only, if they are late. If one dies, hangs or
     sends numbers that are not finite, workers go on with the base alone. A rank that runs the usual
-    loop and is an accelerator computes eigenpairs in :meth:`step`, by ``curvature_closure``.
+    loop and is an accelerator computes eigenpairs in :meth:`step`, by ``curvature_closure``. For
+    DistributedDataParallel, make the optimizer of the plain model with
+    ``gradient_averaging=False``, then wrap it with ``process_group=optimizer.worker_group``.
 
     With one process, or ``accelerators=0``, it is :class:`~second_order.DHO2` with an interval of
     ``epoch_steps``.
-
-    Args:
-        params_or_model: Module, parameters or groups, as for DHO2.
-        model: The module, as for DHO2.
-        lr: Learning rate of the base.
-        base: Class of the first-order optimizer.
-        accelerators: A, how many ranks compute eigenpairs.
-        epoch_steps: E, steps between two final updates.
-        final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
-            batches falls by at least half with it. "additive" adds a Newton step on the mean of
-            the last gradients to what the base has done. "within" makes no update at the end: each
-            step of the next epoch is DHO2's, with these eigenpairs.
-        warmup_steps: W, steps of the base alone before the first epoch that accelerators help in;
-            None for 0. Without accelerators as for DHO2.
-        helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch (for
-            eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
-            up.
-        largest: k, how many of the largest eigenpairs.
-        smallest: l, how many of the smallest eigenpairs.
-        newton_scale: α, as for DHO2.
-        lr_scale_clip: Bound on s, by which "within" stretches the base's steps outside the
-            eigenvectors' span, as for DHO2.
-        lanczos_iterations: m, Hessian-vector products at most, as for DHO2.
-        lanczos_tol: Relative residual at which Lanczos ends, as for DHO2.
-        lanczos_dtype: Dtype of the eigenvectors, as for DHO2.
-        eigenvalue_floor: Least relative size that eigenvalues count with, as for DHO2.
-        hvp: How Hessian-vector products are made, as for DHO2.
-        curvature: Whose eigenpairs, as for DHO2; the loss function may return Outputs there, too.
-        seed: Seed of the start vectors.
-        curvature_closure: The closure, as for DHO2, if accelerators run the usual loop or are none.
-        grad_scaler: The ``GradScaler``, as for DHO2.
-        gradient_averaging: Whether to average gradients among the workers, as for DHO2. For
-            DistributedDataParallel, make the optimizer of the plain model with False, then wrap it
-            with ``process_group=optimizer.worker_group``.
-        process_group: All the processes; None for the default group, if there is one.
-        debug: Compare the workers' parameters and the base's state bit for bit, as for DHO2.
-        **base_kwargs: Arguments of ``base``.
 
     Attributes:
         role: "worker" or "accelerator".
         worker_group: The process group of the workers, be it of one; of the accelerators, on one of
             them; without accelerators, the optimizer's own.
         epochs: An :class:`EpochReport` for each of the last 1,000 epochs.
-
-    Raises:
-        TypeError: For an unknown keyword (naming the closest known one).
-        ValueError: For a value outside its bounds, with the bound and the remedy.
-        RankMismatchError: If the processes built different models or options.
     """
 
+    _curvature: Divided
+
+    @overload
     def __init__(
-        self,
-        params_or_model: ParamsOrModel,
-        *,
-        model: nn.Module | None = None,
-        lr: float | Tensor,
-        base: type[torch.optim.Optimizer] = torch.optim.SGD,
-        accelerators: int = 1,
-        epoch_steps: int = 100,
-        final_update: FinalUpdate = "guarded",
-        warmup_steps: int | None = None,
-        helper_timeout: float = 60.0,
-        largest: int = 10,
-        smallest: int = 0,
-        newton_scale: Schedule = 0.1,
-        lr_scale_clip: float | None = None,
-        lanczos_iterations: int | None = None,
-        lanczos_tol: float = 1e-2,
-        lanczos_dtype: torch.dtype | None = None,
-        eigenvalue_floor: float = 1e-2,
-        hvp: ProductMode = "auto",
-        curvature: CurvatureKind = "hessian",
-        seed: int = 0,
-        curvature_closure: LossFn | Sequence[LossFn] | None = None,
-        grad_scaler: Any = None,
-        gradient_averaging: str | bool = "auto",
-        process_group: Any = None,
-        debug: bool | int = False,
-        **base_kwargs: Any,
-    ) -> None:
-        options = EpochOptions.of({**locals(), "curvature_interval": epoch_steps})
+        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[MRDHO2Keywords]
+    ) -> None: ...
+
+    @overload  # a base with keywords of its own
+    def __init__(
+        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
+    ) -> None: ...
+
+    def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
+        values, common = settled(MRDHO2, keywords)
+        values["curvature_interval"], closure = values["epoch_steps"], values["curvature_closure"]
+        options = picked(EpochOptions, values)
         super().__init__(
             params_or_model,
-            model=model,
-            base=base,
-            base_kwargs={"lr": lr, **base_kwargs},
-            own_keywords=own_keywords(MRDHO2),
-            curvature=lambda training: divided_curvature(training, options, curvature_closure),
+            curvature=lambda training: divided_curvature(training, options, closure),
             needs_model=False,
-            gradient_averaging=gradient_averaging,
-            grad_scaler=grad_scaler,
-            process_group=process_group,
-            debug=debug,
-            helper_role="accelerator" if accelerators and options.wanted else None,
+            helper_role="accelerator" if options.accelerators and options.wanted else None,
+            **common,
         )
-
-    _curvature: Divided
 
     @property
     def role(self) -> Role:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from second_order.contract.averaging import start_average
 from second_order.contract.training import Training
 from second_order.distributed.collectives import World
 from second_order.kfac.curvature import KFACCurvature
@@ -346,7 +347,7 @@ def _stages_of(
             with torch.no_grad():
                 follow_learning_rates(base.param_groups)
                 curvature.prepare()
-                curvature.precondition(_nothing)
+                curvature.precondition(start_average(training, curvature.route))
                 with meter.stage("base"):
                     base.step()
                 curvature.correct()
@@ -366,10 +367,6 @@ def _stages_of(
 
 def _alone(layers: Any, ranks: int) -> Any:
     return distkfac_plan(layers, ranks, keeps_all=True)
-
-
-def _nothing() -> None:
-    pass
 
 
 # -------------------------------------------------------------------------------------- the network

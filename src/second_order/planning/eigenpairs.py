@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -19,12 +19,11 @@ import torch
 from torch import nn
 
 from second_order.distributed.roles import assign_roles
-from second_order.fosi.options import EpochOptions, FOSIOptions
+from second_order.fosi.options import PRESETS, EpochOptions, FOSIOptions
 from second_order.fosi.pieces import FlatLayout
-from second_order.fosi.presets import PRESETS
 from second_order.fosi.sharded_base import works_by_element
 from second_order.lanczos.vector_space import row_bounds
-from second_order.options import AUTO, check_choice, value_at
+from second_order.options import AUTO, check_choice, picked, value_at
 from second_order.planning.counts import Share, alike_of, compared
 from second_order.planning.interconnect import Interconnect
 from second_order.planning.machine import Machine
@@ -105,7 +104,7 @@ def dho2(
         ValueError: For a value outside its bounds, or a layout that the base does not suit.
     """
     check_choice("preset", preset, tuple(PRESETS))
-    options = _options(FOSIOptions, given, asdict(PRESETS[preset]))
+    options = _options(FOSIOptions, given, PRESETS[preset])
     if options.layout == "row" and not works_by_element(base):
         raise ValueError(
             f"layout='row' steps parts of parameters, and {base.__name__} needs whole ones; use "
@@ -121,7 +120,7 @@ def mrdho2(*, base: type[torch.optim.Optimizer] = torch.optim.SGD, **given: Any)
         TypeError: For an unknown keyword, or a value of the wrong type.
         ValueError: For a value outside its bounds.
     """
-    options = _options(EpochOptions, given, {**asdict(PRESETS["general"]), "layout": "column"})
+    options = _options(EpochOptions, given, {**PRESETS["general"], "layout": "column"})
     return PlannedPairs("MRDHO2", replace(options, curvature_interval=options.epoch_steps), base)
 
 
@@ -168,7 +167,7 @@ def _options(kind: type[Any], given: Mapping[str, Any], usual: Mapping[str, Any]
     unknown = given.keys() - known
     if unknown:
         raise TypeError(f"unknown options {sorted(unknown)}; known are {sorted(known)}")
-    return kind.of({**USUAL, **usual, **given})
+    return picked(kind, {**USUAL, **usual, **given})
 
 
 class PairCase:

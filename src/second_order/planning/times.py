@@ -85,7 +85,7 @@ class StepTimes:
 
     @property
     def costs(self) -> tuple[float, float, float]:
-        """S, R and T as :func:`second_order.kfac.budget.intervals` has them."""
+        """S, R and T as :func:`second_order.budget.intervals` has them."""
         due = self.amortised(1, 1)
         S, R = (
             sum(due.get(stage, 0.0) for stage in stages)

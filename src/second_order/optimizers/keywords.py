@@ -1,0 +1,177 @@
+"""The keywords that all optimizers share, and how a signature is made of keywords.
+
+A keyword has its default, meaning and check in one place: a dataclass, with a field made by
+:func:`~second_order.options.keyword`. :func:`signed` makes an optimizer's signature and docstring
+of such dataclasses. Type checkers and editors, who do not run it, find the types in dictionaries
+(``CommonKeywords`` here), which a test compares with the fields.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias, TypedDict, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from second_order.options import keyword
+
+__all__ = ["CommonKeywords", "CommonOptions", "Rate", "settled", "signed"]
+
+T = TypeVar("T")
+Rate: TypeAlias = float | Tensor
+
+PARAMS = (
+    "The model, whose trainable parameters are optimized; or parameters, or parameter groups as "
+    "for any ``torch.optim`` optimizer, with ``model=``."
+)
+BASE_KWARGS = (
+    "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on; with ``rest``, of "
+    "whichever of the two has them, or of both."
+)
+RAISES = """\
+Raises:
+    TypeError: For an unknown keyword (naming the closest known one) or a missing model.
+    ValueError: For a value outside its bounds, with the bound and the remedy.
+    RankMismatchError: If the processes built different models or options.
+"""
+
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """The keywords of every optimizer, which ``SecondOrderOptimizer`` checks.
+
+    Attributes:
+        model: The model, where the first argument is not one. Wrappers (DistributedDataParallel,
+            ``torch.compile``) are looked through.
+        lr: The base's learning rate, a float or a tensor; schedulers reach it as always.
+        base: Class of the first-order optimizer that makes the step, with the gradients that it
+            gets.
+        grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
+        gradient_averaging: "auto" averages gradients over the processes that train, after giving
+            all of them the first one's parameters, unless DistributedDataParallel does; True or
+            False: always or never.
+        process_group: The processes to work with; None for the default group, if there is one.
+        debug: Compare the processes' parameters, and what else all of them keep, bit for bit:
+            before the first step and every 100 steps for True, or every so many steps. Where they
+            have parted, every process raises :class:`~second_order.RankMismatchError` with the name
+            of the tensor and the ranks. Not saved in checkpoints.
+    """
+
+    model: nn.Module | None = keyword(None)
+    lr: Rate = keyword(inspect.Parameter.empty)
+    base: type[torch.optim.Optimizer] = keyword(torch.optim.SGD)
+    grad_scaler: Any = keyword(None)
+    gradient_averaging: str | bool = keyword("auto")
+    process_group: Any = keyword(None)
+    debug: bool | int = keyword(False)
+
+
+class BaseKeywords(TypedDict, total=False):
+    """The keywords of torch's own optimizers; those of others go with a ``base``."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    betas: tuple[float | Tensor, float | Tensor]
+    eps: float
+    alpha: float
+    centered: bool
+    amsgrad: bool
+    rho: float
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+
+
+class CommonKeywords(BaseKeywords, total=False):
+    """The types of ``CommonOptions``, but for ``lr``, and those of the base's keywords."""
+
+    model: nn.Module | None
+    base: type[torch.optim.Optimizer]
+    grad_scaler: Any
+    gradient_averaging: str | bool
+    process_group: Any
+    debug: bool | int
+
+
+def signed(
+    *kinds: type, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Give an optimizer the keywords of dataclasses, in its signature and its docstring.
+
+    Args:
+        kinds: The dataclasses; of their fields, those that ``keyword`` has made.
+        without: Keywords that this optimizer has not.
+        defaults: Defaults in place of those of the fields.
+    """
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters, texts = [own, own.replace(name="params_or_model")], {"params_or_model": PARAMS}
+    for kind in (CommonOptions, *kinds):
+        hints, meanings = get_type_hints(kind), _meanings(kind)
+        for each in fields(kind):
+            if "check" in each.metadata and each.name not in without:
+                default = (defaults or {}).get(each.name, each.default)
+                only = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(
+                    inspect.Parameter(each.name, only, default=default, annotation=hints[each.name])
+                )
+                texts[each.name] = meanings.get(each.name, "")
+    several = inspect.Parameter.VAR_KEYWORD
+    parameters.append(inspect.Parameter("base_kwargs", several, annotation=Any))
+    texts["**base_kwargs"] = BASE_KWARGS
+    wrap = textwrap.TextWrapper(
+        100, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
+    )
+    args = [wrap.fill(f"{name}: {text}") for name, text in texts.items()]
+
+    def sign(optimizer: type[T]) -> type[T]:
+        init: Any = optimizer.__init__
+        init.__annotations__ = {p.name: p.annotation for p in parameters[2:]} | {"return": None}
+        init.__signature__ = inspect.Signature(parameters, return_annotation=None)
+        told, _, attributes = (inspect.getdoc(optimizer) or "").partition("\nAttributes:\n")
+        if attributes:
+            attributes = f"\nAttributes:\n{attributes}\n"
+        optimizer.__doc__ = "\n".join([told, "\nArgs:", *args, attributes, RAISES])
+        return optimizer
+
+    return sign
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """The texts under "Attributes:" in the docstring of a dataclass, or else of what it extends."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        _, _, listed = (inspect.getdoc(each) or "").partition("Attributes:\n")
+        for text in re.split(r"\n    (?=\S)", "\n" + listed.split("\n\n")[0]):
+            name, _, meaning = text.partition(": ")
+            found[name] = " ".join(meaning.split())
+    return found
+
+
+def settled(optimizer: type, keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of all keywords, and what of them ``SecondOrderOptimizer`` takes.
+
+    Args:
+        optimizer: A class that is :func:`signed`.
+        keywords: The keywords given.
+
+    Raises:
+        TypeError: If ``lr`` is missing.
+    """
+    bound = inspect.signature(optimizer).bind(None, **keywords)
+    bound.apply_defaults()
+    values = bound.arguments
+    base_kwargs = {"lr": values.pop("lr"), **values.pop("base_kwargs")}
+    del values["params_or_model"]
+    common = {name: values[name] for name in TAKEN if name in values}
+    return values, {**common, "base_kwargs": base_kwargs, "own_keywords": [*values, "lr"]}
+
+
+TAKEN = {each.name for each in fields(CommonOptions)} | {"rest", "rest_layers", "rest_kwargs"}
