@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.base_state import BASE
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
 from second_order.distributed.collectives import World
 from second_order.distributed.rows import rows_of
 from second_order.sharded import (
@@ -29,12 +27,10 @@ from second_order.sharded import (
 
 __all__ = [
     "Places",
-    "agree_on_shards",
     "check_mesh",
     "check_sharding",
     "moved_state",
     "replaced_in",
-    "trouble_with_mesh",
 ]
 
 
@@ -84,82 +80,24 @@ def _said(placements: Iterable[Any]) -> str:
     return ", ".join(map(repr, placements))
 
 
-def check_mesh(
-    params: Mapping[str, Tensor], world: World, team: Sequence[int] | None = None
-) -> None:
+def check_mesh(params: Mapping[str, Tensor], world: World) -> None:
     """Raise ValueError unless parameters are sharded over the ranks that train, all of them.
 
     Args:
         params: The model's parameters, by name.
         world: The ranks that the optimizer works with.
-        team: Those of them, as torch numbers them, that do what this one does; None for all.
     """
-    everybody = world.global_ranks
-    ranks = sorted(everybody if team is None else team)
-    apart = world.whole is not None or len(ranks) < len(everybody)
+    ranks = sorted(world.global_ranks)
     for name, p in params.items():
         if is_dtensor(p):
             mesh = sorted(mesh_ranks(p))
             if mesh != ranks:
-                remedy = (
-                    "make the optimizer of the plain model, and shard it on workers and helpers "
-                    "apart, by fully_shard(model, mesh=DeviceMesh.from_group("
-                    "optimizer.worker_group, device_type))"
-                    if apart
-                    else "shard over a mesh of all these ranks, or pass process_group= a group of "
-                    "the mesh's"
-                )
                 raise ValueError(
                     f"parameter {name!r} is sharded over the ranks {mesh}, and the optimizer works "
-                    f"with the ranks {ranks}; {remedy}"
+                    f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
+                    f"process_group= a group of the mesh's"
                 )
             rows_of(p, world)
-
-
-def trouble_with_mesh(model: nn.Module, world: World, team: Sequence[int] | None) -> str | None:
-    """What is wrong with the mesh of one kind of ranks, for all to hear of; "" for nothing.
-
-    None where all ranks do the same: they raise.
-
-    Args:
-        model: The model.
-        world: The ranks that the optimizer works with.
-        team: As for :func:`check_mesh`.
-    """
-    apart = team is not None and len(team) < world.size
-    try:
-        check_mesh(dict(model.named_parameters()), world, team)
-    except ValueError as error:
-        if not apart:
-            raise
-        return str(error)
-    return "" if apart else None
-
-
-def agree_on_shards(training: Training, trouble: str) -> None:
-    """Raise ValueError on every rank if what one has of shards cannot be. A collective.
-
-    FSDP2 averages the gradients where it has sharded all, and the optimizer does not.
-
-    Args:
-        training: The training, some of whose ranks help the others.
-        trouble: What is wrong with this rank's mesh; "" for nothing.
-    """
-    world, averages = training.world, training.averages
-    sharded = any(map(is_dtensor, members_of(training.groups)))
-    found = world.all_gather_object((trouble, sharded))
-    troubles = [text for text, _ in found if text]
-    if troubles:
-        raise ValueError(troubles[0])
-    some = [rank for rank, (_, has) in enumerate(found) if has]
-    if averages and 0 < len(some) < len(found):
-        rest = [rank for rank in range(len(found)) if rank not in some]
-        raise ValueError(
-            f"fully_shard has sharded the model on ranks {some} and not on {rest}, so that only "
-            f"some would average gradients: make the optimizer of the plain model on every rank, "
-            f"and shard it then, or use gradient_averaging=False where FSDP2 or DDP averages"
-        )
-    training.averages = averages and not sharded
 
 
 class Places:

@@ -59,12 +59,10 @@ from second_order.contract.partition import REST, Partition
 from second_order.contract.recipe import recipe_of
 from second_order.contract.sharding import (
     Places,
-    agree_on_shards,
     check_mesh,
     check_sharding,
     moved_state,
     replaced_in,
-    trouble_with_mesh,
 )
 from second_order.contract.training import Training
 from second_order.contract.two_bases import (
@@ -76,6 +74,7 @@ from second_order.contract.two_bases import (
 )
 from second_order.contract.warnings import warns_at_its_end
 from second_order.distributed.collectives import World
+from second_order.distributed.roles import Role, whole_models
 from second_order.options import (
     PEAK_LR,
     check_base,
@@ -116,8 +115,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             one base.
         rest_layers: Patterns of modules that ``rest`` trains besides.
         rest_kwargs: Keyword arguments of ``rest`` where they differ from those of the base.
-        team: Gives the ranks that do what this one does, as torch numbers them; None for all. Where
-            they are not, shards are checked on all ranks together.
+        helper_role: Role of the ranks that help, if there are several ranks; None where all train.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
@@ -142,7 +140,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         rest: type[torch.optim.Optimizer] | None = None,
         rest_layers: Sequence[str] = (),
         rest_kwargs: Mapping[str, Any] | None = None,
-        team: Callable[[World], Sequence[int]] | None = None,
+        helper_role: Role | None = None,
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
@@ -154,9 +152,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._consistency = Consistency(debug)
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
-        trouble = trouble_with_mesh(given.model, world, team and team(world))
+        if world.size == 1:
+            helper_role = None
+        if helper_role is None:
+            check_mesh(dict(given.model.named_parameters()), world)
         wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
-        if trouble is None and given.params and all(map(is_dtensor, given.params)):
+        if given.params and all(map(is_dtensor, given.params)):
             wanted = False  # FSDP2 averages
         self._training = training = Training(
             name,
@@ -201,17 +202,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
-        self._start_together(trouble)
+        self._start_together(helper_role)
 
-    def _start_together(self, trouble: str | None) -> None:
+    def _start_together(self, helper_role: Role | None) -> None:
         """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
         lines = self._curvature.description()
         if self._division is not None:
             lines += self._division.description(parts_of(self._base))
         self._consistency.check_built(training, lines)
-        if trouble is not None:
-            agree_on_shards(training, trouble)
+        if helper_role is not None:
+            sharded = any(map(is_dtensor, training.model.parameters()))
+            if any(world.all_gather_object(sharded)):  # all raise, whoever has shards
+                raise ValueError(whole_models(training.name, helper_role))
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
             tensors = [*training.model.parameters(), *training.model.buffers()]
