@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.base_state import BASE
 from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of
+from second_order.contract.groups import members_of, settings_of
+from second_order.contract.saved import BASE
 from second_order.contract.training import Training
 from second_order.distributed.agreement import (
     REMEDY,
@@ -58,13 +58,12 @@ class Consistency:
 
     def check_built(self, training: Training, options: Sequence[str]) -> None:
         """Raise on every rank unless all have the same model, groups and options; a collective."""
-        world = training.world
-        if world.size == 1:
+        if training.world.size == 1:
             return
-        world.level()
+        training.world.level()
         lines = [*_described(training), *options, f"debug: every {self.every} steps"]
         require_same(
-            world,
+            training.world,
             f"make {training.name}",
             lines,
             lambda: [line.partition(": ")[::2] for line in lines],
@@ -76,8 +75,8 @@ class Consistency:
         training: Training,
         curvature: Curvature,
         doing: str,
-        coming: Sequence[dict[str, Any]] | None = None,
         *,
+        named: bool = False,
         tensors: bool = False,
     ) -> None:
         """Raise on every rank unless all are about to do the same; a collective.
@@ -86,17 +85,15 @@ class Consistency:
             training: The training.
             curvature: The curvature, which has facts of its own.
             doing: The operation that this rank is about to do.
-            coming: The groups that are to take the place of those that there are; they are compared
-                by the names of their members, too.
+            named: Whether to compare the groups by their members' names, too.
             tensors: Whether to compare tensors, if that is due.
 
         Raises:
             RankMismatchError: With the first fact or tensor that differs.
         """
-        world, step = training.world, training.steps
+        world, step, groups = training.world, training.steps, training.groups
         if world.size == 1:
             return
-        groups = training.groups if coming is None else coming
         loaded = ("a checkpoint loaded since the last step", self._loaded is not None)
         first, others = [loaded, ("step", step), *(self._loaded or ())], curvature.facts()
         due = tensors and self.every and step % self.every == 0
@@ -105,7 +102,7 @@ class Consistency:
         outline = _outline(groups)
         if outline != self._outline:  # differences are rare, but for the learning rate
             self._outline, self._word = outline, fingerprint(outline)
-        called = [] if coming is None else _named(outline, groups, training.names())
+        called = _named(outline, groups, training.names()) if named else []
         require_same(
             world,
             doing,
@@ -149,12 +146,9 @@ def _described(training: Training) -> list[str]:
     ]
     lines += [f"{name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     for i, group in enumerate(training.groups):
-        entries = {
-            k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"
-        }
         members = [names.get(id(p), "(not in the model)") for p in group["params"]]
         called = f"{training.base_name} group {i}"
-        lines += [f"{called}: {entries}", f"{called}: parameters {members}"]
+        lines += [f"{called}: {settings_of(group)}", f"{called}: parameters {members}"]
     return [*lines, f"gradients averaged by the optimizer: {training.averages}"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,6 @@ from second_order.sharded import is_dtensor, reshard
 from second_order.stages import Meter
 
 __all__ = ["Training"]
-
-
-def _nowhere() -> None:
-    pass
 
 
 @dataclass
@@ -41,7 +37,10 @@ class Training:
         base_name: Name of the base, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
         meter: Seconds and bytes of the steps, by stage.
-        late_ddp: The hook that looks once who runs the model, where there are helpers.
+        late_ddp: The handle of the hook that looks who runs the model, where there are helpers.
+        places: The modules' entries that parameters had when they were last looked for.
+        collected: Parts of the state that other processes keep, once they have been collected here,
+            and the rank that has all of them; None for each.
     """
 
     name: str
@@ -56,9 +55,11 @@ class Training:
     trained: set[Tensor] = field(default_factory=set)
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
     base_name: str = ""
-    publish: Callable[[], None] = _nowhere
+    publish: Callable[[], None] = lambda: None
     meter: Meter = field(default_factory=Meter)
     late_ddp: Any = None
+    places: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    collected: tuple[dict[Tensor, dict[str, dict[str, Any]]], int | None] | None = None
 
     @property
     def groups(self) -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from second_order.errors import SecondOrderWarning
@@ -22,15 +21,15 @@ R = TypeVar("R")
 
 
 class DeferredWarnings:
-    """Warnings of an optimizer; inside ``with deferred.held():`` they wait until the block ends.
+    """Warnings of an optimizer; within methods that :func:`warns_at_its_end` they wait.
 
-    One that is an error is raised at that end, and the remaining ones at the end of the next block.
+    One that is an error is raised at that end, and the remaining ones at the end of the next.
     """
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._waiting: list[str] = []
-        self._held = False
+        self.held = 0
 
     def first_time(self, key: str) -> bool:
         """True once for each key, so that a warning is given once."""
@@ -38,32 +37,20 @@ class DeferredWarnings:
         self._known.add(key)
         return new
 
-    def warn(self, message: str) -> None:
-        """Warn, now or at the end of the block that is open."""
-        self.keep(message)
-        if not self._held:
-            self._tell()
-
     def keep(self, message: str) -> None:
-        """Warn at the end of the next block: for hooks, which run while others may wait."""
+        """Warn at the end of the next method: for hooks, which run while others may wait."""
         self._waiting.append(message)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold warnings back for a block; of nested ones the outermost counts."""
-        outer, self._held = self._held, True
-        try:
-            yield
-        finally:
-            self._held = outer
-            if not outer:
-                self._tell()
+    def warn(self, message: str) -> None:
+        """Warn, now or at the end of the outermost method that runs."""
+        self.keep(message)
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Warn of all that waits, at the first frame outside of this package and torch."""
-        while self._waiting:
+        while self._waiting and not self.held:
             frame, level = sys._getframe(), 1
-            ours = ("second_order.", "torch.", "contextlib")
+            ours = ("second_order.", "torch.")
             while frame.f_back and frame.f_globals.get("__name__", "").startswith(ours):
                 frame, level = frame.f_back, level + 1
             warnings.warn(self._waiting.pop(0), SecondOrderWarning, stacklevel=level)
@@ -74,7 +61,12 @@ def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
 
     @functools.wraps(method)
     def told(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._training.warnings.held():
+        deferred = self._training.warnings
+        deferred.held += 1
+        try:
             return method(self, *args, **kwargs)
+        finally:
+            deferred.held -= 1
+            deferred.tell()
 
     return told

@@ -17,7 +17,7 @@ from second_order.distributed.collectives import World
 from second_order.distributed.groups import group_like, timeout_of
 from second_order.distributed.lost import explained
 
-__all__ = ["Role", "Roles", "assign_roles", "option_of", "ranks_alike"]
+__all__ = ["Role", "Roles", "assign_roles", "option_of", "whole_models"]
 
 Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
@@ -118,17 +118,14 @@ def assign_roles(
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
 
 
-def ranks_alike(world: World, helpers: int) -> list[int]:
-    """The ranks, as torch numbers them, that do what this one does.
-
-    Args:
-        world: The world of all ranks.
-        helpers: Number of ranks that help; where they would be all, :func:`assign_roles` says so.
-    """
-    everybody, workers = world.global_ranks, world.size - helpers
-    if world.size == 1 or workers < 1:
-        return everybody
-    return everybody[workers:] if world.rank >= workers else everybody[:workers]
+def whole_models(name: str, role: Role) -> str:
+    """Why a model that FSDP2 has sharded is refused where there are helpers, and what to do."""
+    option = option_of(role)
+    return (
+        f"{name}: fully_shard (FSDP2) has sharded the model, and helpers and their workers hold "
+        f"whole models; use {option}=0, or DistributedDataParallel(model, "
+        f"process_group=optimizer.worker_group)"
+    )
 
 
 def option_of(role: Role) -> str:

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
-from second_order.contract.saved import SavedPart
+from second_order.contract.saved import BASE, CURVATURE, SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.fosi.checkpoint import (

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.averaging import PendingAverage
-from second_order.contract.base_state import CURVATURE
-from second_order.contract.saved import SavedPart
+from second_order.contract.saved import CURVATURE, SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import refused_line
-from second_order.distributed.roles import Role, Roles, assign_roles, ranks_alike
+from second_order.distributed.roles import Role, Roles, assign_roles
 from second_order.distributed.store import Store, open_store
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
@@ -38,7 +37,7 @@ from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
 from second_order.sharded import is_dtensor, mesh_ranks
 
-__all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature", "team_of"]
+__all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
 
 FAREWELL_SECONDS = 5.0  # seconds for which the store outlives its host's own goodbye at most
 
@@ -52,11 +51,6 @@ def divided_curvature(
         return Alone(training, options, closure)
     helps = world.rank >= world.size - options.accelerators
     return (Helper if helps else Worker)(training, options, closure)
-
-
-def team_of(options: EpochOptions, world: World) -> list[int]:
-    """The ranks, as torch numbers them, that do what this one does."""
-    return ranks_alike(world, options.accelerators if _divides(options, world) else 0)
 
 
 def _divides(options: EpochOptions, world: World) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch.optim import Optimizer
 
-from second_order.distributed.roles import Role, ranks_alike
+from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.distkfac_options import (
@@ -152,7 +152,7 @@ class DistKFAC(KroneckerOptimizer):
                 patience=float(own.helper_timeout),
                 on_device=own.inverse_device == "cuda",
             ),
-            team=partial(ranks_alike, helpers=own.stats_workers),
+            helper_role="stats" if own.stats_workers else None,
             **common,
         )
 

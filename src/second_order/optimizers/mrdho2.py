@@ -18,14 +18,13 @@ mean of the last gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from torch.optim import Optimizer
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.divided import Divided, Helper, divided_curvature, team_of
+from second_order.fosi.divided import Divided, Helper, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer, PairKeywords
@@ -109,7 +108,7 @@ class MRDHO2(EigenpairOptimizer):
             params_or_model,
             curvature=lambda training: divided_curvature(training, options, closure),
             needs_model=False,
-            team=partial(team_of, options),
+            helper_role="accelerator" if options.accelerators and options.wanted else None,
             **common,
         )
 
