@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,6 @@ from second_order.options import check_params
 from second_order.sharded import ddp_under_way, is_dtensor, mesh_ranks, reshard, sharded_params
 
 __all__ = [
-    "Arguments",
-    "LateDDP",
     "check_mesh",
     "check_scaler",
     "check_sharding",
@@ -64,36 +63,23 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     return model, under_ddp
 
 
-class Arguments(NamedTuple):
-    """The model and the parameters that are to be optimized.
-
-    Attributes:
-        model: The user's module, without wrappers; an empty one that has the parameters if there is
-            none.
-        known: Whether the user gave a module.
-        under_ddp: Whether the module was wrapped in DistributedDataParallel.
-        groups: The parameter groups, or parameters.
-        named: Whether the groups have pairs of names and parameters, as of a model.
-    """
-
-    model: nn.Module
-    known: bool
-    under_ddp: bool
-    groups: list[Any]
-    named: bool
-
-
-def read_arguments(name: str, params_or_model: Any, model: Any, needs_model: bool) -> Arguments:
+def read_arguments(
+    name: str, params_or_model: Any, model: Any, needs_model: bool
+) -> tuple[nn.Module, bool, bool, list[Any]]:
     """Find model and parameters in the first argument of the optimizer ``name`` and ``model``.
+
+    Returns:
+        The user's module, without wrappers, or an empty one that has the parameters; whether the
+        user gave it; whether it was wrapped in DistributedDataParallel; and the parameter groups,
+        or parameters.
 
     Raises:
         TypeError: For two models, a missing model, an argument of another type, or parameters that
             are sharded otherwise than by FSDP2.
         ValueError: If a parameter that trains is on the meta device.
     """
-    named = isinstance(params_or_model, nn.Module)
-    known = model is not None or named
-    if named:
+    known = model is not None or isinstance(params_or_model, nn.Module)
+    if isinstance(params_or_model, nn.Module):
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
         model = params_or_model
@@ -117,7 +103,7 @@ def read_arguments(name: str, params_or_model: Any, model: Any, needs_model: boo
     refuse_meta(name, members_of(groups), inner)
     if known:
         check_sharding(inner)
-    return Arguments(inner, known, under_ddp, groups, named)
+    return inner, known, under_ddp, groups
 
 
 def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
@@ -186,34 +172,6 @@ def check_mesh(model: nn.Module, world: World) -> None:
             rows_of(p, world)
 
 
-class LateDDP:
-    """A hook of a model that looks who runs it; copies, pickled ones too, never look."""
-
-    def __init__(
-        self, workers: Sequence[int] = (), helpers: Sequence[int] = (), said: str = ""
-    ) -> None:
-        self._workers, self._helpers, self._said = set(workers), set(helpers), said
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """Raise ValueError if helpers' gradients would be averaged into the workers'."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        ddp = ddp_under_way()
-        ranks = [] if ddp is None else dist.get_process_group_ranks(ddp.process_group)
-        helpers = sorted(self._helpers.intersection(ranks))
-        if helpers and self._workers.intersection(ranks):
-            raise ValueError(
-                f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of "
-                f"which {helpers} have {self._said}: their gradients would be averaged into those "
-                f"of the workers. Wrap it with DistributedDataParallel(model, "
-                f"process_group=optimizer.worker_group); under a framework that wraps models "
-                f"itself, leave helpers out, or take another optimizer"
-            )
-
-    def __reduce__(self) -> Any:
-        return LateDDP, ()
-
-
 def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:
     """Make the model's passes with gradients raise in a DDP over workers and helpers.
 
@@ -221,9 +179,27 @@ def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) 
     """
     places, role = everybody.global_ranks, roles.helper_role
     workers, helpers = ([places[r] for r in ranks] for ranks in (roles.workers, roles.helpers))
-    hook = LateDDP(workers, helpers, f"role {role!r} ({option_of(role)}={len(helpers)})")
+    hook = partial(_look_who_runs, workers, helpers, f"{option_of(role)}={len(helpers)}")
     training.late_ddp = training.model.register_forward_pre_hook(hook)
     weakref.finalize(training, training.late_ddp.remove).atexit = False
+
+
+def _look_who_runs(
+    workers: Sequence[int], helpers: Sequence[int], said: str, module: nn.Module, _: Any
+) -> None:
+    ddp = None if torch.compiler.is_compiling() else ddp_under_way()
+    if ddp is None or not torch.is_grad_enabled():
+        return
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    strange = sorted(set(ranks).intersection(helpers))
+    if strange and set(ranks).intersection(workers):
+        raise ValueError(
+            f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
+            f"{strange} help the others ({said}): their gradients would be averaged into those of "
+            f"the workers. Wrap it with DistributedDataParallel(model, "
+            f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
+            f"leave helpers out, or take another optimizer"
+        )
 
 
 def check_scaler(scaler: Any, averages: bool, processes: int) -> None:

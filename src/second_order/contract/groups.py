@@ -12,7 +12,7 @@ __all__ = [
     "NAMES",
     "members_of",
     "named_like",
-    "outline_of",
+    "nameless",
     "settings_of",
     "trainable",
     "unhooked_step",
@@ -28,20 +28,30 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def whole_group(group: Any) -> Any:
-    """A copy of a group that can be walked through twice; its parameters are the same."""
+    """A copy of a group that can be walked through twice, with names beside its parameters.
+
+    Raises:
+        ValueError: If there are not as many names as parameters.
+    """
     if not isinstance(group, dict) or "params" not in group:
         return group
-    params = group["params"]
-    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+    whole, params = dict(group), group["params"]
+    whole["params"] = params = [params] if isinstance(params, Tensor) else list(params)
+    names = whole.pop(NAMES, None)
+    if names is not None:
+        if len(names) != len(params):
+            raise ValueError(
+                f"a group has {len(params)} parameters and {len(names)} {NAMES!r}; give each its "
+                f"name, or leave {NAMES!r} out"
+            )
+        whole["params"] = list(zip(names, params, strict=True))
+    return whole
 
 
-def outline_of(group: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Outline a group that is to be added, for ranks to compare before it is checked."""
-    params = group.get("params") if isinstance(group, dict) else None
-    if not isinstance(params, list):
-        return {"params": [], "no group": f"of type {type(group).__name__}"}
-    members = members_of([group])
-    return {**defaults, **group, "params": members, "no tensors": len(params) - len(members)}
+def nameless(groups: Iterable[Any]) -> list[Any]:
+    """Copies of groups for a base, which may not know of names; or a list of parameters."""
+    plain = (g[1] if isinstance(g, tuple) else g for g in groups)
+    return [{**g, "params": members_of([g])} if isinstance(g, dict) else g for g in plain]
 
 
 def settings_of(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,12 +78,11 @@ def named_like(
         group: The group to be added, with or without names.
         names: The names of the model's parameters by id; others are called by their place.
     """
-    known = any(isinstance(p, tuple) for p in group["params"]) or NAMES in group
+    known = any(isinstance(p, tuple) for p in group["params"])
     if known or not any(NAMES in other for other in others):
         return group
-    start = sum(len(other["params"]) for other in others)
-    called = [names.get(id(p), f"parameter {i}") for i, p in enumerate(group["params"], start)]
-    return {**group, NAMES: called}
+    members = enumerate(group["params"], start=sum(len(other["params"]) for other in others))
+    return {**group, "params": [(names.get(id(p), f"parameter {i}"), p) for i, p in members]}
 
 
 def unhooked_step(base: torch.optim.Optimizer) -> None:

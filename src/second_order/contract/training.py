@@ -1,21 +1,84 @@
-"""The facts of a training that an optimizer and its curvature share."""
+"""The facts of a training that an optimizer and its curvature share, and its warnings.
+
+Warnings wait while the ranks may wait for each other. Whoever turns them into errors
+(``python -W error``) would otherwise end one rank's step between two collectives, and leave the
+other ranks in the second.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from second_order.contract.groups import members_of
-from second_order.contract.warnings import DeferredWarnings
 from second_order.distributed.collectives import World
+from second_order.errors import SecondOrderWarning
 from second_order.sharded import is_dtensor, reshard
 from second_order.stages import Meter
 
-__all__ = ["Training"]
+__all__ = ["DeferredWarnings", "Training", "warns_at_its_end"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DeferredWarnings:
+    """Warnings of an optimizer; within methods that :func:`warns_at_its_end` they wait.
+
+    One that is an error is raised at that end, and the remaining ones at the end of the next.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._waiting: list[str] = []
+        self.held = 0
+
+    def first_time(self, key: str) -> bool:
+        """True once for each key, so that a warning is given once."""
+        new = key not in self._known
+        self._known.add(key)
+        return new
+
+    def keep(self, message: str) -> None:
+        """Warn at the end of the next method: for hooks, which run while others may wait."""
+        self._waiting.append(message)
+
+    def warn(self, message: str) -> None:
+        """Warn, now or at the end of the outermost method that runs."""
+        self.keep(message)
+        self.tell()
+
+    def tell(self) -> None:
+        """Warn of all that waits, at the first frame outside of this package and torch."""
+        while self._waiting and not self.held:
+            frame, level = sys._getframe(), 1
+            ours = ("second_order.", "torch.")
+            while frame.f_back and frame.f_globals.get("__name__", "").startswith(ours):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(self._waiting.pop(0), SecondOrderWarning, stacklevel=level)
+
+
+def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Decorate an optimizer's method: warnings wait until it has returned."""
+
+    @functools.wraps(method)
+    def told(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        deferred = self._training.warnings
+        deferred.held += 1
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            deferred.held -= 1
+            deferred.tell()
+
+    return told
 
 
 @dataclass

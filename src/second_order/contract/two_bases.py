@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import NAMES, members_of, settings_of, unhooked_step
+from second_order.contract.groups import members_of, nameless, settings_of, unhooked_step
 from second_order.options import check_flag
 from second_order.patterns import first_match, unmatched_patterns
 
@@ -76,11 +76,8 @@ class TwoBases(torch.optim.Optimizer):
         parts: list[torch.optim.Optimizer] = []
         for mark in (False, True):
             mine = [group for group in whole if group[REST] is mark]
-            plain = [{**group, "params": members_of([group])} for group in mine]
-            for group in plain:
-                group.pop(NAMES, None)  # a base may not know of names
             # None takes an empty list.
-            parts.append(kinds[mark](plain or [{"params": []}], **keywords[mark]))
+            parts.append(kinds[mark](nameless(mine) or [{"params": []}], **keywords[mark]))
             for group, filled in zip(mine, parts[-1].param_groups, strict=False):
                 group.update({k: v for k, v in filled.items() if k != "params"})
         self.parts = (parts[0], parts[1])
@@ -103,21 +100,13 @@ class TwoBases(torch.optim.Optimizer):
         if REST in group:
             self._check_mark(group)
             return [group]
-        params, names, hidden = group["params"], group.get(NAMES), self._hidden(model)
-        if names is not None and len(names) != len(params):
-            raise ValueError(
-                f"a group has {len(params)} parameters and {len(names)} {NAMES!r}; give each its "
-                f"name, or leave {NAMES!r} out"
-            )
-        marks = [id(p[1] if isinstance(p, tuple) else p) not in hidden for p in params]
+        params, hidden = group["params"], self._hidden(model)
         parts = []
         for mark in (False, True):
-            mine = [i for i, each in enumerate(marks) if each is mark]
-            part = {**group, "params": [params[i] for i in mine], REST: mark}
-            if names is not None:
-                part[NAMES] = [names[i] for i in mine]
+            plain = ((p, p[1] if isinstance(p, tuple) else p) for p in params)
+            mine = [p for p, tensor in plain if (id(tensor) in hidden) is not mark]
             if mine or not (params or mark):
-                parts.append(part)
+                parts.append({**group, "params": mine, REST: mark})
         return parts
 
     def _check_mark(self, group: Mapping[str, Any]) -> None:

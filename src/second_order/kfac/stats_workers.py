@@ -353,10 +353,6 @@ class StatsWorker(Curvature):
         """The workers' options, and the layers."""
         return self._description(self.layers)
 
-    def averaging_processes(self) -> int:
-        """The processes that train, whose gradients are averaged."""
-        return self._workers
-
     def check_processes(self) -> None:
         """Raise ValueError if no process would be left to train, or the model is in shards."""
         _check_processes(self.training, self._count)

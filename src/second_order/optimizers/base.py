@@ -14,12 +14,11 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the curvatu
 from __future__ import annotations
 
 import os
-import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
@@ -47,13 +46,13 @@ from second_order.contract.groups import (
     NAMES,
     members_of,
     named_like,
+    nameless,
     unhooked_step,
     whole_group,
 )
 from second_order.contract.saved import BASE, CURVATURE, BaseState
-from second_order.contract.training import Training
+from second_order.contract.training import Training, warns_at_its_end
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, switch_of
-from second_order.contract.warnings import warns_at_its_end
 from second_order.distributed.checkpointing import is_checkpointing
 from second_order.distributed.collectives import World
 from second_order.distributed.roles import Role, whole_models
@@ -145,9 +144,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         self._consistency = Consistency(debug)
-        model, known, under_ddp, groups, named = read_arguments(
-            name, params_or_model, model, needs_model
-        )
+        given = read_arguments(name, params_or_model, model, needs_model)
+        model, known, under_ddp, groups = given
         world, params = World(process_group), members_of(groups)
         helper_role = None if world.size == 1 else helper_role
         if helper_role is None:
@@ -160,8 +158,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._training, self._constructed, self._unwatched = training, False, False
         self._tell_of_strangers(params, (rest or base).__name__, needs_model)
         if rest is None:
-            # Groups of a model are named, as named_parameters() are; a base may not know of names.
-            self._base = base(params if named else [*map(whole_group, groups)], **base_kwargs)
+            self._base = base(nameless(groups), **base_kwargs)
         else:
             self._base = TwoBases(groups, model, (base, rest), keywords, layers)
             groups = self._base.param_groups
@@ -176,7 +173,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._look_for_places()
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
-        check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
+        check_scaler(grad_scaler, training.averages, world.size)
         self._start_together(helper_role)
 
     def _tell_of_strangers(self, params: Sequence[Tensor], base: str, needs_model: bool) -> None:
@@ -474,14 +471,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return
         training, before, group = self._training, [*self.param_groups], whole_group(param_group)
         refuse_meta(training.name, members_of([group]), training.model)
-        base, names = self._base, training.names()
+        base, doing = self._base, "add a parameter group"
         divided = base.divided if isinstance(base, TwoBases) else lambda group, _: [group]
         try:
-            for part in divided(group, training.model):
-                named = named_like(self.param_groups, part, names)
-                self._complete(named)
-                super().add_param_group(named)
-            self._agree("add a parameter group", named=True)
+            try:
+                for part in divided(group, training.model):
+                    named = named_like(self.param_groups, part, training.names())
+                    self._complete(named)
+                    super().add_param_group(named)
+            except Exception as error:
+                doing = f"refuse a parameter group ({error})"
+                raise
+            finally:
+                self._agree(doing, named=True)
         except Exception:
             self.param_groups[:] = before
             raise
@@ -578,7 +580,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         base, _, saved, training.steps, absent = found[0]
-        self._consistency.loaded(training, self.state, saved, self._curvature.read_by_all)
+        self._consistency.loaded = True
         training.collected = None
         if base and not any(saved.values()):
             training.warn(
@@ -688,10 +690,4 @@ def _called_by_scaler() -> bool:
     If it is unknown, captured gradients are not unscaled: the factors would be too large by the
     square of the scale, and training would stall without a word.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code, module = frame.f_code.co_name, frame.f_globals.get("__name__")
-        if code == "_maybe_opt_step" and module == "torch.amp.grad_scaler":
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_name == "_maybe_opt_step" for f, _ in traceback.walk_stack(None))
