@@ -80,9 +80,6 @@ class FOSICurvature(Curvature):
     computes_pairs = True
     """Whether eigenpairs are this process's to renew."""
 
-    refused = 0
-    """How many messages and connections of other processes this one has refused."""
-
     def __init__(
         self,
         training: Training,
@@ -422,7 +419,6 @@ class FOSICurvature(Curvature):
                 *notes,
                 *self.pairs.budget.said(tally.step),
             ],
-            refused=self.refused,
         )
 
 

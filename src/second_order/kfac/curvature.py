@@ -25,6 +25,7 @@ from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
+from second_order.distributed.roles import whole_models
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
     check_saved_factors,
@@ -142,7 +143,9 @@ class KFACCurvature(Curvature):
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
+        """Go on with FSDP2's shards of parameters; beside stats workers raise ValueError."""
+        if self.helpers is not None:
+            raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
 

@@ -16,7 +16,7 @@ from second_order.kfac.solves import Solves
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
 
-__all__ = ["System", "described", "no_copies"]
+__all__ = ["System", "described"]
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,3 @@ def described(
     shown = {k: v for k, v in vars(options).items() if not callable(v)}
     said = f"options: {training.base_name} {shown} {system.rules} {system.said}"
     return [said, *layers.description()]
-
-
-def no_copies(training: Training) -> str:
-    """Why stats workers need a model that FSDP2 has not sharded there, and what to do."""
-    return (
-        f"{training.name}: stats workers pass batches through whole copies of the model; make the "
-        f"optimizer of the plain model on every rank, and shard it where optimizer.role is "
-        f"'worker', by fully_shard(model, mesh=DeviceMesh.from_group(optimizer.worker_group, "
-        f"device_type)), or use stats_workers=0"
-    )

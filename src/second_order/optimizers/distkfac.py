@@ -183,14 +183,6 @@ class DistKFAC(KroneckerOptimizer):
         landed = solves.landed_at.items()
         return {block.name: step - solves.taken_at[block] for block, step in landed}
 
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages to this process, and of connections without the key."""
-        if isinstance(self._curvature, StatsWorker):
-            return self._curvature.refused_messages
-        helpers = self._curvature.helpers
-        return 0 if helpers is None else helpers.refused
-
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close; a stats worker calls this, not ``step``.
 
@@ -237,4 +229,4 @@ class DistKFAC(KroneckerOptimizer):
                 f"{delays[0]} to {delays[-1]} steps; {len(self._curvature.solves.flights)} under "
                 f"way"
             )
-        return replace(super().summary(), age=note, refused=self.refused_messages)
+        return replace(super().summary(), age=note)

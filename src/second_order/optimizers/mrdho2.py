@@ -127,11 +127,6 @@ class MRDHO2(EigenpairOptimizer):
         """Reports of the last 1,000 epochs, on a worker."""
         return self._curvature.epochs.reports
 
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages to this process, and of connections without the key."""
-        return self._curvature.refused
-
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; an accelerator calls this, not ``step``.
 
@@ -155,10 +150,3 @@ class MRDHO2(EigenpairOptimizer):
                 f"ranks whose optimizer.role is 'accelerator'"
             )
         return self._curvature.serve(batches, loss_fn)
-
-    def close(self) -> None:
-        """Say goodbye: accelerators return from serve(), workers go on as the base alone.
-
-        This takes 5 seconds at most, or ``helper_timeout``, where an accelerator has been stopped.
-        """
-        super().close()
