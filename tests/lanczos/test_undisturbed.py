@@ -25,7 +25,6 @@ from torch.nn.modules import module
 from torch.nn.parallel import DistributedDataParallel
 
 import second_order
-from second_order.contract.base_step import without_gradients
 from second_order.lanczos import eigenpairs
 
 if TYPE_CHECKING:
@@ -234,21 +233,6 @@ def test_an_interrupt_leaves_nothing_at_any_moment(mode: str) -> None:
         if state() != before:
             left.append(interrupt.seen[-1])
     assert not left
-
-
-def test_an_interrupt_of_a_step_leaves_gradients_as_they_were() -> None:
-    @without_gradients
-    def step() -> None:
-        assert not torch.is_grad_enabled()
-        with torch.enable_grad(), torch.no_grad():
-            pass
-
-    for at in moments(step):
-        assert Interrupt(at).during(step)
-        assert torch.is_grad_enabled()
-    with torch.no_grad():
-        step()
-        assert not torch.is_grad_enabled()
 
 
 class TwoHeads(nn.Module):

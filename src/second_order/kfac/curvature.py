@@ -28,7 +28,6 @@ from second_order.contract.training import Training
 from second_order.distributed.roles import whole_models
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
-    READ_BY_ALL,
     check_saved_factors,
     load_factors,
     loaded_mean_curvature,
@@ -106,8 +105,6 @@ class KFACCurvature(Curvature):
     ) -> None:
         super().__init__(training)
         self._options, self._system = options, system
-        # Of a distributed checkpoint an owner may read its own layers alone.
-        self.read_by_all = READ_BY_ALL if system.owners is None else ()
         self.helpers = helpers
         timed = partial(_in_hooks, training.meter)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
@@ -367,11 +364,6 @@ class KFACCurvature(Curvature):
             self.helpers.offer(self.training, self.solves.post)
         self._cadence.tell()
         self.budget.lap(working=bool(self.plan))
-
-    def averaging_processes(self) -> int:
-        """The processes that train, whose gradients are averaged."""
-        count = 0 if self.helpers is None else self.helpers.count
-        return self.training.world.size - count
 
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""

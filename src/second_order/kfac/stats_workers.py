@@ -336,10 +336,6 @@ class StatsWorker(Curvature):
         """The workers' options, and the layers."""
         return self._description(self.layers)
 
-    def averaging_processes(self) -> int:
-        """The processes that train, whose gradients are averaged."""
-        return self._workers
-
     def check_processes(self) -> None:
         """Raise ValueError if no process would be left to train."""
         assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
