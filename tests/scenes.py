@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-from second_order.kfac import threads
+from second_order.kfac import solve_async
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ class Scene:
             self.step()
             time.sleep(0.02)
         if "hang" in self.told:
-            solve = threads.solve
+            solve = solve_async.solve
             hang(self.told["hang"], solve)
             if self.told.get("waits"):
                 say("ready")
@@ -145,7 +145,7 @@ def hang(how: str, solve: Any) -> None:
                 torch.linalg.eigh(x @ x.T)
         return solve(*args)
 
-    threads.solve = hanging
+    solve_async.solve = hanging
 
 
 def say(what: str) -> None:

@@ -30,7 +30,8 @@ from second_order.distributed.roles import Roles, assign_roles
 from second_order.distributed.store import Address, Store, open_store
 from second_order.errors import SecondOrderError
 from second_order.kfac.layers import Layers
-from second_order.kfac.statistics import ACCOUNTS, NAMES
+from second_order.kfac.metrics import ACCOUNTS, NAMES
+from second_order.kfac.plan import no_copies
 from second_order.kfac.stats_messages import (
     in_groups,
     model_tensors,
@@ -41,7 +42,6 @@ from second_order.kfac.stats_messages import (
     statistics_of,
     unpack_statistics,
 )
-from second_order.kfac.system import no_copies
 from second_order.kronecker.block import GradientScale, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
