@@ -13,7 +13,6 @@ from contract import assert_same_factors, each_kronecker, factors, make, take
 from models import CLASSES, ZOO, Checkpointed
 from reference import cross_entropy
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA, SecondOrderWarning
 from second_order.kronecker.triangles import unpack_upper_triangular
@@ -260,51 +259,6 @@ def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) 
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     wanted = {n: ref.empirical_factors(plain, x, y, cross_entropy, n) for n in names}
     assert_same_factors(factors(optimizer), wanted)
-
-
-class Nested(nn.Module):
-    """A layer three times: in a checkpoint, in one inside that, and in one beside it."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.first, self.shared, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
-        self.reentrant = reentrant
-
-    def call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self.reentrant is None:
-            return function(x)
-        out: Tensor = checkpoint(function, x, use_reentrant=self.reentrant)
-        return out
-
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.shared(x))
-
-    def outer(self, x: Tensor) -> Tensor:
-        return self.call(self.inner, self.inner(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.call(self.outer, torch.tanh(self.first(x)))
-        return self.head(self.call(self.inner, x))
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_checkpoint_inside_another_has_no_pass_of_its_own(parts: int, passes: int) -> None:
-    found = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(0)
-        model = Nested(reentrant).double()
-        optimizer = make(KAISA, model)
-        x, y = MLP.batch()
-        for batch in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            loss = cross_entropy(model(batch[0]), batch[1]) / parts
-            for _ in range(passes):
-                loss.backward(retain_graph=True)
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert_same_factors(found[1], found[0])
-    assert_same_factors(found[2], found[0])
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")

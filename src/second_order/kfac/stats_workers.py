@@ -42,7 +42,8 @@ from second_order.kfac.stats_messages import (
     unpack_statistics,
 )
 from second_order.kfac.system import no_copies
-from second_order.kronecker.block import GradientScale, KroneckerBlock
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.collector import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 from second_order.sharded import is_dtensor
