@@ -631,7 +631,7 @@ MUTANTS = [
     ),
     _mutant(
         "a convolution's G without the number of locations",
-        "kronecker/layers.py",
+        "kronecker/convolutions.py",
         "g = gram(rows_d, False, form.triangular).div_(locations)",
         "g = gram(rows_d, False, form.triangular)",
         "invariants_factors::6_every_convolution_has_the_factors_of_its_patches",
@@ -652,14 +652,14 @@ MUTANTS = [
     ),
     _mutant(
         "padding 'same' the other way round",
-        "kronecker/patches.py",
+        "kronecker/convolutions.py",
         "(total // 2, total - total // 2)",
         "(total - total // 2, total // 2)",
         "invariants_factors::6_weight_times_patches_is_the_convolution",
     ),
     _mutant(
         "one end of the window counts twice",
-        "kronecker/autocorrelation.py",
+        "kronecker/convolutions.py",
         "left = by_tap(-first, last)",
         "left = by_tap(first, last)",
         "autocorrelation::autocorrelations_equal_patches",
@@ -1040,7 +1040,7 @@ MUTANTS = [
     ),
     _mutant(
         "a registered layer's own rows left out",
-        "kronecker/registration.py",
+        "kronecker/kinds.py",
         "x, d = rows(module, x, d)",
         "pass",
         "kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute",
@@ -1097,8 +1097,8 @@ MUTANTS = [
     _mutant(
         "the largest factor that is allowed is refused",
         "kronecker/model_blocks.py",
-        "if largest <= rules.max_factor_dim:",
-        "if largest < rules.max_factor_dim:",
+        "or largest <= self.max_factor_dim:",
+        "or largest < self.max_factor_dim:",
         "finding::layers_with_a_larger_factor_are_left_to_the_base",
     ),
     # Decompositions and solves.
@@ -2632,7 +2632,7 @@ MUTANTS = [
     ),
     _mutant(
         "torch's own layers are registered anew",
-        "kronecker/registration.py",
+        "kronecker/kinds.py",
         'if ruled and kind.__module__.startswith("torch."):',
         "if False:",
         "kinds::the_rules_of_torchs_own_layers_stay",

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from reference import conv_factors
 from torch import Tensor, nn
 
-from second_order.kronecker import autocorrelation, layers
-from second_order.kronecker.autocorrelation import patch_second_moment
+from second_order.kronecker import convolutions as conv_file
+from second_order.kronecker import layers
+from second_order.kronecker.convolutions import extract_patches, pad_input, patch_second_moment
 from second_order.kronecker.layers import PairStatistics
-from second_order.kronecker.patches import extract_patches, pad_input
 from second_order.kronecker.triangles import empty_symmetric, unpack_upper_triangular, write_band
 
 Conv = nn.Conv1d | nn.Conv2d
@@ -80,7 +80,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @given(case=convolutions(), longest_sum=st.sampled_from([1, 20, 2**14]))
 def test_autocorrelations_equal_patches(case: tuple[nn.Conv2d, Tensor], longest_sum: int) -> None:
     conv, x = case
-    with mock.patch.object(autocorrelation, "LONGEST_SUM", longest_sum):
+    with mock.patch.object(conv_file, "LONGEST_SUM", longest_sum):
         moment = moment_without(x, conv)
     assert error(moment, moment_of_patches(x, conv)) < 1e-12
     assert torch.equal(moment, moment.mT)
@@ -89,13 +89,13 @@ def test_autocorrelations_equal_patches(case: tuple[nn.Conv2d, Tensor], longest_
 @pytest.mark.parametrize("part", ["_row_change", "_column_change"])
 def test_both_ends_of_the_window_count(part: str) -> None:
     conv, x = nn.Conv2d(2, 2, 3), torch.randn(2, 2, 9, 9)
-    change = getattr(autocorrelation, part)
+    change = getattr(conv_file, part)
 
     def nothing(*args: object) -> Tensor:
         return torch.zeros_like(change(*args))
 
     assert error(moment_without(x, conv), moment_of_patches(x, conv)) < 1e-5
-    with mock.patch.object(autocorrelation, part, nothing):
+    with mock.patch.object(conv_file, part, nothing):
         assert error(moment_without(x, conv), moment_of_patches(x, conv)) > 0.01
 
 
@@ -125,7 +125,7 @@ def test_long_sums_are_split() -> None:
 def statistics(conv: Conv, x: Tensor, d: Tensor, least: float) -> layers.PairStatistics:
     """With autocorrelations for patch matrices of at least so many elements."""
     bias, dtype = conv.bias is not None, torch.float64
-    with mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", least):
+    with mock.patch.object(conv_file, "AUTOCORRELATION_ELEMENTS", least):
         return layers.pair_statistics(conv, x, d, bias=bias, approximation="expand", dtype=dtype)
 
 
@@ -174,7 +174,7 @@ def test_the_choice_takes_both_ways(kind: str) -> None:
     conv = conv.double()
     x = torch.randn(2, 2, *[12] * len(conv.kernel_size)).double()
     d = torch.randn_like(conv(x).detach())
-    with mock.patch.object(layers, "extract_patches", wraps=extract_patches) as patches:
+    with mock.patch.object(conv_file, "extract_patches", wraps=extract_patches) as patches:
         found = statistics(conv, x, d, 0)
         assert patches.called is not chosen
         patches.reset_mock()
@@ -187,10 +187,10 @@ def test_the_choice_takes_both_ways(kind: str) -> None:
 
 def test_small_layers_take_patches() -> None:
     conv = nn.Conv2d(32, 3, 3, padding=1)
-    assert layers._spares_patches(conv, torch.randn(16, 32, 16, 16))
-    assert not layers._spares_patches(conv, torch.randn(8, 32, 16, 16))  # 0.6 million elements
+    assert conv_file._spares_patches(conv, torch.randn(16, 32, 16, 16))
+    assert not conv_file._spares_patches(conv, torch.randn(8, 32, 16, 16))  # 0.6 million elements
     wide = nn.Conv2d(512, 3, 3, padding=1)
-    assert not layers._spares_patches(wide, torch.randn(8, 512, 8, 8))  # 512 terms
+    assert not conv_file._spares_patches(wide, torch.randn(8, 512, 8, 8))  # 512 terms
 
 
 @given(
@@ -233,7 +233,7 @@ def test_triangles_of_statistics_are_those_of_the_whole(
         )
 
     with (
-        mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", 0 if spared else math.inf),
+        mock.patch.object(conv_file, "AUTOCORRELATION_ELEMENTS", 0 if spared else math.inf),
         mock.patch.object(layers, "GATHERED_UP_TO", 320 if gathered else 0),
     ):
         whole, triangles = statistics(False), statistics(True)
