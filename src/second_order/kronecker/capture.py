@@ -68,9 +68,7 @@ from second_order.kronecker.hooks import (
     WatchHook,
     hook_of,
     input_in,
-    put_back,
     release,
-    take_off,
 )
 from second_order.sharded import FSDPParams
 
@@ -201,11 +199,7 @@ class Capture:
         timed: Makes a context manager around the work of a hook, to measure it.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
 
-    Attributes:
-        timed: Makes the context manager around the work of a hook.
-        fsdp: What FSDP2 does with the model's parameters.
-        root_calls: Number of outputs of the root that labels were drawn from.
-        missed: By layer, why its last lost pair did not count.
+    ``missed`` has, by layer, why its last lost pair did not count.
     """
 
     def __init__(
@@ -219,14 +213,15 @@ class Capture:
         self._gate = Gate()
         self.timed = timed
         self.fsdp = fsdp
-        self._wanted = _weight_trains if wanted is None else wanted
+        self._wanted = wanted or (lambda module: cast(Tensor, module.weight).requires_grad)
         self.root_calls = 0
         self._told = False
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._consumer = consumer
         self._sampler = sampler
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._root: weakref.ref[nn.Module] | None = None
+        self._model: weakref.ref[nn.Module] | None = None  # whose layers are observed
+        self._root: weakref.ref[nn.Module] | None = None  # that labels are drawn for
         self._inside_root = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
@@ -255,12 +250,12 @@ class Capture:
         if layers and set(layers) == set(self._observed):
             return
         self._dismiss()
-        self._observed = weakref.WeakSet(layers)
+        self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [
             (module, LayerHook) for module in hosts(root, layers)
         ]
         if self._sampler is not None and layers:
-            self._root = weakref.ref(root)
+            self._root = self._model
             kinds += [(root, RootPreHook), (root, RootHook)]
         for module, kind in kinds:
             watch = Watch(self, module, self._gate, self._sampler is not None)
@@ -276,12 +271,14 @@ class Capture:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Take the hooks off the watched modules for a block, those of other captures too."""
-        away = take_off(self._hooked)
+        """Take the hooks off the watched modules for a block."""
+        root, layers = self._model, list(self._observed)
+        self.detach()
         try:
             yield
         finally:
-            put_back(away)
+            if root is not None and (model := root()) is not None:
+                self.attach(model, layers)
 
     def _dismiss(self) -> None:
         """Watch nothing any more; the hooks stay."""
@@ -507,7 +504,3 @@ def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
     for watch in watches:
         watch.gone = True
     release(modules)
-
-
-def _weight_trains(module: nn.Module) -> bool:
-    return cast(Tensor, module.weight).requires_grad

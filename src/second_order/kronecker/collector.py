@@ -40,35 +40,21 @@ class GradientScale:
 
 @dataclass
 class StatisticsCollector:
-    """Turns captured pairs into staged statistics.
-
-    Attributes:
-        approximation: "expand" or "reduce".
-        factor_dtype: Dtype in which statistics are formed, or float32 if that is wider.
-        reduction: Tells what the loss of a pass is, asked at every pair.
-        gradient_scale: Gives a further factor of the captured gradients, called at every pair.
-        conv_approximation: The approximation for convolutions; None for the same.
-        warn: Issues a warning of statistics that cannot be had.
-        blocks: The blocks of each module.
-        counted: The block whose terms are counted, whether it gets pairs or not; None for none.
-        fsdp: What FSDP2 does with the model's parameters; None for nothing.
-        heard: Hears of each block whose staged statistics have grown.
-        sampled: Whether the pairs are of drawn labels, and say nothing of the gradient.
-    """
+    """Turns captured pairs into staged statistics."""
 
     approximation: Approximation
-    factor_dtype: torch.dtype
-    reduction: Callable[[], Reduction]
-    gradient_scale: Callable[[Tensor], Tensor | float]
-    conv_approximation: Approximation | None = None
+    factor_dtype: torch.dtype  # in which statistics are formed, or float32 if that is wider
+    reduction: Callable[[], Reduction]  # what the loss of a pass is
+    gradient_scale: Callable[[Tensor], Tensor | float]  # a further factor of captured gradients
+    conv_approximation: Approximation | None = None  # for convolutions; None for the same
     warn: Callable[[str], None] = lambda message: warnings.warn(
         message, SecondOrderWarning, stacklevel=3
     )
-    blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
-    counted: KroneckerBlock | None = None
+    blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)  # of each module
+    counted: KroneckerBlock | None = None  # whose terms are counted, whether it gets pairs or not
     fsdp: FSDPParams | None = None
-    heard: Callable[[KroneckerBlock], None] = lambda block: None
-    sampled: bool = False
+    heard: Callable[[KroneckerBlock], None] = lambda block: None  # of statistics that have grown
+    sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
     _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:

@@ -23,6 +23,7 @@ d₁ x d₂, output H x W with H' = H + (k₁ - 1) d₁ and W' = W + (k₂ - 1) 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from functools import lru_cache, reduce
 from typing import TypeAlias, cast
@@ -437,19 +438,16 @@ def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 def _conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
     """Whether a pair has the sizes of a convolution's input and output, transposed or not."""
     conv = cast(Convolution, module)
-    dims = len(conv.kernel_size)
-    sizes = (x.shape[-dims - 1], d.shape[-dims - 1]) == (conv.in_channels, conv.out_channels)
-    if x.dim() != d.dim() or x.shape[: -dims - 1] != d.shape[: -dims - 1] or not sizes:
+    at = -len(conv.kernel_size) - 1
+    sizes = (x.shape[at], d.shape[at]) == (conv.in_channels, conv.out_channels)
+    if x.dim() != d.dim() or x.shape[:at] != d.shape[:at] or not sizes:
         return False
-    narrow, wide = (x, d) if conv.transposed else (d, x)
-    ends = zip(wide.shape[-dims:], narrow.shape[-dims:], padding_per_side(conv), strict=True)
-    for i, (n, out, sides) in enumerate(ends):
-        reach = conv.dilation[i] * (conv.kernel_size[i] - 1) + 1
-        more = (n + sum(sides) - reach) // conv.stride[i] + 1 - out
-        # A transposed one may add to its output's end.
-        if not 0 <= more <= (conv.dilation[i] if conv.transposed else 0):
-            return False
-    return True
+    narrow, wide = (t.shape[at + 1 :] for t in ((x, d) if conv.transposed else (d, x)))
+    window = (conv.dilation, conv.kernel_size, conv.stride)
+    ends = zip(wide, padding_per_side(conv), *window, strict=True)
+    outputs = tuple((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in ends)
+    # A transposed one may add to its output's end.
+    return outputs == narrow or (conv.transposed and all(map(operator.ge, outputs, narrow)))
 
 
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):

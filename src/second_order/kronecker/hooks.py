@@ -25,7 +25,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -45,9 +44,7 @@ __all__ = [
     "WatchHook",
     "hook_of",
     "input_in",
-    "put_back",
     "release",
-    "take_off",
 ]
 
 SCRIPTED = (
@@ -72,25 +69,17 @@ _numbers = itertools.count()
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
 
-@dataclass
 class Gate:
     """Whether calls are wanted now; a condition of every graph that has the hooks in it."""
 
-    open: bool = True
+    open = True
 
 
 class Watch:
     """A capture's interest in a module, as the module's hooks and compiled graphs see it.
 
-    Args:
-        capture: The :class:`~second_order.kronecker.capture.Capture` that is told, while it lives.
-        module: The module.
-        gate: Open while the capture wants calls.
-        drawn: Whether gradients are those of drawn labels, of which graphs know nothing.
-
-    Attributes:
-        anchor: The scalar that graphs know the watch by.
-        gone: Whether the interest is over.
+    ``drawn``: gradients are those of drawn labels, of which graphs know nothing. ``anchor`` is the
+    scalar that graphs know the watch by; ``gone`` tells that the interest is over.
     """
 
     def __init__(self, capture: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
@@ -104,11 +93,7 @@ class Watch:
 
 
 class WatchHook:
-    """A hook on a module, which tells all that watch it; its copies, pickled ones too, are idle.
-
-    Attributes:
-        watches: Who is told, and when.
-    """
+    """A hook on a module, which tells all that watch it; its copies, pickled ones too, are idle."""
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []
@@ -286,15 +271,14 @@ def _hooks(module: nn.Module) -> Iterable[tuple[dict[int, Any], int, WatchHook]]
 def hook_of(module: nn.Module, kind: type[H]) -> H:
     """A module's hook of a kind, which is hung on it if need be; a copy has brought its own."""
     found = next((hook for _, _, hook in _hooks(module) if type(hook) is kind), None)
-    return _hang(module, kind()) if found is None else found
-
-
-def _hang(module: nn.Module, hook: H) -> H:
+    if found is not None:
+        return found
+    hook = kind()
     called = cast(Any, hook)
-    if isinstance(hook, RootPreHook):
+    if kind is RootPreHook:
         module.register_forward_pre_hook(called)
     else:
-        module.register_forward_hook(called, with_kwargs=isinstance(hook, LayerHook))
+        module.register_forward_hook(called, with_kwargs=kind is LayerHook)
     return hook
 
 
@@ -304,26 +288,5 @@ def release(modules: Iterable[nn.Module], *, keep: bool = False) -> None:
         for hooks, key, hook in _hooks(module):
             hook.watches[:] = [watch for watch in hook.watches if not watch.gone]
             if not (hook.watches or keep):
-                _drop(module, hooks, key)
-
-
-def take_off(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, WatchHook]]:
-    """Take the hooks off modules, whoever watches them; returns them for :func:`put_back`."""
-    away = []
-    for module in modules:
-        for hooks, key, hook in _hooks(module):
-            _drop(module, hooks, key)
-            away.append((module, hook))
-    return away
-
-
-def put_back(away: Sequence[tuple[nn.Module, WatchHook]]) -> None:
-    """Put hooks back that were taken off, but for those that nobody watches by any more."""
-    for module, hook in away:
-        _hang(module, hook)
-    release(module for module, _ in away)
-
-
-def _drop(module: nn.Module, hooks: dict[int, Any], key: int) -> None:
-    del hooks[key]
-    module._forward_hooks_with_kwargs.pop(key, None)
+                del hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)

@@ -267,11 +267,11 @@ def register_layer(
         bias: Name of the bias; None if the class has none.
 
     Raises:
-        TypeError: If ``kind`` is no class of modules, or a function is none.
+        TypeError: If ``kind`` is no class of modules.
         ValueError: If the class is both a product and a gain, or one of torch's with a rule.
     """
-    given: Any = (kind, weight, bias)
-    if not (isinstance(given[0], type) and issubclass(kind, nn.Module)) or kind is nn.Module:
+    given: Any = kind
+    if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
@@ -281,10 +281,6 @@ def register_layer(
             f"register_layer: torch's {kind.__name__} has a rule, which every optimizer of this "
             f"process uses; register a class of your own, with a forward of its own"
         )
-    if not all(function is None or callable(function) for function in (rows, gain)):
-        raise TypeError("register_layer: rows= and gain= are functions")
-    if not (isinstance(given[1], str) and isinstance(given[2], str | None)):
-        raise TypeError("register_layer: weight= and bias= are names of parameters")
     if gain is not None and (rows is not None or transposed):
         raise ValueError(
             "register_layer: gain= is for a layer that multiplies its input by a vector, rows= and "
@@ -294,13 +290,23 @@ def register_layer(
         KINDS.pop(kind, None)
         GAINS[kind] = Gain(gain, weight, bias)
         return
+
+    def rows_of(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, d) if rows is None else rows(module, x, d)
+
+    def gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        x, d = rows_of(module, x, d)
+        return linear_gradient(module, *((d, x) if transposed else (x, d)))
+
     GAINS.pop(kind, None)
     KINDS[kind] = LayerKind(
-        partial(_statistics, rows),
+        lambda module, x, d, form: linear_statistics(
+            module, *rows_of(module, x, d), replace(form, known=None)
+        ),
         partial(_sizes, weight, transposed),
         weight,
         "" if bias is None else bias,
-        gradient=partial(_gradient, rows, transposed),
+        gradient=gradient,
         fits=lambda module, x, d: True,  # who tells of rows has told of their sizes
     )
 
@@ -309,18 +315,3 @@ def _sizes(weight: str, transposed: bool, module: nn.Module, bias: bool) -> Fact
     size = cast(Tensor, getattr(module, weight)).shape
     out_dim, in_dim = (size[1], size[0]) if transposed else (size[0], size[1:].numel())
     return FactorShape(1, in_dim + int(bias), out_dim, transposed=transposed)
-
-
-def _statistics(
-    rows: Rows | None, module: nn.Module, x: Tensor, d: Tensor, form: Form
-) -> PairStatistics:
-    if rows is not None:
-        x, d = rows(module, x, d)
-    return linear_statistics(module, x, d, replace(form, known=None))
-
-
-def _gradient(
-    rows: Rows | None, transposed: bool, module: nn.Module, x: Tensor, d: Tensor
-) -> Tensor:
-    x, d = (x, d) if rows is None else rows(module, x, d)
-    return linear_gradient(module, d, x) if transposed else linear_gradient(module, x, d)

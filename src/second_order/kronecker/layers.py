@@ -115,21 +115,14 @@ class FactorShape:
 class PairStatistics:
     """Sums over one captured pair.
 
-    Attributes:
-        factors: The sums, by letter. A ``(groups, in, in)``, or that as triangles, or
-            ``(groups, in)`` where it is diagonal; divided by ``examples`` it is this pair's
-            estimate of A, and so with L. G ``(groups, out, out)``, or that as triangles; times
-            ``examples`` it is the estimate of G when the loss is a mean over the examples, divided
-            by them when it is a sum.
-        examples: Number of examples; on a device a scalar tensor, which the host does not read.
-        rows: Number of rows, those without a gradient included.
-        live: The rows that A is a sum over, if another layer with the same input may use A.
+    A, divided by ``examples``, is this pair's estimate of A, and so with L. G, times ``examples``,
+    is the estimate of G when the loss is a mean over the examples; divided by them, when a sum.
     """
 
-    factors: dict[str, Tensor]
-    examples: int | Tensor
-    rows: int
-    live: LiveRows | None = None
+    factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), triangles, or diagonals
+    examples: int | Tensor  # on a device a scalar tensor, which the host does not read
+    rows: int  # those without a gradient included
+    live: LiveRows | None = None  # the rows that A is a sum over, if another layer may use it
 
 
 @dataclass(frozen=True)
@@ -187,13 +180,8 @@ def symmetric(
 ) -> Tensor:
     """Assemble a symmetric matrix from bands of its rows and the homogeneous coordinate.
 
-    Args:
-        bands: First row and values of each band, as for :func:`write_band`.
-        x: A tensor with the dtype and the device of the result.
-        dim: Size of the matrix without the homogeneous coordinate.
-        column: ``(groups, dim)``, the sum of the rows; None without that coordinate.
-        rows: Number of rows summed over; a scalar tensor on a device.
-        triangular: Whether to return upper triangles.
+    The bands are as for :func:`write_band`, of the dtype of ``x``. The column, ``(groups, dim)``,
+    is the sum of the rows, None without that coordinate; ``rows`` is their number.
     """
     total, matrix = dim + (column is not None), None
     small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
