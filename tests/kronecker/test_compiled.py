@@ -155,17 +155,6 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
 
 
-def test_a_copy_of_a_compiled_model_gives_nothing() -> None:
-    model = MLP.model()
-    _capture, recorder = watched(model)
-    compiled = whole(model)
-    backward(compiled)
-    recorder.clear()
-    backward(copy.deepcopy(compiled))
-    backward(whole(copy.deepcopy(model)))
-    assert not recorder.pairs
-
-
 def test_evaluation_attacks_and_frozen_layers_give_nothing() -> None:
     model = MLP.model()
     capture, recorder = watched(model)

@@ -79,34 +79,6 @@ def test_gradients_beside_the_loss_are_no_examples(
         assert_same_factors(found[1], expected())
 
 
-@each_fisher
-def test_a_graph_that_serves_an_attack_first_gives_its_pairs_to_the_loss(fisher: str) -> None:
-    x, y = MLP.batch()
-    found = []
-    for attacked in (False, True):
-        model = MLP.model()
-        optimizer = make(KAISA, model, fisher=fisher)
-        leaf = x.clone().requires_grad_()
-        loss = cross_entropy(model(leaf), y)
-        if attacked:
-            torch.autograd.grad(loss, leaf, retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert_same_factors(found[1], found[0])
-
-
-def test_a_pass_into_one_weight_is_of_that_layer() -> None:
-    model, (x, y) = MLP.model(), MLP.batch()
-    optimizer = make(KAISA, model)
-    cross_entropy(model(x), y).backward(inputs=[model[2].weight])
-    assert [block.staged.empty for block in optimizer._curvature.layers.blocks] == [
-        True,
-        False,
-        True,
-    ]
-
-
 @each_kronecker
 def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System: Any) -> None:
     """Of the three passes through the critic two end there: the loss and, through ∇ₓ, the penalty.
@@ -138,30 +110,6 @@ def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System
             torch.testing.assert_close(g.squeeze(0) / sums.head[0], len(d) * d.T @ d)
 
 
-def test_a_network_of_a_differential_equation_trains() -> None:
-    """u'' = -π² sin πx on (0, 1): with the derivatives' passes as examples it stays at its loss."""
-    torch.manual_seed(0)
-    x = torch.linspace(0, 1, 24, dtype=F64)[:, None]
-    model = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
-    optimizer = KAISA(
-        model, lr=0.3, damping=1e-3, kl_clip=None, factor_update_steps=1, inv_update_steps=1
-    )
-
-    def loss() -> Tensor:
-        leaf = x.clone().requires_grad_()
-        u = leaf * (1 - leaf) * model(leaf)
-        (du,) = torch.autograd.grad(u.sum(), leaf, create_graph=True)
-        (ddu,) = torch.autograd.grad(du.sum(), leaf, create_graph=True)
-        return (ddu + torch.pi**2 * torch.sin(torch.pi * x)).square().mean()
-
-    start = loss().item()
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-    assert loss().item() < 0.02 * start
-
-
 @each_kronecker
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("zeroed_by", ["optimizer", "model"])
@@ -175,23 +123,6 @@ def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str, to_n
     cross_entropy(model(x), y).backward()
     optimizer.step()
     assert_same_factors(factors(optimizer), expected())
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_merely_accumulate_are_not_looked_at(
-    to_none: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device would be waited for."""
-    model, looked = MLP.model(), []
-    optimizer = make(KAISA, model)
-    plain = Tensor.any
-    monkeypatch.setattr(Tensor, "any", lambda t, *a, **k: (looked.append(t), plain(t, *a, **k))[1])
-    for batch in MLP.batches(2):
-        accumulate(model, batch, 3, 3)
-        optimizer.step()
-        model.zero_grad(set_to_none=to_none)
-    assert not [t for t in looked if t.dim() == 2]
 
 
 # Accumulation that nobody was told of.
@@ -219,28 +150,6 @@ def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
     (line,) = [str(w.message) for w in caught if w.category is SecondOrderWarning]
     assert "4 backward passes in a step" in line
     assert "accumulation_steps=1" in line
-
-
-@each_kronecker
-def test_a_number_that_is_told_is_taken(System: Any) -> None:
-    """1: the losses of two passes are added up, each of them a mean."""
-    model = MLP.model()
-    optimizer = make(System, model, accumulation_steps=1)
-    accumulate(model, MLP.batch(), 2, 1)
-    optimizer.step()
-    torch.testing.assert_close(factors(optimizer)["4"][1], expected()["4"][1])
-
-
-@pytest.mark.parametrize("options", [{"loss_reduction": "sum"}, {"fisher": "sampled"}])
-def test_sums_and_drawn_labels_are_divided_by_nothing(options: dict[str, Any]) -> None:
-    found = []
-    for declared in ({}, {"accumulation_steps": 1}):
-        model = MLP.model()
-        optimizer = make(KAISA, model, **options, **declared)
-        accumulate(model, MLP.batch(), 2, 1)
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert_same_factors(*found)
 
 
 @pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
