@@ -24,7 +24,6 @@ from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
     "OTHERS_TRAINED",
-    "READ_BY_ALL",
     "START",
     "SUM",
     "UNIT",
@@ -45,8 +44,6 @@ EPOCH = ("epoch", "epoch_step", "epoch_sums")
 COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *PRICES, *EPOCH)
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
 TRUST = ("trust_region", "last_step")  # not in checkpoints of versions before they were
-READ_BY_ALL = (*COUNTS, *HEADS, *TRUST)
-"""What each process reads of a checkpoint, whatever the layout."""
 KNOWN = (*HEADER, *COUNTS, *HEADS, *TRUST, VECTORS, CARRIED, SUM, START)
 OTHERS_TRAINED = (
     "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "

@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
-from second_order.contract.saved import SavedPart
+from second_order.contract.saved import BASE, CURVATURE, SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.fosi.checkpoint import (
-    READ_BY_ALL,
     check_saved_pairs,
     eigenpair_parts,
     gather_eigenpairs,
@@ -78,13 +76,8 @@ class FOSICurvature(Curvature):
         TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
     """
 
-    read_by_all = READ_BY_ALL
-
     computes_pairs = True
     """Whether eigenpairs are this process's to renew."""
-
-    refused = 0
-    """How many messages and connections of other processes this one has refused."""
 
     def __init__(
         self,
@@ -418,5 +411,4 @@ class FOSICurvature(Curvature):
                 *notes,
                 *self.pairs.budget.said(tally.step),
             ],
-            refused=self.refused,
         )
