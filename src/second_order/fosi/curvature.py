@@ -39,9 +39,7 @@ from second_order.fosi.metrics import (
 )
 from second_order.fosi.options import (
     FOSIOptions,
-    check_differences,
     check_one_vector,
-    check_row_layout,
     check_shards,
     newton_scale_at,
 )
@@ -156,9 +154,7 @@ class FOSICurvature(Curvature):
 
     def check_shards(self, params: Sequence[Tensor]) -> None:
         """Raise TypeError unless parameters that FSDP2 has sharded can be worked with."""
-        check_shards(self.training.name, params)
-        check_row_layout(params, self.options)
-        check_differences(self.training.name, params, self.options)
+        check_shards(self.training.name, params, self.options)
 
     # ----------------------------------------------------------------------------------- a step
 

@@ -42,10 +42,8 @@ __all__ = [
     "FinalUpdate",
     "Layout",
     "PairOptions",
-    "check_differences",
     "check_given",
     "check_one_vector",
-    "check_row_layout",
     "check_shards",
     "frozen_body",
     "newton_scale_at",
@@ -270,13 +268,17 @@ class EpochOptions(FOSIOptions):
     """
 
     accelerators: int = keyword(1, partial(check_whole, low=0, remedy="0 for none"))
-    epoch_steps: int = keyword(100, partial(check_count, meaning="steps"))
+    epoch_steps: int = keyword(100)
     final_update: FinalUpdate = keyword("guarded", one_of(*get_args(FinalUpdate)))
     helper_timeout: float = keyword(60.0, check_timeout)
     warmup_steps: int | None = keyword(
         None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
     )
     layout: Layout = "column"
+
+    def __post_init__(self) -> None:
+        check_count("epoch_steps", self.epoch_steps, meaning="steps")  # before it is an interval
+        super().__post_init__()
 
     @property
     def within(self) -> bool:
@@ -305,45 +307,42 @@ def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> fl
     return scale * (lr / peak) if peak > 0.0 else 0.0
 
 
-def check_shards(name: str, params: Sequence[Tensor]) -> None:
-    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows."""
+def check_shards(name: str, params: Sequence[Tensor], options: FOSIOptions) -> None:
+    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
+
+    Its products are by differences then.
+    """
     shards = [p for p in params if is_dtensor(p)]
-    if shards and len(shards) < len(params):
-        raise TypeError(
-            f"{name}: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
-            f"vector spans all; shard the rest, too, without ignored_params"
-        )
-    if any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
-        raise TypeError(
-            f"{name}: the parameters are sharded over a mesh with replicas (HSDP), and each "
-            f"process is to have rows of its own; shard over a mesh of one dimension"
-        )
-
-
-def check_row_layout(params: Sequence[Tensor], options: FOSIOptions) -> None:
-    """Raise TypeError where sharded parameters come with a chosen layout="column"."""
-    if options.layout == "column" and any(map(is_dtensor, params)):
-        raise TypeError(
-            "DHO2: layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) "
-            "leaves it rows; use layout='row'"
-        )
-
-
-def check_differences(name: str, params: Sequence[Tensor], options: FOSIOptions) -> None:
-    """Raise TypeError unless products by differences will do where parameters are sharded."""
-    if not any(map(is_dtensor, params)):
+    why = ""
+    if not shards:
         return
-    if options.hvp not in ("auto", "differences"):
-        raise TypeError(
-            f"{name}: hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has "
-            f"first ones only; use hvp='differences'"
+    if len(shards) < len(params):
+        why = (
+            f"fully_shard has sharded {len(shards)} of {len(params)} parameters, and one vector "
+            f"spans all; shard the rest, too, without ignored_params"
         )
-    if options.curvature != "hessian":
-        raise TypeError(
-            f"{name}: curvature={options.curvature!r} takes derivatives of outputs, and "
-            f"fully_shard (FSDP2) has those of a loss only; use curvature='hessian', or "
-            f"DistributedDataParallel"
+    elif any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
+        why = (
+            "the parameters are sharded over a mesh with replicas (HSDP), and each process is to "
+            "have rows of its own; shard over a mesh of one dimension"
         )
+    elif options.layout == "column" and not isinstance(options, EpochOptions):
+        why = (
+            "layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) leaves "
+            "it rows; use layout='row'"
+        )
+    elif options.hvp not in ("auto", "differences"):
+        why = (
+            f"hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has first ones "
+            f"only; use hvp='differences'"
+        )
+    elif options.curvature != "hessian":
+        why = (
+            f"curvature={options.curvature!r} takes derivatives of outputs, and fully_shard "
+            f"(FSDP2) has those of a loss only; use curvature='hessian', or DistributedDataParallel"
+        )
+    if why:
+        raise TypeError(f"{name}: {why}")
 
 
 def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:

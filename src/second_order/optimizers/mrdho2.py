@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.divided import Divided, Helper, divided_curvature
+from second_order.fosi.epochs import Divided, Helper, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer, PairKeywords
