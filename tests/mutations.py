@@ -1702,8 +1702,8 @@ MUTANTS = [
     _mutant(
         "pairs under way belong to the point of a checkpoint",
         "fosi/epochs.py",
-        "self.number, self.step, self._asked = number, step, -1",
-        "self.number, self.step = number, step",
+        "self.fresh, self._asked = None, -1",
+        "self.fresh = None",
         "mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back",
     ),
     _mutant(

@@ -125,20 +125,6 @@ def test_a_step_that_explodes_is_undone_once(how: str) -> None:
     assert all(map(math.isfinite, line.trust.numbers))
 
 
-def test_new_pairs_get_twice_the_trust_unless_the_loss_has_risen() -> None:
-    for risen, factor in ((False, 2.0), (True, 1.0)):
-        line = Line()
-        line.run(20.0, steps=3)
-        before, usual = line.trust.scale, float(line.trust.numbers[0])
-        line.trust.renewed(risen=risen)
-        assert line.trust.scale == pytest.approx(factor * before)
-        assert line.trust.numbers[2:] == [0.0] * 4
-        assert float(line.trust.numbers[0]) == usual
-    for _ in range(10):
-        line.trust.renewed(risen=False)
-    assert line.trust.scale == 1.0
-
-
 def test_the_rule_is_the_same_on_tensors() -> None:
     """As on a device; over steps that are cut, bounded, taken back, and not finite."""
     generator = torch.Generator().manual_seed(0)
