@@ -29,11 +29,11 @@ from second_order.fosi.checkpoint import (
     eigenpair_parts,
     gather_eigenpairs,
 )
-from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
+from second_order.fosi.eigenpairs import Closures, CurvatureClosure, RefreshedPairs
 from second_order.fosi.metrics import (
     ACCOUNTS,
-    metrics_of,
     newton_share,
+    pair_metrics,
     parameter_rows,
     refresh_share,
 )
@@ -99,7 +99,7 @@ class FOSICurvature(Curvature):
         if closure is not None:
             check_closure(closure)
         self.closure = CurvatureClosure(closure)
-        self.pairs = Eigenpairs(training, options, self.vector)
+        self.pairs = RefreshedPairs(training, options, self.vector)
         self.closed = False
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
@@ -364,7 +364,7 @@ class FOSICurvature(Curvature):
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         trust = pairs.trust if self.options.trust_region else None
-        found = metrics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
+        found = pair_metrics(self.subspace, self.found()[0], pairs.tally, last, trust)
         interval = self.options.curvature_interval
         if interval == AUTO:
             found["curvature_interval"] = pairs.budget.interval(pairs.tally.step)

@@ -44,7 +44,7 @@ __all__ = [
     "FRESH",
     "Closures",
     "CurvatureClosure",
-    "Eigenpairs",
+    "RefreshedPairs",
     "Tally",
     "publish",
     "wanted_pairs",
@@ -126,7 +126,7 @@ class Tally:
         self.refreshes += 1
 
 
-class Eigenpairs:
+class RefreshedPairs:
     """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``.
 
     Attributes:

@@ -2,7 +2,7 @@
 
     accelerators=0, or one process   Alone: DHO2 with an interval of an epoch
     the first P - A ranks            Worker: the base, and a final update at the end of each epoch
-    the last A ranks                 Helper: eigenpairs for the workers, and nothing else
+    the last A ranks                 Accelerating: eigenpairs for the workers, and nothing else
 
     begin   c <- w, p <- 0; worker 0 sends c and what does not train; all listen for the pairs at c
     add     p <- p + g, every step
@@ -49,10 +49,10 @@ from second_order.sharded import is_dtensor
 
 __all__ = [
     "LEAST_FALL",
+    "Accelerating",
     "Alone",
     "Divided",
     "Epochs",
-    "Helper",
     "Worker",
     "correction",
     "divided_curvature",
@@ -77,7 +77,7 @@ class Epochs:
         total: p, the sum of gradients, as ``start``; None if there is to be no final update.
         helped: Whether accelerators are at work for this worker.
         found: û and the residuals of the last eigenpairs that came.
-        fresh: The eigenpairs for the next epoch's steps, as :meth:`Eigenpairs.take` takes them;
+        fresh: The eigenpairs for the next epoch's steps, as :meth:`RefreshedPairs.take` takes them;
             None but at the end of an epoch that has found some, with "within".
         reports: Reports of the last epochs. Workers wait until they agree on what has come, so
             ``waited`` is long on all where one waits.
@@ -343,7 +343,7 @@ def divided_curvature(
     if not (options.wanted and options.accelerators and world.size > 1):
         return Alone(training, options, closure)
     helps = world.rank >= world.size - options.accelerators
-    return (Helper if helps else Worker)(training, options, closure)
+    return (Accelerating if helps else Worker)(training, options, closure)
 
 
 class Divided(FOSICurvature):
@@ -505,7 +505,7 @@ class Worker(_Team):
         super().close()
 
 
-class Helper(_Team):
+class Accelerating(_Team):
     """Computes eigenpairs for the workers."""
 
     role: Role = "accelerator"

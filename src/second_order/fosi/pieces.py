@@ -22,14 +22,14 @@ from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.lanczos.vector_space import row_bounds
 from second_order.sharded import is_dtensor, local
 
-__all__ = ["Chunk", "FlatLayout", "Piece", "Room", "ShardedLayout", "chunks_of"]
+__all__ = ["Chunk", "FlatLayout", "ParamPiece", "Room", "ShardedLayout", "chunks_of"]
 
 PACKED_BELOW = 2**16
 """Elements: what is smaller travels with its neighbours."""
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ParamPiece:
     """Elements ``start`` to ``stop`` of a flattened parameter."""
 
     param: Tensor
@@ -83,7 +83,7 @@ class FlatLayout:
         self.params = [p for group in groups for p in group]
         self.size = sum(p.numel() for p in self.params)
         self.bounds = bounds = row_bounds(self.size, processes)
-        self.pieces: list[Piece] = []
+        self.pieces: list[ParamPiece] = []
         offset = rank = 0
         for index, group in enumerate(groups):
             for p in group:
@@ -92,7 +92,7 @@ class FlatLayout:
                     while bounds[rank + 1] <= offset + start:
                         rank += 1
                     stop = min(p.numel(), bounds[rank + 1] - offset)
-                    self.pieces.append(Piece(p, index, start, stop, rank))
+                    self.pieces.append(ParamPiece(p, index, start, stop, rank))
                     start = stop
                 offset += p.numel()
 
@@ -109,7 +109,7 @@ class FlatLayout:
         """Whole vectors ``(..., n)`` from all processes' elements, one after the other."""
         return parts
 
-    def of(self, rank: int) -> list[Piece]:
+    def of(self, rank: int) -> list[ParamPiece]:
         """The pieces of one process."""
         return [piece for piece in self.pieces if piece.rank == rank]
 
@@ -123,7 +123,7 @@ class ShardedLayout(FlatLayout):
         self._starts = dict(zip(self.params, starts, strict=False))
         rows = {p: rows_of(p, world) for p in self.params}
         self.pieces = [
-            Piece(p, index, start * rows[p].width, stop * rows[p].width, rank)
+            ParamPiece(p, index, start * rows[p].width, stop * rows[p].width, rank)
             for rank in range(world.size)
             for index, group in enumerate(groups)
             for p in group
@@ -148,7 +148,7 @@ class ShardedLayout(FlatLayout):
             whole[..., self._columns(piece)] = part
         return whole
 
-    def _columns(self, piece: Piece) -> slice:
+    def _columns(self, piece: ParamPiece) -> slice:
         start = self._starts[piece.param]
         return slice(start + piece.start, start + piece.stop)
 
@@ -162,7 +162,9 @@ class Room:
         flat: The room.
     """
 
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, flat: Tensor | None = None):
+    def __init__(
+        self, pieces: Sequence[ParamPiece], dtype: torch.dtype, flat: Tensor | None = None
+    ):
         sizes = [piece.size for piece in pieces]
         if flat is None:
             flat = torch.empty(sum(sizes), dtype=dtype, device=pieces[0].param.device)
@@ -207,7 +209,7 @@ class Chunk:
         group: Index of the parameters' group.
     """
 
-    def __init__(self, pieces: Sequence[Piece], start: int) -> None:
+    def __init__(self, pieces: Sequence[ParamPiece], start: int) -> None:
         self.pieces, self.group = pieces, pieces[0].group
         self.columns = slice(start, start + sum(piece.size for piece in pieces))
         self._params = [piece.param for piece in pieces]
@@ -263,9 +265,9 @@ class Chunk:
             Room(self.pieces, flat.dtype, flat).put(tensors)
 
 
-def chunks_of(pieces: Sequence[Piece]) -> list[Chunk]:
+def chunks_of(pieces: Sequence[ParamPiece]) -> list[Chunk]:
     """Cut pieces into chunks: a large one by itself, runs of small ones together."""
-    runs: list[list[Piece]] = []
+    runs: list[list[ParamPiece]] = []
     for piece in pieces:
         last = runs[-1] if runs else None
         if (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
-from second_order.fosi.pieces import Piece
+from second_order.fosi.pieces import ParamPiece
 
 __all__ = ["ShardedBase", "cut_state", "gather_parts", "gather_state", "works_by_element"]
 
@@ -49,7 +49,7 @@ class ShardedBase:
         self,
         base: torch.optim.Optimizer,
         groups: Sequence[dict[str, Any]],
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParamPiece],
     ) -> None:
         state: Any = base.state
         self._both = [(piece, piece.of(piece.param)) for piece in pieces]
@@ -89,7 +89,7 @@ class ShardedBase:
             piece.put(piece.param, stand_in)
 
 
-def cut_state(part: dict[str, Any], piece: Piece) -> dict[str, Any]:
+def cut_state(part: dict[str, Any], piece: ParamPiece) -> dict[str, Any]:
     """The base's state of a whole parameter, cut to a piece of it."""
     return {
         key: piece.of(value).clone()
@@ -101,7 +101,7 @@ def cut_state(part: dict[str, Any], piece: Piece) -> dict[str, Any]:
 
 def gather_state(
     world: World,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParamPiece],
     state: Mapping[Tensor, dict[str, Any]],
     to: Sequence[int],
 ) -> dict[Tensor, dict[str, Any]]:
