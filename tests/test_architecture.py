@@ -2,7 +2,7 @@
 
     papers                                 what users make them with, to be as published
     optimizers                             what users make
-    planning                               what it will cost, before it is made
+    planning                               what it will cost: it runs optimizers, which ask it
     kfac        fosi                       two wings that know nothing of each other
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
@@ -56,7 +56,7 @@ BELOW: dict[str, set[str]] = {
         *("distributed", "stopwatch"),
     },
     "planning": {
-        *("kronecker", "lanczos", "distributed", "kfac", "fosi", "options", "contract", "stages"),
+        *("kronecker", "distributed", "kfac", "options", "contract", "stages", "optimizers"),
     },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),

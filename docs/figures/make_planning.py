@@ -17,9 +17,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from second_order.planning.choices import Choice, Plan
-from second_order.planning.interconnect import Interconnect, Level
-from second_order.planning.plan import plan
+from second_order.planning.machine import Interconnect, Level
+from second_order.planning.plan import Choice, Plan, plan
 from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
@@ -54,7 +53,7 @@ def draw(plans: list[Plan], path: Path) -> None:
         words |= {"linewidth": width}
         at = [n for n, _ in points]
         left.plot(at, [1e3 * c.seconds for _, c in points], **words)
-        kept = [(c.held["factors"] + c.held["inverses"]) / 1e6 for _, c in points]
+        kept = [c.held["kept"] / 1e6 for _, c in points]
         right.plot(at, kept, **words)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -66,7 +65,7 @@ def draw(plans: list[Plan], path: Path) -> None:
     left.set_ylabel("milliseconds a step")
     left.set_title("time: statistics every 10 steps, inverses every 100", fontsize=9)
     right.set_ylabel("megabytes on the fullest rank")
-    right.set_title("factors and inverses kept", fontsize=9)
+    right.set_title("kept by optimizer and gradients", fontsize=9)
     left.legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=150)
 

@@ -124,7 +124,7 @@ class Meter:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+        self.now = now
         self._open, self._since, self._bytes = ELSEWHERE, now(), _ODOMETER.bytes
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
@@ -136,7 +136,7 @@ class Meter:
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, self._now(), _ODOMETER.bytes
+        before, now, total = self._open, self.now(), _ODOMETER.bytes
         spent = self._step.get(before)
         if spent is None:
             spent = self._step[before] = [0.0, 0]

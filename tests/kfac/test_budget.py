@@ -334,7 +334,7 @@ def told(
     run = Run(System, **{**NO_BUDGET, **options})
     run.R, run.T = R, T
     meter = run.optimizer._training.meter
-    meter._now, meter._since = run.time, 0.0
+    meter.now, meter._since = run.time, 0.0
     found = []
     for step in range(steps):
         with warnings.catch_warnings(record=True) as caught:

@@ -16,9 +16,9 @@ from torch import nn
 
 from second_order import KAISA, Interconnect, Machine, RankMismatchError
 from second_order.kfac.options import KFACOptions
+from second_order.kronecker.model_blocks import find_blocks
 from second_order.planning import fraction
-from second_order.planning.fraction import AutoFraction, fastest_workers
-from second_order.planning.network import network_of
+from second_order.planning.fraction import AutoFraction
 
 if TYPE_CHECKING:
     from pool import World
@@ -29,20 +29,22 @@ BATCHES = MLP.batches(3, n=12)
 
 OPTIONS = KFACOptions(damping=0.1, factor_decay=0.95, kl_clip=None, preconditioner_scale="newton")
 AUTO = AutoFraction(OPTIONS, "compute", colocate=True, keeps_all=True)
-NETWORK = network_of(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), OPTIONS)
+LAYERS = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+SIZES = {id(p): p.numel() for p in LAYERS.parameters()}
+BLOCKS, _ = find_blocks(LAYERS, SIZES, (), {}, torch.float32, True)
 
 
 def machine(flops: float) -> Machine:
     return Machine.given(
-        flops, eigh={64: 1e-6}, inverse={64: 1e-6}, bandwidth=1e15, launch=1e-12, layer=0.0,
-        step=0.0, device="cpu",
+        flops, eigh={64: 1e-6}, inverse={64: 1e-6}, bandwidth=1e15, launch=1e-12, python=0.0,
+        device="cpu",
     )  # fmt: skip
 
 
 def test_slow_links_want_all_ranks_and_slow_products_want_few() -> None:
     """With one worker a gradient is sent at every step; with all, every rank multiplies it."""
-    slow_links = fastest_workers(NETWORK, AUTO, 4, machine(1e15), Interconnect.flat(1e-3, 1e6))
-    slow_products = fastest_workers(NETWORK, AUTO, 4, machine(1e7), Interconnect.flat(1e-9, 1e12))
+    slow_links = AUTO.fastest(BLOCKS, 4, machine(1e15), Interconnect.flat(1e-3, 1e6))
+    slow_products = AUTO.fastest(BLOCKS, 4, machine(1e7), Interconnect.flat(1e-9, 1e12))
     assert (slow_links, slow_products) == (4, 1)
 
 
@@ -143,14 +145,14 @@ def one_rank_alone(rank: int, size: int) -> str:
 def cannot(rank: int, size: int) -> tuple[int, list[str]]:
     patch = pytest.MonkeyPatch()
     patch.setattr(fraction, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
-    patch.setattr(fraction, "quick_machine", partial(_raise, rank))
+    patch.setattr(fraction, "measure_machine", partial(_raise, rank))
     with pytest.warns(match="grad_worker_fraction") as caught:
         optimizer = kaisa(MLP.model(), grad_worker_fraction="auto")
     patch.undo()
     return workers_of(optimizer), [str(w.message) for w in caught]
 
 
-def _raise(rank: int, device: Any) -> None:
+def _raise(rank: int, device: Any, **_: Any) -> None:
     raise RuntimeError(f"rank {rank} is out of order")
 
 

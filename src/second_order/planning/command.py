@@ -16,12 +16,8 @@ from unittest.mock import patch
 from torch import nn
 
 from second_order.planning.calibration import DEFAULT_NETWORKS
-from second_order.planning.choices import bytes_of
-from second_order.planning.eigenpairs import PAIRED
-from second_order.planning.interconnect import Interconnect
-from second_order.planning.machine import Machine
-from second_order.planning.plan import Intervals, plan
-from second_order.planning.systems import PLANNED
+from second_order.planning.machine import Interconnect, Machine
+from second_order.planning.plan import SYSTEMS, bytes_of, plan
 
 __all__ = ["FUNCTION", "add_command", "run"]
 
@@ -52,11 +48,11 @@ def add_command(commands: Any) -> None:
     for name, where in (("inside", "inside of a node"), ("between", "between nodes")):
         words = f"seconds of latency and bytes a second of a rank {where}"
         parser.add_argument(f"--{name}", type=_positive, nargs=2, help=words, metavar="X")
-    systems = [*PLANNED, *PAIRED]
+    systems = list(SYSTEMS)
     parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
     solvers = ["inverse", "eigen"]
     parser.add_argument("--solvers", nargs="+", choices=solvers, default=solvers)
-    words = "factor_update_steps/inv_update_steps, as 10/100, or auto; the first is recommended for"
+    words = "factor_update_steps/inv_update_steps, as 10/100; the first is recommended for"
     parser.add_argument("--intervals", type=_intervals, nargs="+", default=[(10, 10)], help=words)
     parser.add_argument("--seconds", type=_positive, default=10.0, help="of measurement, up to 60")
     parser.add_argument("--rows", type=_count, default=12, help="of each table")
@@ -87,12 +83,10 @@ def _memory(word: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _intervals(word: str) -> Intervals:
-    if word == "auto":
-        return "auto"
+def _intervals(word: str) -> tuple[int, int]:
     first, slash, second = word.partition("/")
     if not slash:
-        raise argparse.ArgumentTypeError(f"{word!r} is not two intervals, as 10/100, or auto")
+        raise argparse.ArgumentTypeError(f"{word!r} is not two intervals, as 10/100")
     return _count(first), _count(second)
 
 
