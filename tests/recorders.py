@@ -30,6 +30,10 @@ class Recorder:
     grad_enabled: list[bool] = field(default_factory=list)
     autocast: list[bool] = field(default_factory=list)
     lost: list[nn.Module] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def tell(self, message: str) -> None:
+        self.told.append(message)
 
     def lose(self, module: nn.Module, reason: str) -> None:
         self.lost.append(module)

@@ -42,7 +42,7 @@ BELOW: dict[str, set[str]] = {
     "patterns": {"sharded"},
     "stages": set(),
     "stopwatch": set(),
-    "kronecker": {"errors", "farewell", "files", "patterns", "sharded", "stages"},
+    "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},

@@ -56,7 +56,7 @@ def test_a_training_goes_through_a_file(tmp_path: Path) -> None:
 
 def cut(path: Path, length: int) -> None:
     path.write_bytes(SAVED[:length])
-    with pytest.raises(CheckpointError, match=r"step 20\.pt is (empty|cut short)"):
+    with pytest.raises(CheckpointError, match=r"step 20\.pt is empty, cut short or spoilt"):
         load_checkpoint(path)
 
 
@@ -113,9 +113,9 @@ def foreign() -> dict[str, tuple[bytes, str]]:
     torch.save(STATE, old, _use_new_zipfile_serialization=False)
     torch.save({"a": pickle.PicklingError("not a number")}, classes)
     return {
-        "nothing": (b"", "is empty"),
-        "text": (b"epoch,loss\n1,0.5\n", "is no file of torch.save: it does not begin"),
-        "another archive": (archive.getvalue(), "is no file of torch.save: it is a zip archive"),
+        "nothing": (b"", "is empty, cut short"),
+        "text": (b"epoch,loss\n1,0.5\n", "is no file of torch.save"),
+        "another archive": (archive.getvalue(), "cannot be loaded"),
         "a file of old": (old.getvalue(), "is no file of torch.save"),
         "classes": (classes.getvalue(), "cannot be loaded: Weights only"),
     }

@@ -1,8 +1,5 @@
 """Files that are there as a whole or not at all, and checkpoints that are told from spoilt ones.
 
-A file is written under another name beside its place, forced to the disk, and then renamed: whoever
-looks meets the old file or the new one, however the writer ends.
-
 A checkpoint's file is what ``torch.save`` writes, a zip archive with a CRC-32 of each entry.
 ``torch.load`` compares none of them: numbers of which a bit has flipped are loaded as they are.
 """
@@ -28,10 +25,10 @@ ZIP_BEGINS = b"PK\x03\x04"
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing that takes the place of ``path`` once all of it is on the disk.
+    """Open a file for writing, beside ``path``, that is renamed to it once all is on the disk.
 
     Where the block raises, nothing has changed. A process that is killed may leave a hidden file
-    ``.NAME.*.partial`` beside it.
+    ``.NAME.*.partial``.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -59,9 +56,6 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(state, path)
 
-    The file is written by ``torch.save`` under another name in the same folder, read back but for
-    the tensors' numbers, forced to the disk, and renamed. No other process takes part.
-
     Args:
         state: Tensors and primitives, in dictionaries, lists and tuples.
         path: The file; one that is there is replaced.
@@ -83,8 +77,7 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
         except Exception as error:
             raise TypeError(
                 f"{path} has not been written: the state has objects that are neither tensors nor "
-                f"primitives, and that could not be loaded again; save their numbers instead: "
-                f"{error}"
+                f"primitives; save their numbers instead: {error}"
             ) from error
 
 
@@ -115,35 +108,19 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
 
 def _check_archive(path: Path) -> None:
     """Raise CheckpointError unless a file is a zip archive of torch's whose entries are sound."""
-    size = path.stat().st_size
     with path.open("rb") as file:
         begins = file.read(len(ZIP_BEGINS))
-        if not size:
-            raise CheckpointError(f"{path} is empty: {OLDER}")
         if begins != ZIP_BEGINS[: len(begins)]:
-            raise CheckpointError(
-                f"{path} is no file of torch.save: it does not begin as a zip archive"
-            )
+            raise CheckpointError(f"{path} is no file of torch.save: it is no zip archive")
         try:
             archive = zipfile.ZipFile(file)
+            spoilt = archive.testzip()
         except Exception as error:  # a spoilt directory makes it raise many kinds
             raise CheckpointError(
-                f"{path} is cut short, or spoilt at its end: of its {size:,} bytes the last ones "
-                f"are no zip archive's directory ({error}): {OLDER}"
+                f"{path} is empty, cut short or spoilt ({error}): take an older checkpoint"
             ) from error
-        if not any(name.endswith("/data.pkl") for name in archive.namelist()):
-            raise CheckpointError(
-                f"{path} is no file of torch.save: it is a zip archive without data.pkl"
-            )
-        try:
-            spoilt = archive.testzip()
-        except Exception as error:
-            raise CheckpointError(f"{path} is spoilt ({error}): {OLDER}") from error
     if spoilt is not None:
         raise CheckpointError(
             f"{path} is spoilt: its entry {spoilt!r} does not have the CRC-32 that was written "
-            f"with it: {OLDER}"
+            f"with it: take an older checkpoint"
         )
-
-
-OLDER = "take an older checkpoint"

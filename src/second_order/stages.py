@@ -168,9 +168,6 @@ class Meter:
             found |= {f"bytes/{name}": last[1], f"total_bytes/{name}": total[1]}
         return found
 
-    def __reduce__(self) -> tuple[type[Meter], tuple[()]]:
-        return Meter, ()
-
 
 class _Stage:
     """A stage under way."""

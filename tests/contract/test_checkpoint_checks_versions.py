@@ -82,9 +82,9 @@ def test_the_version_survives_every_way_of_saving(System: Any, flat: bool) -> No
 # Of which base.
 
 
-@pytest.mark.parametrize("ours", PLAIN)
-def test_a_plain_state_of_another_base_is_refused_naming_it(ours: str) -> None:
-    """It would end in `KeyError: 'step'` at the next step."""
+@pytest.mark.parametrize("ours", ["SGD", "AdamW", "Adam", "RMSprop", "Adafactor"])
+def test_a_plain_state_of_another_base_is_refused(ours: str) -> None:
+    """By its settings: it would end in `KeyError: 'step'` at the next step."""
     model = MLP.model()
     optimizer = make(KAISA, model, base=getattr(torch.optim, ours), **PLAIN[ours])
     train(model, optimizer, 1)
@@ -94,7 +94,7 @@ def test_a_plain_state_of_another_base_is_refused_naming_it(ours: str) -> None:
             optimizer.load_state_dict(saved)
             continue
         before = snapshot(model, optimizer)
-        with pytest.raises(ValueError, match=rf"saved by {theirs}, and the base here is {ours}"):
+        with pytest.raises(ValueError, match=rf"by an optimizer with.*and the base here is {ours}"):
             optimizer.load_state_dict(saved)
         assert alike(snapshot(model, optimizer), before)
     train(model, optimizer, 2)
@@ -105,7 +105,7 @@ def test_a_plain_sgd_state_does_not_load_over_adamw(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model, base=torch.optim.AdamW)
     for steps in (0, 2):  # a fresh one, too: its settings tell
-        with pytest.raises(ValueError, match=r"saved by SGD.*base here is AdamW.*base=SGD"):
+        with pytest.raises(ValueError, match=r"saved by an optimizer with.*base here is AdamW"):
             optimizer.load_state_dict(plain("SGD", MLP.model(), steps).state_dict())
     train(model, optimizer, 2)
 
@@ -117,7 +117,8 @@ def test_ours_over_another_base_is_refused_naming_it(System: Any, version: int) 
     model, optimizer = trained(System, "AdamW")
     saved = theirs.state_dict() if version else as_version_0(theirs.state_dict())
     before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match="saved by SGD, and the base here is AdamW"):
+    by = "SGD" if version else "an optimizer with .*'momentum'.*"
+    with pytest.raises(ValueError, match=f"saved by {by}, and the base here is AdamW"):
         optimizer.load_state_dict(saved)
     assert alike(snapshot(model, optimizer), before)
 
@@ -144,7 +145,7 @@ def test_a_base_of_somebody_keeps_what_it_likes(System: Any) -> None:
     assert resumed.state[twin[0].weight]["base"]["best"] == float("inf")
     alone = OfSomebody(MLP.model().parameters(), lr=0.1)
     resumed.load_state_dict(alone.state_dict())
-    with pytest.raises(ValueError, match="saved by AdamW, and the base here is OfSomebody"):
+    with pytest.raises(ValueError, match=r"saved by an optimizer with.*here is OfSomebody"):
         resumed.load_state_dict(plain("AdamW", MLP.model()).state_dict())
 
 
@@ -167,7 +168,7 @@ def test_a_learning_rate_a_little_below_zero_loads() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["lr"] = -0.1
     saved = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\] is -0.1, outside"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\] is -0.1, and no finite"):
         make(KAISA, model, momentum=0.9).load_state_dict(saved)
 
 
@@ -201,17 +202,16 @@ def test_export_takes_a_plain_state_as_it_is_and_nothing_else() -> None:
     exported = export_base_state(saved)
     assert exported["param_groups"] == saved["param_groups"]
     assert alike(exported["state"], saved["state"])
-    wrong: list[Any] = [None, [], {}, {"state": {}}, {"state.0.weight.base.exp_avg": 1}]
+    wrong: list[Any] = [
+        None,
+        [],
+        {},
+        {"state": {}},
+        {"state": {0: None}, "param_groups": []},
+        {"state.0.weight.base.exp_avg": 1},
+    ]
     for value in wrong:
         with pytest.raises(ValueError, match="no state of an optimizer"):
-            export_base_state(value)
-    broken: list[Any] = [
-        ({"state": 3, "param_groups": []}, "'state' is 3"),
-        ({"state": {0: None}, "param_groups": []}, r"state\[0\] is of type NoneType"),
-        ({"state": {}, "param_groups": [3]}, "'param_groups' is not a list"),
-    ]
-    for value, message in broken:
-        with pytest.raises(ValueError, match=message):
             export_base_state(value)
     fresh = make(DistKFAC, MLP.model())
     assert export_base_state(fresh.state_dict())["state"] == {}

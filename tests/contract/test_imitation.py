@@ -21,6 +21,10 @@ class Imitation:
         kind = type(optimizer)
         self.__class__ = type(f"Wrapped{kind.__name__}", (type(self), kind), {})  # type: ignore[assignment]
 
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
     def step(self, closure: Any = None) -> Any:
         return self._optimizer.step(closure)
 
@@ -41,19 +45,42 @@ def test_what_is_read_of_an_imitation_is_the_optimizers(System: Any) -> None:
 
 
 @each_of_five
-def test_what_is_assigned_to_an_imitation_reaches_the_optimizer(System: Any) -> None:
-    """And a checkpoint that is loaded into it: the base would go on with other groups."""
+def test_groups_assigned_by_way_of_an_imitation_are_taken_up(System: Any) -> None:
+    """As Lightning's BaseFinetuning resumes: other settings, and groups that came later."""
     model = CASE.model()
-    optimizer = make(System, model, momentum=0.9)
+    optimizer = make(System, model[:-1].parameters(), model=model, momentum=0.9)
     wrapper: Any = Imitation(optimizer)
     usual_loop(model, wrapper, BATCHES[:1])
-    wrapper.param_groups = [{**group, "lr": 0.5} for group in wrapper.param_groups]
+    (group,), saved = wrapper.param_groups, optimizer.state_dict()
+    wrapper.param_groups = [{**group, "lr": 0.5}, {"params": [*model[-1].parameters()], "lr": 0.1}]
+    assert [each["lr"] for each in optimizer.param_groups] == [0.5, 0.1]
+    assert optimizer.param_groups[1]["momentum"] == 0.9
     assert optimizer._base.param_groups is optimizer.param_groups
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    wrapper.load_state_dict(make(System, CASE.model(), momentum=0.9).state_dict())
-    assert vars(wrapper).keys() == {"_optimizer"}
-    assert optimizer._base.param_groups is optimizer.param_groups
-    assert optimizer.param_groups[0]["lr"] == 0.05
+    again = make(System, model[:-1].parameters(), model=model, momentum=0.9)
+    other: Any = Imitation(again)
+    other.load_state_dict(saved)
+    other.add_param_group({"params": [*model[-1].parameters()]})
+    assert vars(other).keys() == vars(wrapper).keys() == {"_optimizer"}
+    assert len(again.param_groups) == 2
+    assert again._base.param_groups is again.param_groups
+
+
+@each_of_five
+def test_other_groups_and_another_state_are_refused_with_a_way(System: Any) -> None:
+    model = CASE.model()
+    optimizer = make(System, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[next(model.parameters())]["base"] = {}
+    for each in (optimizer, Imitation(optimizer)):
+        groups, state = each.param_groups, each.state
+        wrong: list[Any] = [[], [{**groups[0], "params": groups[0]["params"][:1]}]]
+        for other in wrong:
+            with pytest.raises(AttributeError, match=r"does not begin.*add_param_group\(\)"):
+                each.param_groups = other
+        with pytest.raises(AttributeError, match=r"cannot be replaced: use load_state_dict\(\)"):
+            each.state = {**state}
+        assert each.param_groups is groups is optimizer._base.param_groups
+        assert each.state is state
 
 
 @each_kronecker

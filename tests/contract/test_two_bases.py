@@ -246,28 +246,6 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(
     take(model, optimizer, BATCHES[0])
 
 
-def test_groups_assigned_anew_are_marked_and_nobody_changes_sides() -> None:
-    model = CASE.model()
-    optimizer = two(KAISA, "Muon AdamW", model)
-    take(model, optimizer, BATCHES[0])
-    weights, others = optimizer.param_groups
-    optimizer.param_groups = [
-        {"params": weights["params"][:1], "lr": 0.5},
-        {"params": weights["params"][1:]},
-        {k: v for k, v in others.items() if k != "rest"},
-    ]
-    assert [group["rest"] for group in optimizer.param_groups] == [False, False, True]
-    assert optimizer.param_groups[0]["ns_steps"] == 5
-    assert "betas" not in optimizer.param_groups[0]
-    take(model, optimizer, BATCHES[1])
-    assigned = optimizer.param_groups
-    with pytest.raises(ValueError, match=r"param_groups\[0\] has parameters of Muon and of AdamW"):
-        optimizer.param_groups = [{"params": list(model.parameters())}]
-    with pytest.raises(ValueError, match="hand parameters over to AdamW, which cannot go on"):
-        optimizer.param_groups = [{**group, "rest": True} for group in assigned]
-    assert optimizer.param_groups is assigned
-
-
 def test_there_may_be_nothing_for_the_rest_yet(recwarn: Any) -> None:
     model = CASE.model()
     hidden = [p for name, p in model.named_parameters() if name in HIDDEN]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from collections import Counter
 from functools import partial
@@ -57,23 +56,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 
 @each_kronecker
 @each_pair
-@pytest.mark.parametrize("by", ["checkpoint", "deepcopy", "pickle"])
-def test_a_copy_goes_on_bit_for_bit(System: Any, pair: str, by: str) -> None:
+def test_a_checkpoint_goes_on_bit_for_bit(System: Any, pair: str) -> None:
     model = CASE.model()
     optimizer = two(System, pair, model)
     for batch in BATCHES[:3]:
         take(model, optimizer, batch)
-    if by == "checkpoint":
-        twin = CASE.model(seed=1)
-        twin.load_state_dict(model.state_dict())
-        resumed = two(System, pair, twin, rest_layers=["nothing"])
-        resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    else:
-        twin, resumed = (
-            copy.deepcopy((model, optimizer))
-            if by == "deepcopy"
-            else pickle.loads(pickle.dumps((model, optimizer)))
-        )
+    twin = CASE.model(seed=1)
+    twin.load_state_dict(model.state_dict())
+    resumed = two(System, pair, twin, rest_layers=["nothing"])
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     for batch in BATCHES[3:6]:
         take(model, optimizer, batch)
         take(twin, resumed, batch)
@@ -91,16 +82,12 @@ class Remembering(AdamW):
         self.looked_at = [set(part) for part in self.state.values()]
 
 
-@pytest.mark.parametrize("by", ["checkpoint", "deepcopy"])
-def test_a_copy_goes_on_with_what_a_base_makes_of_its_state(by: str) -> None:
+def test_a_load_goes_on_with_what_a_base_makes_of_its_state() -> None:
     """Each base sees its own parameters' state, and is asked as if it were alone."""
     model = CASE.model()
     optimizer = make(KAISA, model, base=Muon, rest=Remembering)
     take(model, optimizer, BATCHES[0])
-    if by == "checkpoint":
-        optimizer.load_state_dict(optimizer.state_dict())
-    else:
-        model, optimizer = copy.deepcopy((model, optimizer))
+    optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer._base.parts[1].looked_at == [{"step", "exp_avg", "exp_avg_sq"}] * 8
     take(model, optimizer, BATCHES[1])
 
@@ -143,11 +130,11 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         (lambda: two(KAISA, "SGD AdamW", model), "saved by Muon, and the base here is SGD"),
         (
             lambda: two(KAISA, "Muon AdamW", model, rest_layers=["up"]),
-            "has 2 parameters, the optimizer's group 1",
+            r"2 parameter groups with \[2, 8\] parameters, the optimizer 2.*with \[1, 9\]",
         ),
         (
             lambda: two(KAISA, "Muon AdamW", [{"params": model.up.weight}], model=model),
-            "has 2 parameter groups, the optimizer 1, those of Muon and AdamW apart",
+            r"has 2 parameter groups.*, the optimizer 1.*those of Muon and AdamW apart",
         ),
     ]
     for build, message in others:
@@ -163,7 +150,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
     ):
         optimizer.load_state_dict(swapped)
     one = make(KAISA, model, base=AdamW)
-    with pytest.raises(ValueError, match="has 1 parameter groups, the optimizer 2, those of Muon"):
+    with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer 2.*those of Muon"):
         optimizer.load_state_dict(one.state_dict())
 
 

@@ -6,8 +6,6 @@ the ranks outlive the test.
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,9 +16,9 @@ import torch
 import torch.distributed as dist
 from ranks import counted
 
-from second_order import RankMismatchError, SecondOrderError
+from second_order import RankMismatchError
 from second_order.distributed import collectives
-from second_order.distributed.agreement import require_equal
+from second_order.distributed.agreement import require_same
 from second_order.distributed.assignment import Grid
 from second_order.distributed.collectives import Delivery, PendingReduction, World
 from second_order.distributed.lent_groups import borrow_group
@@ -407,7 +405,7 @@ def every_method(rank: int, world_size: int) -> list[float]:
         world.broadcast_from_first([total])
         content = total * 5 if rank == 0 else None
         (arrived,) = world.all_to_all([Delivery(0, [1], 1, content)], total.dtype, total.device)
-        require_equal(world, ["same"], "things")
+        require_same(world, "go", ["same"], list)
         world.subgroup([rank])
     assert arrived is not None
     return torch.cat([total, wanted, arrived]).tolist()
@@ -484,7 +482,6 @@ def test_one_process_sends_nothing() -> None:
     tensor = torch.arange(3.0)
     world.all_reduce([tensor]).wait()
     world.broadcast_from_first([tensor])
-    require_equal(world, ["anything"], "things")
     world.reduce([tensor], [0]).wait()
     (same,) = world.all_to_all([Delivery(0, [0], 3, tensor)], tensor.dtype, tensor.device)
     assert same is tensor
@@ -492,77 +489,36 @@ def test_one_process_sends_nothing() -> None:
     assert world.subgroup([0]) is world
 
 
-# Copies.
-
-
-def copies(rank: int, world_size: int) -> bool:
-    world = World()
-    assert copy.deepcopy(world) is world
-    assert copy.deepcopy([world, world])[1] is world
-    read = pickle.loads(pickle.dumps(world))
-    assert (read.rank, read.size, read.backend) == (rank, world_size, "gloo")
-    total = torch.tensor(1.0)
-    read.all_reduce([total]).wait()
-    return bool(total == world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_copies_go_on_working(world: pool.World, world_size: int) -> None:
-    assert world.run(copies, world_size) == [True] * world_size
-
-
-def written(rank: int, world_size: int) -> bytes:
-    return pickle.dumps(World())
-
-
-def read(rank: int, world_size: int, data: bytes) -> str:
-    with pytest.raises(SecondOrderError) as caught:
-        pickle.loads(data)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("writer", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_pickle_is_refused_at_another_place(
-    world: pool.World, world_size: int, writer: int
-) -> None:
-    """It would lack what other ranks keep."""
-    data = world.run(written, 3)[writer]
-    for rank, message in enumerate(world.run(read, world_size, data)):
-        assert f"on rank {writer} of 3, and this is rank {rank} of {world_size}" in message
-        assert "state_dict(), after consolidate()" in message
-
-
 # Agreement.
 
 
-def agree(rank: int, world_size: int, descriptions: list[list[str]]) -> None:
-    require_equal(World(), descriptions[rank], "models")
+def agree(rank: int, world_size: int, descriptions: list[str]) -> None:
+    facts = list(enumerate(descriptions[rank]))
+    require_same(World(), "go", facts, lambda: [("it", fact) for _, fact in facts], "remedy")
 
 
 def test_equal_descriptions_agree(world: pool.World) -> None:
-    assert world.run(agree, 3, [["a", "b"]] * 3) == [None] * 3
+    assert world.run(agree, 3, ["ab"] * 3) == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("descriptions", "message"),
     [
-        ([["a", "b"], ["a", "c"]], "rank 0 has [b], rank 1 has [c]"),
-        ([["a", "b", "x"], ["a", "b", "x"], ["a", "c", "y"]], "rank 0 has [b], rank 2 has [c]"),
-        ([["a"], ["a", "b"]], "rank 0 has [nothing more], rank 1 has [b]"),
-        ([["a", "b"], ["a"]], "rank 0 has [b], rank 1 has [nothing more]"),
-        ([[], ["a"], ["b"]], "rank 0 has [nothing more], rank 1 has [a]"),
+        (["ab", "ac"], "rank 0 has [it: b], rank 1 has [it: c]"),
+        (["abx", "abx", "acy"], "rank 0 has [it: b], rank 2 has [it: c]"),
+        (["ac", "ab", "ab"], "rank 1 has [it: b], rank 0 has [it: c]"),
+        (["a", "ab"], "rank 0 has [nothing more], rank 1 has [it: b]"),
+        (["ab", "a"], "rank 0 has [it: b], rank 1 has [nothing more]"),
+        (["", "a", "b"], "rank 0 has [nothing more], rank 1 has [it: a]"),
     ],
 )
 def test_every_rank_is_told_the_first_difference(
-    world: pool.World, descriptions: list[list[str]], message: str
+    world: pool.World, descriptions: list[str], message: str
 ) -> None:
     errors = world.run(agree, len(descriptions), descriptions, expect_errors=True)
     for error in errors:
         assert isinstance(error, RankMismatchError)
-        assert "the ranks built different models" in str(error)
-        assert message in str(error)
-        assert "build the same model with the same options on every rank" in str(error)
+        assert f"the ranks have parted: {message}; remedy" in str(error)
 
 
 def opinions(rank: int, world_size: int) -> list[bool]:

@@ -97,7 +97,6 @@ tampered("None for its parts", lambda _, state: {"state": None, "param_groups": 
 tampered("a group too many", lambda _, state: state["param_groups"].append({"params": []}))
 tampered("a parameter too few", lambda _, state: state["param_groups"][0]["params"].pop() and None)
 tampered("an unknown entry", lambda _, s: part_with(s, "steps").update(unknown=torch.ones(3)))
-tampered("an unknown parameter", lambda _, s: s["state"].update({99: {"curvature": {"steps": 1}}}))
 for _what, _value in (
     ("text", "three"),
     ("-5", -5),
@@ -106,10 +105,6 @@ for _what, _value in (
     ("2.5", 2.5),
 ):
     tampered(f"{_what} for steps", put("steps", _value))
-tampered(
-    "a list for the curvature",
-    lambda _, s: next(iter(s["state"].values())).update(curvature=[1, 2]),
-)
 
 
 def _of_base(base: type[torch.optim.Optimizer], width: int, **options: Any) -> Tamper:
@@ -133,7 +128,6 @@ for _name in "A", "G", "average_weight", "mean_eigenvalues":
     tampered(f"text for {_name}", put(_name, "text"), kfac)
     tampered(f"None for {_name}", put(_name, None), kfac)
     tampered(f"{_name} of another shape", put(_name, cut), kfac)
-tampered("a complex A", put("A", lambda A: A.to(torch.complex64)), kfac)
 tampered("a negative average_weight", put("average_weight", lambda w: -w), kfac)
 
 # Of eigenpairs.
@@ -147,7 +141,6 @@ for _name, _bad in (
     ("largest", "text"),
     ("refreshed_at", "text"),
     ("refreshed_at", 1000),
-    ("batch_loss", "text"),
     ("rest_scale_bound", float("nan")),
     ("rest_scale_bound", -1.0),
     ("carried_decay", float("nan")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
 from typing import Any
 
@@ -272,7 +271,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> 
 
     for spoil, text in (
         (shape, r"eigenvectors of shape \(5, 7\).*\(6, 7\)"),
-        (count, r"\[4, 5\] eigenvectors"),
+        (count, "has 4 eigenvectors .* where there are 5 eigenvalues"),
         (groups, "group"),
     ):
         wrong = copy.deepcopy(before)
@@ -312,22 +311,6 @@ def test_distributed_checkpoints_calls_go_on_bit_for_bit(kind: str, mid: bool, f
         other.load_state_dict(weights)
         set_optimizer_state_dict(other, fresh, state, options=options)
         assert same(go(other, fresh, BATCHES[at:]), expected), f"at {at}"
-
-
-@pytest.mark.parametrize("at", [1, 4, 8])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_go_on_alike_once_they_have_a_closure(how: str, at: int) -> None:
-    model = CASE.model()
-    optimizer = dho2(model, momentum=0.9, **QUICK)
-    go(model, optimizer, BATCHES[:at])
-    pair = (model, optimizer)
-    other, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
-    assert twin.curvature_closure is None
-    assert optimizer.curvature_closure is not None
-    twin.curvature_closure = closure_of(other)
-    expected = go(model, optimizer, BATCHES[at:])
-    assert same(go(other, twin, BATCHES[at:]), expected)
-    assert twin.curvature.refreshes == optimizer.curvature.refreshes
 
 
 def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:

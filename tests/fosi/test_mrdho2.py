@@ -389,7 +389,7 @@ def test_impossible_roles_are_refused_on_every_rank(world: World) -> None:
             assert found[name].startswith("ValueError")
             assert "with 2 processes leaves none to train; use 0 to 1" in found[name]
         assert found["negative"].startswith("ValueError: accelerators=-1 is below 0")
-        assert found["different"].startswith("RankMismatchError: the ranks built different")
+        assert found["different"].startswith("RankMismatchError: the ranks have parted")
         assert found["lengths"].startswith("RankMismatchError")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,8 @@ from accelerated import (
     reference,
     worker,
 )
-from ranks import agreed, assert_same_trajectory, replaced, vector
-from scripted import MOMENTUM, expected_until, play, serve, trajectory_of
+from ranks import assert_same_trajectory, replaced, vector
+from scripted import MOMENTUM, play, serve, trajectory_of
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -121,45 +120,6 @@ def test_schedules_reach_the_base_and_scale_the_newton_step(world: World) -> Non
     found, _ = world.run(scheduled, 2)
     expected, _ = reference("paper", decay=0.5, **MOMENTUM)
     assert_same_trajectory(found, expected, rtol=1e-7)
-
-
-def copied_worker(
-    model: nn.Module, optimizer: Any, rank: int, way: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """A copy that is made in mid-epoch, and the original goes on."""
-    twins: list[Any] = []
-
-    def copy_both(step: int) -> None:
-        if step == 6:
-            both = (model, optimizer)
-            if way == "deepcopy":
-                twins.extend(copy.deepcopy(both))
-            else:
-                twins.extend(pickle.loads(pickle.dumps(both)))
-
-    with optimizer:
-        found = worker(model, optimizer, rank, 2, before=copy_both)
-    assert twins[1].role == "worker"
-    assert twins[1].worker_group.size() == 2
-    with twins[1]:
-        return found, worker(twins[0], twins[1], rank, 2, BATCHES[6:])
-
-
-def copied_accelerator(model: nn.Module, optimizer: Any, rank: int, way: str) -> int:
-    twin = copy.deepcopy(optimizer)
-    assert twin.role == "accelerator"
-    assert twin.serve(CURVED, lambda _: None) == 0
-    return serve(model, optimizer)
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copy_goes_on_as_the_base_alone(world: World, way: str) -> None:
-    results = world.run(play, 3, (copied_worker, copied_accelerator), way)
-    found = agreed([result["found"][0] for result in results[:2]])
-    assert_same_trajectory(found, expected_until(3), rtol=1e-7)
-    twins = agreed([result["found"][1] for result in results[:2]])
-    assert_same_trajectory(twins, expected_until(1)[6:], rtol=1e-7)
-    assert all(result["warned"] == [] for result in results)
 
 
 def freeze(model: nn.Module) -> None:

@@ -14,10 +14,8 @@ its processes does; `judge(example, results)` says what has become of it:
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import math
-import pickle
 import re
 import traceback
 import warnings
@@ -50,7 +48,6 @@ HABITS = (
     "strided inputs",
     "a learning rate of zero at times",
     "the base's state",
-    "pickled",
     "another dtype later",
     "unfrozen later",
     "gradients set to zero by hand",
@@ -85,7 +82,7 @@ class Example:
         kept: whether `zero_grad` keeps the gradients' tensors.
         split: parameters are given in two groups, the second of which comes at this step.
         saved: the step at which a checkpoint is made; -1 for none.
-        how: what becomes of it: "load", "new" or "copy".
+        how: what becomes of it: "load" or "new".
         idle: a step without backward; -1 for none.
         habits: what else the script does: some of `HABITS`.
     """
@@ -161,7 +158,7 @@ def draw_example(random: Random, most_ranks: int = 3, others: bool = False) -> E
         kept=rare(),
         split=random.choice([0, 3]) if rare(0.1) else -1,
         saved=random.randrange(1, STEPS) if rare(0.35) else -1,
-        how=random.choice(["load", "new", "copy"]),
+        how=random.choice(["load", "new"]),
         idle=random.randrange(STEPS) if rare(0.08) else -1,
         habits=tuple(random.sample(HABITS, random.choice([0, 0, 1, 1, 2]))),
     )
@@ -179,12 +176,6 @@ def possible(example: Example) -> Example:
         example = replace(example, how="load")
     if example.helpers:  # they have all parameters from the beginning
         example = replace(example, split=-1 if example.split > 0 else example.split)
-    if example.helpers or example.ranks > 1:  # copies of a process group there are none of
-        example = replace(example, how="new" if example.how == "copy" else example.how)
-        example = replace(example, how="load" if example.helpers else example.how)
-    if example.scaled or any(part.kind == "weight_norm" for part in example.spec.parts):
-        example = replace(example, habits=tuple(h for h in example.habits if h != "pickled"))
-        example = replace(example, how="new" if example.how == "copy" else example.how)
     if example.scaled:
         example = replace(example, closure=False)
         if example.dtype == "bfloat16":
@@ -355,13 +346,6 @@ class Training:
             passes()
             self.optimizer.step()
 
-    def take(self, copies: tuple[Net, Any]) -> None:
-        """Go on with copies of the model and the optimizer, which has no closure then."""
-        self.model, self.optimizer = copies
-        self.outer = self.model
-        if self.example.curved:
-            self.optimizer.curvature_closure = self.curvature
-
     def change(self, step: int) -> None:
         """What the script does before a step."""
         if self.does("a learning rate of zero at times"):
@@ -415,9 +399,6 @@ class Training:
         torch.save({name: each.state_dict() for name, each in states.items()}, file)
         file.seek(0)
         saved = torch.load(file)
-        if self.example.how == "copy":
-            self.take(copy.deepcopy((self.model, self.optimizer)))
-            return
         if self.example.how == "new":
             self.optimizer.close()
             trained = [p.requires_grad for p in self.model.parameters()]
@@ -463,8 +444,6 @@ class Training:
         self.construct()
         if self.does("evaluation mode"):
             self.outer.eval()
-        if self.does("pickled") and self.example.ranks == 1:
-            self.take(pickle.loads(pickle.dumps((self.model, self.optimizer))))
         optimizer = self.optimizer
         self.helps = getattr(optimizer, "role", "worker") != "worker"
         if self.helps:

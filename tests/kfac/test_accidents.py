@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -70,20 +69,6 @@ def test_nothing_is_kept_after_close(System: Any) -> None:
     gc.collect()
     assert not any(block() for block in blocks)
     take(model, optimizer, BATCHES[1])
-
-
-@each_kronecker
-def test_a_copy_of_a_closed_optimizer_goes_on_as_the_base(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    take(model, optimizer, BATCHES[0])
-    optimizer.close()
-    twin, copied = copy.deepcopy((model, optimizer))
-    take(twin, copied, BATCHES[1])
-    take(model, optimizer, BATCHES[1])
-    assert all(map(torch.equal, twin.parameters(), model.parameters()))
-    copied.load_state_dict(optimizer.state_dict())
-    copied.close()
 
 
 @pytest.mark.parametrize("name", ["kl_clip", "damping"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import re
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from budgeted import AUTO, CHOSEN, MEASURED, MLP, Run, Time, each_system
-from contract import make, take
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -248,24 +245,6 @@ def test_a_step_that_raises_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ZeroDivisionError):
             run.go(1)
     assert run.go(MEASURED - 2).budget.measured == pytest.approx((5, 40, 100))
-
-
-@pytest.mark.parametrize("steps", [3, MEASURED + 3])
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@each_system
-def test_copies_measure_anew_or_know(System: Any, how: Any, steps: int) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, **AUTO)
-    for step in range(steps):
-        take(model, optimizer, MLP.batch(12, seed=step))
-    model, optimizer = how((model, optimizer))
-    budget = optimizer._curvature.budget
-    assert bool(budget.chosen) == (steps > MEASURED)
-    before = dict(budget.chosen)
-    for step in range(MEASURED):
-        take(model, optimizer, MLP.batch(12, seed=step))
-    assert budget.chosen
-    assert not before or budget.chosen == before
 
 
 def test_the_weight_of_the_past_follows_the_chosen_interval() -> None:

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import os
-import pickle
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -54,46 +53,6 @@ def in_flight(model: nn.Module, gate: Gate, **options: Any) -> DistKFAC:
 def twice(step: int) -> int:
     """Solves are launched at steps 0 and 1, and then no more."""
     return 1 if step < 2 else NEVER
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_in_mid_flight_goes_on_with_threads_of_its_own(how: str) -> None:
-    """What was under way is launched anew there, and lands in the original once it is let go on."""
-    gate, model = Gate(), CASE.model()
-    optimizer = in_flight(model, gate, inv_update_steps=twice)
-    if how == "deepcopy":
-        twin, copied = copy.deepcopy((model, optimizer))
-    else:
-        twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
-    assert copied._curvature.solves.flights == {}
-    assert copied.staleness == optimizer.staleness == dict.fromkeys(LAYERS, 3)
-    before = threads_of()
-    go(twin, copied, CASE, BATCHES[3:6])
-    assert threads_of() == before + 1
-    eventually(lambda: landed(copied))
-    go(twin, copied, CASE, BATCHES[6:7])
-    assert max(copied.staleness.values()) <= 4
-    assert optimizer.staleness == dict.fromkeys(LAYERS, 3), "the original knows of nothing"
-    copied.close()
-    gate.open()
-    eventually(lambda: landed(optimizer))
-    go(model, optimizer, CASE, BATCHES[3:4])
-    assert optimizer.delays == dict.fromkeys(LAYERS, 2)
-    optimizer.close()
-    assert threads_of() == 0
-
-
-def test_a_copy_takes_the_same_course() -> None:
-    """Its inverses are of the factors of where it was copied."""
-    model = CASE.model()
-    options = {"deterministic": True, "max_staleness": 1, "inv_update_steps": NEVER}
-    with distkfac(model, **options) as optimizer:
-        go(model, optimizer, CASE, BATCHES[:3])
-        twin, copied = copy.deepcopy((model, optimizer))
-        with copied:
-            assert same(
-                go(twin, copied, CASE, BATCHES[3:]), go(model, optimizer, CASE, BATCHES[3:])
-            )
 
 
 def test_loading_in_mid_flight_drops_what_is_under_way() -> None:

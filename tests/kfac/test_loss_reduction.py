@@ -6,7 +6,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -465,10 +464,8 @@ def test_the_hook_goes_with_the_optimizer() -> None:
     with optimizer.hooks_removed():
         assert hook_count(model) == 0
     assert hook_count(model) == hooked == 4
-    twin = copy.deepcopy(optimizer)
     model(*BATCHES[0], num_items_in_batch=N)
     assert optimizer._curvature.layers.reduction == "step_mean"
-    assert twin._curvature.layers.reduction == "mean"
     optimizer.close()
     assert hook_count(model) == 0
     optimizer = make(KAISA, model)

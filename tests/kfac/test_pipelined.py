@@ -7,7 +7,6 @@ small models have several.
 from __future__ import annotations
 
 import copy
-import pickle
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -223,23 +222,17 @@ def by_closure(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 
 
 def resumed(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    """A checkpoint is loaded between a pass and its step, and copies go on."""
+    """A checkpoint is loaded between a pass and its step."""
     model = MLP.model()
     optimizer = kaisa(model, **options)
-    copied, found = (model, optimizer), []
+    found = []
     for step, batch in enumerate(BATCHES):
         x, y = shard(batch, rank, ranks)
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         if step == 2:
             optimizer.load_state_dict(optimizer.state_dict())
-        if step == 4:
-            optimizer.close()
-            model, optimizer = copied
-            cross_entropy(model(x), y).backward()
         optimizer.step()
-        if step == 3:
-            copied = pickle.loads(pickle.dumps(copy.deepcopy((model, optimizer))))
         found.append(vector(model))
     return found
 

@@ -6,9 +6,7 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -407,55 +405,3 @@ def test_a_group_trains_by_itself(
             assert (results[rank][1] == 6) == (position == 1 or not placement.spread)
     outside = set(range(4)) - set(itertools.chain(*members))
     assert all(results[rank] is None for rank in outside)
-
-
-# Copies.
-
-
-def train_copies(
-    rank: int, world_size: int, placement: Placement, how: str, choices: Sequence[dict[str, Any]]
-) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Of each of several choices of options."""
-    return [train_copy(rank, world_size, placement, how, options) for options in choices]
-
-
-def train_copy(
-    rank: int, world_size: int, placement: Placement, how: str, options: dict[str, Any]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """A copy after two steps; both go on."""
-    model = MLP.model()
-    optimizer = placement.make(model, **options)
-    where = rank, world_size, placement
-    follow_placed(*where, model, optimizer, MLP, SHORT[:2])
-    if how == "deepcopy":
-        twin, copied = copy.deepcopy((model, optimizer))
-    else:
-        twin, copied = pickle.loads(pickle.dumps((model, optimizer)))
-    of_copy = follow_placed(*where, twin, copied, MLP, SHORT[2:])
-    return of_copy, follow_placed(*where, model, optimizer, MLP, SHORT[2:])
-
-
-@pytest.mark.parametrize(
-    ("how", "placement", "world_size"),
-    [
-        ("deepcopy", HALVES, 4),
-        ("pickle", HALVES, 4),
-        ("deepcopy", REDUCE, 3),
-        ("pickle", SPREAD, 4),
-        ("deepcopy", DPKFAC_OWNER, 4),
-        ("pickle", DPKFAC_OWNER, 2),
-        ("pickle", DPKFAC_ALL_REDUCE, 4),
-    ],
-    ids=str,
-)
-def test_copies_of_model_and_optimizer_go_on(
-    world: World, world_size: int, placement: Placement, how: str
-) -> None:
-    """Whether inverses are due at the next step or not."""
-    intervals = (1, 3) if how == "deepcopy" else (2, 3)
-    choices = [{"momentum": 0.9, "inv_update_steps": interval} for interval in intervals]
-    results = world.run(train_copies, world_size, placement, how, choices)
-    for options, ranks in zip(choices, zip(*results, strict=True), strict=True):
-        expected = train(0, 1, MLP, SHORT, options)[2:]
-        for mine in zip(*ranks, strict=True):  # of the copy, and of the original
-            assert_same_trajectory(agreed(mine), expected, hint=options)

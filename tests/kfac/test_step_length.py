@@ -54,7 +54,7 @@ def followed(told: list[tuple[float, int]], lengths: Lengths) -> list[float]:
     for s, step in told:
         before, size = average(sizes), abs(s)
         signs, sizes = [*signs, math.copysign(1.0, s) if s else 0.0], [*sizes, size]
-        level, rises = average(signs) + rule.LEVEL, -s > 2 * before > 0
+        level, rises = average(signs) + (0.1 if tau <= 1 else -0.1), -s > 2 * before > 0
         rate = max(s / before, -4.0) / 2 if rises else 0.0
         if level < 0:
             rate += level

@@ -65,18 +65,11 @@ def assert_same_pairs(found: Recorder, expected: Recorder, rtol: float = 1e-12) 
 
 
 @each_backend
-@pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_a_whole_graph_gives_the_pairs_of_the_eager_model(
-    name: str, made: str, backend: str
-) -> None:
-    """Whether the hooks are there at the first run or come after it."""
+def test_a_whole_graph_gives_the_pairs_of_the_eager_model(name: str, backend: str) -> None:
     case = ZOO[name]
     model, twin, x = case.model(), case.model(), case.batch()[0]
     compiled = whole(model, backend)
-    if made == "after":
-        backward(compiled, x)
-        model.zero_grad()
     kinds = (nn.Linear, nn.Conv2d)
     recorders = []
     captures = []
@@ -133,9 +126,17 @@ def test_blocks_of_one_kind_share_a_graph() -> None:
 
 
 def test_captures_that_come_and_go_after_the_first_run() -> None:
+    """By hooks that were there at the first run."""
     model = MLP.model()
     compiled = whole(model)
-    capture, recorder = watched(model)
+    recorder = Keeper()
+    capture = Capture(recorder)
+    capture.attach(model, linears(model))
+    capture.attach(model, [model[0]])
+    backward(compiled)
+    assert recorder.modules == [model[0]]
+    recorder.clear()
+    capture.attach(model, linears(model))
     backward(compiled)
     other, second = watched(model)
     backward(compiled)
@@ -152,51 +153,6 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     assert hook_count(model) == 0
     backward(compiled)
     assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
-
-
-class Normalised(nn.Module):
-    """A module with no layer that is watched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x).tanh()
-
-
-def test_what_has_none_of_the_watched_classes_keeps_its_graphs() -> None:
-    """While all that may have a watched layer is compiled anew, whatever function calls it."""
-    made: list[str] = []
-
-    def counted(name: str) -> Any:
-        return lambda graph, _: made.append(name) or graph.forward
-
-    model, twin, other = MLP.model(), MLP.model(), Normalised()
-    functions = {
-        "model": torch.compile(model, backend=counted("model")),
-        "call": torch.compile(lambda each, x: each(x), backend=counted("call")),
-        "plain": torch.compile(lambda x: x.sin() + 1, backend=counted("plain")),
-        "other": torch.compile(other, backend=counted("other")),
-    }
-    x = torch.randn(3, 5)
-
-    def run() -> list[str]:
-        made.clear()
-        functions["model"](X).sum().backward()
-        functions["call"](model, X).sum().backward()
-        functions["plain"](x)
-        functions["other"](x)
-        return sorted(made)
-
-    assert run() == ["call", "model", "other", "plain"]
-    assert run() == []
-    _capture, recorder = watched(model)
-    assert run() == ["call", "model"]
-    assert len(recorder.pairs) == 6
-    _other, second = watched(twin)  # which the graph of a model of its kind would serve
-    functions["call"](twin, X).sum().backward()
-    assert len(second.pairs) == 3
 
 
 def test_a_copy_of_a_compiled_model_gives_nothing() -> None:
@@ -319,14 +275,3 @@ def test_scripting_names_the_remedy_and_works_with_it() -> None:
     backward(model)
     assert (len(recorder.pairs), len(second.pairs)) == (3, 1)
     assert hook_count(model) == 3
-
-
-def test_graphs_from_within_the_block_do_not_outlive_it() -> None:
-    model = MLP.model()
-    compiled = whole(model, "eager")
-    capture, recorder = watched(model)
-    with capture.unhooked():
-        backward(compiled)
-    assert not recorder.pairs
-    backward(compiled)
-    assert len(recorder.pairs) == 3

@@ -1,4 +1,4 @@
-"""Pairs of drawn labels from compiled models: those of eager ones, from whole graphs.
+"""Pairs of drawn labels from compiled models: those of eager ones, as the models run eagerly then.
 
 The graph of a container of torch's, and that of a function which calls the model, have the model's
 own hooks. The graph of a class of one's own is that of its forward, and has not.
@@ -6,10 +6,8 @@ own hooks. The graph of a class of one's own is that of its forward, and has not
 
 from __future__ import annotations
 
-import copy
-import gc
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -32,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from second_order.errors import SecondOrderError
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.fisher import LabelSampler
 
@@ -99,12 +98,8 @@ class Keeper(Recorder):
 
 def watched(model: nn.Module, likelihood: Any = "categorical") -> tuple[Capture, Keeper]:
     """A capture of all Linear layers with drawn labels; the empirical one's if None."""
-    recorder, sampler = Keeper(), None
-    how: dict[str, Any] = {}
-    if likelihood is not None:
-        sampler = LabelSampler(likelihood, 0)
-        how["reads"] = sampler.reads
-    capture = Capture(recorder, sampler, **how)
+    recorder = Keeper()
+    capture = Capture(recorder, None if likelihood is None else LabelSampler(likelihood, 0))
     capture.attach(model, linears(model))
     return capture, recorder
 
@@ -122,26 +117,21 @@ def assert_same_pairs(
         torch.testing.assert_close(one.d, other.d, rtol=rtol, atol=1e-14)
 
 
-def whole(model: nn.Module, backend: str = "aot_eager") -> Any:
-    return torch.compile(model, backend=backend, fullgraph=True)
+def called(model: nn.Module, how: str = "model", backend: str = "aot_eager") -> Any:
+    """A model, or a function that calls it, compiled."""
+    if how == "inside":
+        model.compile(backend=backend)
+        return model
+    target = model if how == "model" else (lambda x: model(x * 1.0))
+    return torch.compile(target, backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("kind", "made", "backend"),
-    [
-        ("container", "before", "aot_eager"),
-        ("container", "after", "eager"),
-        ("own class", "before", "eager"),
-        ("own class", "after", "aot_eager"),
-    ],
-)
-def test_a_whole_graph_draws_what_the_eager_model_draws(kind: str, made: str, backend: str) -> None:
+@pytest.mark.parametrize("kind", ["container", "own class", "broken"])
+@pytest.mark.parametrize("how", ["model", "function", "inside"])
+def test_a_compiled_model_draws_what_the_eager_model_draws(kind: str, how: str) -> None:
     """Of the same labels, in each of two passes, and the user's gradients are as ever."""
     model, twin = built(kind), built(kind)
-    compiled = whole(model, backend)
-    if made == "after":
-        compiled(X).sum().backward()
-        model.zero_grad()
+    compiled = called(model, how)
     (_one, found), (_other, expected) = watched(model), watched(twin)
     for each, recorder in ((compiled, found), (twin, expected)):
         losses = [cross_entropy(each(x), y) for x, y in BATCHES[:2]]
@@ -150,6 +140,9 @@ def test_a_whole_graph_draws_what_the_eager_model_draws(kind: str, made: str, ba
     assert_same_pairs(found, model, expected, twin)
     assert len({pair.pass_id for pair in found.pairs}) == 2
     assert not any(found.grad_enabled)
+    assert len(found.told) == 1
+    assert "without torch.compile" in found.told[0]
+    assert not expected.told
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
 
@@ -158,7 +151,7 @@ def test_they_are_not_those_of_the_datas_labels() -> None:
     """The control of the one above."""
     model, twin = built("container"), built("container")
     (_one, drawn), (_other, empirical) = watched(model), watched(twin, None)
-    for each in (whole(model), twin):
+    for each in (called(model), twin):
         cross_entropy(each(X), Y).backward()
     with pytest.raises(AssertionError):
         assert_same_pairs(drawn, model, empirical, twin, rtol=1e-3)
@@ -168,7 +161,7 @@ def test_they_are_not_those_of_the_datas_labels() -> None:
 def test_backward_passes_that_do_not_count_and_second_ones(kind: str) -> None:
     model = built(kind)
     _capture, recorder = watched(model)
-    compiled = whole(model)
+    compiled = called(model)
     x = X.clone().requires_grad_()
     torch.autograd.grad(compiled(x).sum(), x)
     with torch.no_grad():
@@ -186,7 +179,7 @@ def test_two_captures_get_their_own_gradients(kind: str) -> None:
     """One of drawn labels, one of the data's: neither sees what the other's pass brings."""
     model, twin = built(kind), built(kind)
     captures = [watched(each, how) for how in ("categorical", None) for each in (model, twin)]
-    for each in (whole(model, "eager"), twin):
+    for each in (called(model), twin):
         cross_entropy(each(X), Y).backward()
     (_, drawn), (_, expected), (_, empirical), (_, its) = captures
     assert_same_pairs(drawn, model, expected, twin)
@@ -213,7 +206,7 @@ def test_training_in_another_thread_keeps_its_pairs(compiles: bool) -> None:
     """While labels are drawn: a pass is known by its number, not by the time at which it runs."""
     other = built("own class")
     capture, recorder = watched(other, None)
-    forward = whole(other, "eager") if compiles else other
+    forward = called(other, backend="eager") if compiles else other
 
     def train() -> None:
         thread = threading.Thread(target=lambda: cross_entropy(forward(X), Y).backward())
@@ -229,164 +222,59 @@ def test_training_in_another_thread_keeps_its_pairs(compiles: bool) -> None:
     assert capture.enabled
 
 
-def test_the_compilers_setting_is_put_back_when_nobody_draws_labels() -> None:
-    config: Any = torch._functorch.config
-    before = config.donated_buffer
+@pytest.mark.parametrize("how", ["model", "function"])
+def test_without_statistics_due_the_model_is_one_graph(how: str) -> None:
     model = built("own class")
-    first, second = KAISA(model, lr=0.1, fisher="sampled"), watched(built("own class"))
-    assert not config.donated_buffer
-    first.close()
-    assert not config.donated_buffer
-    first = KAISA(model, lr=0.1, fisher="sampled")
-    del second
-    gc.collect()
-    assert not config.donated_buffer
-    del first
-    gc.collect()
-    assert config.donated_buffer == before
-    with config.patch(donated_buffer=False):
-        KAISA(model, lr=0.1, fisher="sampled").close()
-        assert not config.donated_buffer
-
-
-@pytest.mark.parametrize("kind", ["container", "own class"])
-def test_a_closed_gate_leaves_nothing_in_the_graph(kind: str) -> None:
-    model = built(kind)
     graphs: list[str] = []
 
     def note(graph: Any, inputs: Any) -> Any:
         graphs.append(graph.print_readable(print_output=False))
         return graph.forward
 
-    compiled = torch.compile(model, backend=note, fullgraph=True)
+    target = model if how == "model" else (lambda x: model(x * 1.0))
+    compiled = torch.compile(target, backend=note, fullgraph=True)
     capture, recorder = watched(model)
-    for step in range(4):
-        capture.enabled = step % 2 == 0
+    capture.enabled = False
+    for _ in range(2):
         compiled(X).sum().backward()
-    assert len(graphs) == 2
-    assert "second_order" in graphs[0]
-    assert "second_order" not in graphs[1]
-    assert len(recorder.pairs) == 2 * (3 if kind == "container" else 5)
+    assert len(graphs) == 1
+    assert "second_order" not in graphs[0]
+    assert not recorder.pairs
 
 
-class Named(NamedTuple):
-    logits: Tensor
-    hidden: Tensor
-
-
-class Output:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits, self.numbers = logits, [logits.detach().argmax(-1)]
-
-
-FORMS: dict[str, Any] = {
-    "dict": lambda z: {"hidden": [z * 2, None], "logits": z},
-    "tuple": lambda z: (z, (z * 2, 3)),
-    "named tuple": lambda z: Named(z, z * 2),
-    "object": Output,
-}
-
-
-class Formed(nn.Module):
-    def __init__(self, form: Any) -> None:
-        super().__init__()
-        self.layer, self.form = nn.Linear(5, CLASSES), form
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(self.layer(x))
-
-
-def calling(model: nn.Module) -> Any:
-    """A function that does no more; its graph has the model's own hooks."""
-
-    def call(x: Tensor) -> Any:
-        return model(x)
-
-    return call
-
-
-def logits_of(output: Any) -> Tensor:
-    if isinstance(output, dict):
-        return output["logits"]
-    return output[0] if isinstance(output, tuple) else output.logits
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_outputs_of_every_form_in_the_graph_of_a_function(form: str) -> None:
-    """Which has the model's output, and so draws from it inside of the graph."""
-    torch.manual_seed(0)
-    model = Formed(FORMS[form]).double()
-    twin = copy.deepcopy(model)
-    (_one, found), (_other, expected) = watched(model, "gaussian"), watched(twin, "gaussian")
-    call = torch.compile(calling(model), backend="aot_eager", fullgraph=True)
-    output, plain = call(X), twin(X)
-    assert type(output) is type(plain)
-    for each in (output, plain):
-        logits_of(each).square().sum().backward()
-    assert_same_pairs(found, model, expected, twin)
-    torch.testing.assert_close(model.layer.weight.grad, twin.layer.weight.grad)
-
-
-def doubled(output: Any) -> Tensor:
-    """A likelihood of one's own."""
-    return (logits_of(output) if not isinstance(output, Tensor) else output).square().sum()
-
-
-def test_a_callable_likelihood_takes_a_tensor_in_the_graph_and_else_says_so() -> None:
-    model, twin = built("container"), built("container")
-    (_one, found), (_other, expected) = watched(model, doubled), watched(twin, doubled)
-    whole(model)(X).sum().backward()
-    twin(X).sum().backward()
-    assert_same_pairs(found, model, expected, twin)
-    torch.manual_seed(0)
-    formed = Formed(FORMS["dict"]).double()
-    _kept, recorder = watched(formed, doubled)
-    with pytest.raises(Exception, match="a callable likelihood= needs Python"):
-        torch.compile(calling(formed), backend="eager", fullgraph=True)(X)
+def test_what_a_graph_cannot_have_is_refused() -> None:
+    """One that must be whole, and parts that are compiled by themselves."""
+    model = built("own class")
+    _capture, _recorder = watched(model)
+    with pytest.raises(Exception, match="leave fullgraph off"):
+        torch.compile(lambda x: model(x * 1.0), backend="eager", fullgraph=True)(X)
     torch._dynamo.reset()
-    call = torch.compile(lambda x: formed(x)["logits"].sum(), backend="eager")
-    call(X).backward()
-    assert len(recorder.pairs) == 1
-    torch._dynamo.reset()
-    recorder.clear()
-    whole(formed)(X)["logits"].sum().backward()  # the graph of its forward alone
-    assert len(recorder.pairs) == 1
+    part = built("own class")
+    _kept, _other = watched(part)
+    part.first.compile(backend="eager")
+    with pytest.raises(SecondOrderError, match=r"block.compile\(\)"):
+        part(X)
 
 
-def test_blocks_compiled_one_by_one_and_breaks_in_the_middle() -> None:
-    """All the same pairs, whatever of the model is in graphs."""
-    twin = built("own class")
-    _kept, expected = watched(twin)
-    cross_entropy(twin(X), Y).backward()
-    for kind in ("own class", "broken"):
-        model = built(kind)
-        _capture, found = watched(model)
-        called: Any = model
-        if kind == "broken":
-            called = torch.compile(model, backend="aot_eager")
-        else:
-            for block in (model.first, model.head):
-                block.compile(backend="aot_eager", fullgraph=True)
-        cross_entropy(called(X), Y).backward()
-        assert_same_pairs(found, model, expected, twin)
-        torch._dynamo.reset()
+def test_a_forward_that_raises_leaves_the_compiler_as_it_was() -> None:
+    model, fails = built("own class"), [True]
 
+    def check(module: nn.Module, args: Any) -> None:
+        if fails:
+            raise ValueError("not this time")
 
-def test_inductor_runs_the_backward_twice() -> None:
-    """Without using memory again that the second time needs."""
-    model, twin = built("own class"), built("own class")
-    (_one, found), (_other, expected) = watched(model), watched(twin)
-    compiled = torch.compile(model, fullgraph=True)
-    try:
-        cross_entropy(compiled(X), Y).backward()
-    except Exception as error:
-        if "CppCompile" in repr(error) or "InvalidCxxCompiler" in repr(error):
-            pytest.skip("no C++ compiler")
-        raise
-    cross_entropy(twin(X), Y).backward()
-    assert_same_pairs(found, model, expected, twin, rtol=1e-10)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    model.head.register_forward_pre_hook(check)
+    capture, recorder = watched(model)
+    compiled = called(model, "function")
+    with pytest.raises(ValueError, match="not this time"):
+        compiled(X)
+    fails.clear()
+    cross_entropy(compiled(X), Y).backward()
+    assert len(recorder.pairs) == 5
+    capture.enabled = False
+    torch._dynamo.utils.counters.clear()
+    torch.compile(model, backend="eager", fullgraph=True)(X)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.works("compile", when="with drawn labels")
@@ -394,17 +282,17 @@ def test_inductor_runs_the_backward_twice() -> None:
     ("System", "kind"),
     [(KAISA, "container"), (KAISA, "own class"), (DPKFAC, "own class"), (DistKFAC, "container")],
 )
-def test_training_in_one_graph_is_that_of_the_eager_model(System: Any, kind: str) -> None:
+def test_training_compiled_is_that_of_the_eager_model(System: Any, kind: str) -> None:
     """Statistics every other step, and not those of the data's labels, or of the base alone."""
     ends = []
     for how in ("compiled", "eager", "empirical", "base"):
         model = built(kind)
-        called = whole(model, "eager") if how == "compiled" else model
+        forward = called(model, backend="eager") if how == "compiled" else model
         options: dict[str, Any] = {"fisher": "empirical" if how == "empirical" else "sampled"}
         options |= {"skip_layers": ["*"]} if how == "base" else {}
         optimizer = make(System, model, factor_update_steps=2, **options)
         for batch in BATCHES:
-            take(called, optimizer, batch)
+            take(forward, optimizer, batch)
         ends.append((model, optimizer))
     (model, optimizer), (twin, plain), *others = ends
     assert_same_factors(factors(optimizer), factors(plain))
@@ -414,37 +302,28 @@ def test_training_in_one_graph_is_that_of_the_eager_model(System: Any, kind: str
         assert max(float((p - q).detach().abs().max()) for p, q in pairs) > 1e-4
 
 
-def under_ddp(rank: int, world_size: int) -> tuple[list[float], str]:
-    """How far factors are from the eager ones; and what the graph inside of a wrapper says."""
+def under_ddp(rank: int, world_size: int) -> list[float]:
+    """How far factors are from the eager ones, with the wrapper compiled, or what is inside."""
     torch._dynamo.reset()
     found = []
-    for compiles in (False, True):
+    for compiles in ("nothing", "wrapper", "model"):
         model = built("own class")
         with replaced(dist, {"_DEFAULT_FIRST_BUCKET_BYTES": 1}):
-            wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+            inner: Any = called(model) if compiles == "model" else model
+            wrapped: Any = DistributedDataParallel(inner, bucket_cap_mb=1e-4)
             optimizer = make(KAISA, model, fisher="sampled")
-            called = torch.compile(wrapped, backend="aot_eager") if compiles else wrapped
+            forward = called(wrapped) if compiles == "wrapper" else wrapped
             for x, y in BATCHES[:2]:
-                take(called, optimizer, (x[rank::world_size], y[rank::world_size]))
+                take(forward, optimizer, (x[rank::world_size], y[rank::world_size]))
         found.append(factors(optimizer))
-    apart = [
+    return [
         float((mine - its).abs().max() / its.abs().max())
+        for other in found[1:]
         for name, pair in found[0].items()
-        for its, mine in zip(pair, found[1][name], strict=True)
+        for its, mine in zip(pair, other[name], strict=True)
     ]
-    torch._dynamo.reset()
-    model = built("container")
-    wrapped = DistributedDataParallel(whole(model, "eager"))
-    optimizer = make(KAISA, model, fisher="sampled")
-    try:
-        wrapped(X)
-    except Exception as error:
-        message = str(error)
-    torch._dynamo.reset()
-    return apart, message
 
 
 def test_graphs_that_ddp_divides(world: World) -> None:
-    for apart, message in world.run(under_ddp, 2):
+    for apart in world.run(under_ddp, 2):
         assert max(apart) < 1e-9
-        assert "compile the DistributedDataParallel module instead" in message

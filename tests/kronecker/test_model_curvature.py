@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import json
 import math
-import pickle
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -15,14 +12,11 @@ import torch
 from contract import each_kronecker, make, same, take
 from models import ZOO
 from ranks import shard
-from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DPKFAC, KAISA, DistKFAC, KroneckerCurvature, SecondOrderError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -297,108 +291,6 @@ def test_every_process_gets_all_of_them(
         for name, layer in optimizer.curvature().items():
             torch.testing.assert_close(first[name][0], layer.A, rtol=1e-8, atol=1e-12)
             torch.testing.assert_close(first[name][1], layer.G, rtol=1e-8, atol=1e-12)
-
-
-# ------------------------------------------------------------------------------------------ files
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """By the format's description, not by the writer's code."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    assert header.pop("__metadata__") == {"format": "pt"}
-    dtypes = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32}
-    found = {}
-    for name, entry in header.items():
-        start, end = (8 + length + offset for offset in entry["data_offsets"])
-        data = bytearray(content[start:end])
-        found[name] = torch.frombuffer(data, dtype=dtypes[entry["dtype"]]).view(entry["shape"])
-    assert end == len(content)
-    return found
-
-
-def test_kronfluence_divides_and_has_the_factors(tmp_path: Path) -> None:
-    model = ZOO["norms"].model()
-    optimizer = make(DistKFAC, model, exact_blocks=True)
-    take(model, optimizer, ZOO["norms"].batches(1)[0], ZOO["norms"].loss)
-    curvature = optimizer.curvature()
-    left = curvature.write_kronfluence(tmp_path / "factors", examples=1000)
-    exact = [name for name, layer in curvature.items() if layer.shape.exact]
-    assert left == exact
-    assert left
-    names = ("activation_covariance", "gradient_covariance")
-    for name, letter in zip(names, "AG", strict=True):
-        factors = read_safetensors(tmp_path / "factors" / f"{name}.safetensors")
-        counts = read_safetensors(tmp_path / "factors" / f"num_{name}_processed.safetensors")
-        assert set(factors) == set(counts) == set(curvature) - set(left)
-        for module, factor in factors.items():
-            assert counts[module].tolist() == [1000]
-            expected = curvature[module].factors[letter][0]
-            torch.testing.assert_close(factor / 1000, expected)
-    if importlib.util.find_spec("safetensors") is not None:
-        load_file = importlib.import_module("safetensors.torch").load_file
-        read = load_file(tmp_path / "factors" / "gradient_covariance.safetensors")
-        assert same((read[name] for name in factors), factors.values())
-
-
-def test_laplace_gets_the_blocks_of_weights_and_of_biases(tmp_path: Path) -> None:
-    model, optimizer = trained("linear")
-    curvature, N = optimizer.curvature(), 77
-    curvature.write_laplace(tmp_path / "la.pt", model, examples=N, outputs=3, prior_precision=2.0)
-    state = torch.load(tmp_path / "la.pt")
-    assert (state["cls_name"], state["n_data"], state["n_outputs"]) == ("KronLaplace", N, 3)
-    assert torch.equal(state["mean"], torch.nn.utils.parameters_to_vector(model.parameters()))
-    assert len(state["H"]) == len(list(model.parameters()))
-    for (name, p), factors in zip(model.named_parameters(), state["H"], strict=True):
-        layer = curvature[name.split(".")[0]]
-        F, count = dense(layer), p.numel()
-        mine = F[:count, :count] if name.endswith("weight") else F[-count:, -count:]
-        whole = factors[0] if len(factors) == 1 else torch.kron(*factors)
-        torch.testing.assert_close(whole, N * mine, rtol=1e-10, atol=1e-12)
-    model, optimizer = trained("convolution")
-    with pytest.raises(ValueError, match=r"have no Kronecker factors for KronLaplace, '2.weight'"):
-        optimizer.curvature().write_laplace(tmp_path / "x", model, examples=1, outputs=3)
-    assert not (tmp_path / "x").exists()
-
-
-def test_laplace_of_a_module_is_its_part_of_the_whole(tmp_path: Path) -> None:
-    """The two hidden layers are alike, so that names and shapes alone could not tell which."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)), nn.Linear(5, 3)
-    ).double()
-    optimizer = KAISA(model, lr=0.1)
-    cross_entropy(model(torch.randn(9, 5).double()), torch.arange(9) % 3).backward()
-    optimizer.step()
-    curvature, N = optimizer.curvature(), 77
-
-    def written(part: nn.Module) -> dict[str, Any]:
-        curvature.write_laplace(tmp_path / "la.pt", part, examples=N, outputs=3)
-        return torch.load(tmp_path / "la.pt")
-
-    whole = written(model)
-    for part, start in ((model[0], 0), (model[1], 2), (model[1][0], 2), (model[2], 4)):
-        state, count = written(part), len(list(part.parameters()))
-        assert torch.equal(state["mean"], torch.nn.utils.parameters_to_vector(part.parameters()))
-        assert len(state["H"]) == count
-        for found, expected in zip(state["H"], whole["H"][start : start + count], strict=True):
-            assert all(map(torch.equal, found, expected))
-    assert torch.equal(written(torch.compile(model, backend="eager"))["mean"], whole["mean"])
-    assert torch.equal(written(copy.deepcopy(model))["mean"], whole["mean"])  # by its names
-    message = r"'weight' first: it is no parameter of these layers, by itself or by its name; "
-    with pytest.raises(ValueError, match=message):
-        written(copy.deepcopy(model[2]))
-    curvature = pickle.loads(pickle.dumps(curvature))
-    assert torch.equal(written(model)["mean"], whole["mean"])
-
-
-def test_laplace_of_the_last_layer_needs_no_factors_of_the_others(tmp_path: Path) -> None:
-    model, optimizer = trained("convolution")
-    curvature = optimizer.curvature()
-    last = list(model.modules())[-1]
-    curvature.write_laplace(tmp_path / "la.pt", last, examples=5, outputs=3)
-    assert len(torch.load(tmp_path / "la.pt")["H"]) == len(list(last.parameters()))
 
 
 def test_a_curvature_of_some_layers_is_one() -> None:

@@ -147,7 +147,7 @@ class Counting(torch.optim.SGD):
 
 
 @each_system
-@pytest.mark.parametrize("how", ["constructed", "loaded", "copied"])
+@pytest.mark.parametrize("how", ["constructed", "loaded"])
 def test_state_that_the_base_makes_at_construction_is_kept(System: Any, how: str) -> None:
     """Adagrad before torch 2.13 relies on it."""
     model = MLP.model()
@@ -156,8 +156,6 @@ def test_state_that_the_base_makes_at_construction_is_kept(System: Any, how: str
         fresh = make(System, model, base=Counting)
         fresh.load_state_dict(optimizer.state_dict())
         optimizer = fresh
-    if how == "copied":
-        model, optimizer = copy.deepcopy((model, optimizer))
     train(model, optimizer, 2)
     assert optimizer.state[model[0].weight]["base"]["steps"] == 2
 
@@ -363,7 +361,7 @@ def test_factors_of_wrong_shape_are_refused_before_anything_changes(
     ("rows", "shape", "message"),
     [
         (4, (2, 2), r"eigenvectors of shape \(2, 2\) for a parameter of shape \(3, 6\)"),
-        (2, (3, 6), r"\[2, 4\] eigenvectors for one model"),
+        (2, (3, 6), "has 2 eigenvectors .* where there are 4 eigenvalues"),
     ],
 )
 def test_eigenvectors_of_wrong_shape_are_refused_before_anything_changes(

@@ -13,24 +13,19 @@ What other processes keep is collected before it is saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from second_order.contract.base_checks import (
-    check_base_part,
-    check_base_settings,
-    check_settings,
-    check_written_by,
-)
+from second_order.contract.base_checks import check_base_part, check_group
 from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import NAMES, members_of
-from second_order.contract.hidden import REST
-from second_order.contract.saved import SavedPart, is_whole, kind_of
+from second_order.contract.partition import REST
+from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.contract.two_bases import TwoBases, base_of, name_of
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
@@ -39,7 +34,6 @@ from second_order.options import PEAK_LR
 from second_order.sharded import is_dtensor, like, local
 
 __all__ = [
-    "ELSEWHERE",
     "HEADER",
     "VERSION",
     "Checkpoint",
@@ -54,12 +48,6 @@ Parts: TypeAlias = Mapping[Tensor, Mapping[str, Mapping[str, Any]]]
 
 VERSION = 1
 """Of the checkpoints that are written."""
-
-ELSEWHERE = (
-    "it is of another optimizer's checkpoint, perhaps; export_base_state(checkpoint) gives the "
-    "base's part of any"
-)
-"""What is said of an entry that is not known."""
 
 HEADER = ("steps", "version", "base_class")
 """The entries of every ``"curvature"`` part."""
@@ -110,230 +98,118 @@ def read_checkpoint(
         ValueError: If an entry does not fit, or the state is another base's; named in the error.
     """
     check_is_state(state_dict)
-    _check_marks(state_dict["param_groups"], base, groups)
-    keys = _check_frame(state_dict, groups)
-    state = state_dict["state"]
-    params = [p for group in groups for p in group["params"]]
-    base_parts: dict[Any, SavedPart] = {}
-    curvature: dict[Tensor, SavedPart] = {}
-    for key, p in zip(keys, params, strict=True):
-        if key not in state:
-            continue
-        name = names.get(id(p), f"number {key}")
-        for part, entries in _parts(key, state[key]).items():
-            saved = SavedPart(key, part, name, entries)
-            if part == BASE:
-                tensors = {k: v for k, v in saved.items() if isinstance(v, Tensor)}
-                saved.update({k: like(p, v) for k, v in tensors.items()})
-                base_parts[key] = saved
-            else:
-                curvature[p] = saved
-    steps = _check_headers(curvature)
-    pairs_of_groups = list(zip(state_dict["param_groups"], groups, strict=True))
-    _check_bases(base, pairs_of_groups, base_parts, curvature)
-    for i, (theirs, ours) in enumerate(pairs_of_groups):
-        mine = base_of(base, ours)
-        check_settings(f"param_groups[{i}]", theirs, {**mine.defaults, PEAK_LR: 0.0, **ours})
-        kept = [set(base_parts[key]) for key in theirs["params"] if base_parts.get(key)]
-        common = set.intersection(*kept) if kept else set()
-        for key, p in zip(theirs["params"], ours["params"], strict=True):
-            if key in base_parts:
-                here = base_parts[key].here(p)
-                check_base_part(here, mine, local(p), theirs, common)
-    absent = []
-    if any(curvature.values()):
-        pairs = zip(keys, params, strict=True)
-        absent = [
-            names.get(id(p), str(k)) for k, p in pairs if p.requires_grad and not curvature.get(p)
-        ]
-    loaded = {k: {BASE: dict(v)} for k, v in base_parts.items()}
-    two = isinstance(base, TwoBases)
-    marked = [{**theirs, REST: ours[REST]} if two else theirs for theirs, ours in pairs_of_groups]
-    return Checkpoint(loaded, marked, curvature, steps, absent)
-
-
-def _check_bases(
-    base: torch.optim.Optimizer,
-    groups: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
-    parts: Mapping[Any, SavedPart],
-    curvature: Mapping[Tensor, SavedPart],
-) -> None:
-    """Raise ValueError if a saved group is of another base than its counterpart here."""
-    told = any("base_class" in part for part in curvature.values())
-    for theirs, ours in groups:
-        mine = base_of(base, ours)
-        written_by: str | None = None
-        for part in (curvature[p] for p in ours["params"] if "base_class" in curvature.get(p, ())):
-            name = _class_name(part)
-            if written_by not in (None, name):
-                raise part.wrong("base_class", f"is {name}, and {written_by} elsewhere")
-            written_by = name
-        if written_by is not None:
-            check_written_by(mine, written_by)
-        elif not told:
-            kept = [set(parts[key]) for key in theirs["params"] if parts.get(key)]
-            check_base_settings(mine, theirs, ours, kept)
-
-
-def _check_marks(
-    saved: Sequence[Mapping[str, Any]],
-    base: torch.optim.Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Raise ValueError if groups are saved of two bases and there is one, or marks differ.
-
-    Groups without marks may be those of two plain optimizers, put together.
-    """
-    marks = [group.get(REST) for group in saved]
-    if not isinstance(base, TwoBases):
-        if {True, False} & {m for m in marks if isinstance(m, bool)} and not any(
-            REST in group for group in groups
-        ):
-            raise ValueError(
-                f"the checkpoint is of an optimizer with two bases, and here is {name_of(base)} "
-                f"alone: make it with rest=, or take one base's part by "
-                f"export_base_state(checkpoint, rest=False). Nothing has been loaded"
-            )
-        return
-    if len(saved) != len(groups):
-        raise ValueError(
-            f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}, those "
-            f"of {name_of(base)} apart; make the same groups, for the same bases, before loading"
-        )
-    for i, (mark, ours) in enumerate(zip(marks, groups, strict=True)):
-        if mark is not None and mark != ours[REST]:
-            raise ValueError(
-                f"the checkpoint's param_groups[{i}][{REST!r}] is {kind_of(mark)}, and here it is "
-                f"{ours[REST]}: other weights went to each base; make the optimizer with the same "
-                f"rest_layers and groups. Nothing has been loaded"
-            )
-
-
-def _check_frame(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The keys of the parameters, in order; ValueError unless the structure is sound."""
     saved, state = state_dict["param_groups"], state_dict["state"]
-    if len(saved) != len(groups):
-        raise ValueError(
-            f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}; make "
-            f"the same groups before loading"
-        )
-    keys: list[Any] = []
+    _check_groups(saved, groups, base)
+    base_parts: dict[Any, dict[str, Any]] = {}
+    curvature: dict[Tensor, SavedPart] = {}
+    named = any("base_class" in entry.get(CURVATURE, ()) for entry in state.values())
+    absent = []
     for i, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        members = theirs.get("params")
-        where = f"the checkpoint's param_groups[{i}]"
-        if not isinstance(members, (list, tuple)):
-            raise ValueError(f"{where}['params'] is {kind_of(members)}, not a list")
-        if len(members) != len(ours["params"]):
-            raise ValueError(
-                f"{where} has {len(members)} parameters, the optimizer's group "
-                f"{len(ours['params'])}; make the same groups before loading"
-            )
-        if not all(is_whole(key) or isinstance(key, str) for key in members):
-            raise ValueError(f"{where}['params'] is not a list of numbers")
-        called = theirs.get(NAMES)
-        if called is not None and (
-            not isinstance(called, (list, tuple))
-            or len(called) != len(members)
-            or not all(isinstance(name, str) for name in called)
-        ):
-            raise ValueError(f"{where}['param_names'] does not name its {len(members)} parameters")
-        keys += members
-    _check_order(saved, groups)
-    if len(set(keys)) < len(keys):
-        raise ValueError("the checkpoint's param_groups have a parameter twice")
-    known = set(keys)
-    for key in state:
-        if key not in known:
-            raise ValueError(f"the checkpoint's state[{key!r}] is of no parameter in its groups")
-    return keys
-
-
-def _check_order(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if names are in another order: parameters would get others' state."""
-    theirs, ours = ([n for g in each for n in g.get(NAMES) or []] for each in (saved, groups))
-    if theirs == ours or sorted(theirs) != sorted(ours):  # a wrapper may have renamed them
-        return
-    name, mine = next(pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1])
-    raise ValueError(
-        f"the checkpoint's param_groups have {name!r} in 'param_names' where the optimizer has "
-        f"{mine!r}: make the groups in the order that they were saved in, or put the checkpoint "
-        f"into yours by register_load_state_dict_pre_hook; nothing has been loaded"
-    )
+        mine = base_of(base, ours)
+        entries = [state.get(key, {}).get(CURVATURE, {}) for key in theirs["params"]]
+        # The name of a class is a key, since torch.distributed.checkpoint flattens no texts.
+        written_by = {name for entry in entries for name in entry.get("base_class", ())}
+        if written_by or not named:
+            told = " and ".join(sorted(written_by)) or None
+            check_group(f"param_groups[{i}]", theirs, ours, mine, told)
+        for key, p in zip(theirs["params"], ours["params"], strict=True):
+            name = names.get(id(p), f"number {key}")
+            parts = _parts(state.get(key, {}))
+            if BASE in parts:
+                whole = parts[BASE].items()
+                base_parts[key] = {k: like(p, v) if isinstance(v, Tensor) else v for k, v in whole}
+                here = {
+                    k: local(v) if is_dtensor(v) and v.shape == p.shape else v
+                    for k, v in base_parts[key].items()
+                }
+                check_base_part(SavedPart(key, BASE, name, here), mine, local(p))
+            if CURVATURE in parts:
+                curvature[p] = SavedPart(key, CURVATURE, name, dict(parts[CURVATURE]))
+            if p.requires_grad and not parts.get(CURVATURE):
+                absent.append(name)
+    loaded = {key: {BASE: part} for key, part in base_parts.items()}
+    if isinstance(base, TwoBases):
+        saved = [{**g, REST: ours[REST]} for g, ours in zip(saved, groups, strict=True)]
+    steps = _check_headers(curvature.values())
+    return Checkpoint(loaded, saved, curvature, steps, absent if any(curvature.values()) else [])
 
 
 def check_is_state(value: Any) -> None:
     """Raise ValueError unless a value has the parts that every optimizer's state has."""
-    if not isinstance(value, Mapping) or not {"state", "param_groups"} <= set(value):
+    parts = value if isinstance(value, Mapping) else {}
+    state, groups = parts.get("state"), parts.get("param_groups")
+    if (
+        not isinstance(state, Mapping)
+        or not isinstance(groups, (list, tuple))
+        or not all(isinstance(each, Mapping) for each in (*state.values(), *groups))
+    ):
         raise ValueError(
-            "this is no state of an optimizer: 'state' and 'param_groups' are missing; pass what "
-            "optimizer.state_dict() has given, not flattened"
+            "this is no state of an optimizer: it needs a dictionary of dictionaries as 'state', "
+            "and a list of them as 'param_groups'; pass what optimizer.state_dict() has given, not "
+            "flattened"
         )
-    state, groups = value["state"], value["param_groups"]
-    if not isinstance(state, Mapping):
-        raise ValueError(f"the checkpoint's 'state' is {kind_of(state)}, not a dictionary")
-    for key, entry in state.items():
-        if not isinstance(entry, Mapping):
+
+
+def _check_groups(
+    saved: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    base: torch.optim.Optimizer,
+) -> None:
+    """Raise ValueError unless groups have the same sizes, bases and order of names."""
+    marks = [group.get(REST) for group in saved]
+    if not isinstance(base, TwoBases) and True in marks:
+        raise ValueError(
+            f"the checkpoint is of an optimizer with two bases, and here is {name_of(base)} alone: "
+            f"make it with rest=, or take one base's part by export_base_state(checkpoint, "
+            f"rest=False). Nothing has been loaded"
+        )
+    theirs, ours = ([len(g.get("params", ())) for g in each] for each in (saved, groups))
+    if theirs != ours:
+        raise ValueError(
+            f"the checkpoint has {len(theirs)} parameter groups with {theirs} parameters, the "
+            f"optimizer {len(ours)} parameter groups with {ours}, those of {name_of(base)} apart; "
+            f"make the same groups before loading"
+        )
+    for i, (mark, group) in enumerate(zip(marks, groups, strict=True)):
+        if isinstance(base, TwoBases) and mark not in (None, group[REST]):
             raise ValueError(
-                f"the checkpoint's state[{key!r}] is {kind_of(entry)}, not a dictionary"
+                f"the checkpoint's param_groups[{i}][{REST!r}] is {mark}, and here it is "
+                f"{group[REST]}: other weights went to each base; make the optimizer with the same "
+                f"rest_layers and groups. Nothing has been loaded"
             )
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
-        raise ValueError("the checkpoint's 'param_groups' is not a list of dictionaries")
+    called, mine = ([n for g in each for n in g.get(NAMES) or []] for each in (saved, groups))
+    if called != mine and sorted(called) == sorted(mine):  # a wrapper may have renamed them
+        name, other = next(pair for pair in zip(called, mine, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            f"the checkpoint's param_groups have {name!r} in 'param_names' where the optimizer has "
+            f"{other!r}: make the groups in the order that they were saved in, or put the "
+            f"checkpoint into yours by register_load_state_dict_pre_hook; nothing has been loaded"
+        )
 
 
-def _parts(key: Any, entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Split a parameter's entry in its two parts; a base's own state has one."""
-    if not set(entry) & {BASE, CURVATURE}:
-        return {BASE: dict(entry)} if entry else {}
-    for part, entries in entry.items():
-        if part not in (BASE, CURVATURE):
-            raise ValueError(
-                f"the checkpoint's state[{key!r}][{part!r}] is not known here: beside 'base' and "
-                f"'curvature' there is nothing"
-            )
-        if not isinstance(entries, Mapping):
-            raise ValueError(
-                f"the checkpoint's state[{key!r}][{part!r}] is {kind_of(entries)}, not a dictionary"
-            )
-        for name in entries:
-            if not isinstance(name, str):
-                raise ValueError(f"the checkpoint's state[{key!r}][{part!r}] has the key {name!r}")
-    return {part: dict(entries) for part, entries in entry.items()}
+def _parts(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The two parts of a parameter's entry; a base's own state has one."""
+    return entry if not entry or entry.keys() & {BASE, CURVATURE} else {BASE: entry}
 
 
-def _check_headers(curvature: Mapping[Tensor, SavedPart]) -> int:
-    """Check the header's entries; returns the number of steps."""
+def _check_headers(parts: Iterable[SavedPart]) -> int:
+    """Check the versions and the numbers of steps; returns the latter."""
     steps: int | None = None
-    for part in curvature.values():
+    for part in parts:
         if not part:
             continue
         part.require(["steps"])
+        if part.get("version", VERSION) not in range(1, VERSION + 1):
+            raise part.wrong(
+                "version",
+                f"is {part['version']}: another second_order wrote it than this one, which reads "
+                f"versions up to {VERSION}; update it",
+            )
         mine = part.whole("steps", 0)
-        if steps is not None and mine != steps:
+        if steps not in (None, mine):
             raise part.wrong("steps", f"is {mine}, and {steps} for another parameter")
         steps = mine
-        if "version" in part:
-            version = part["version"]
-            if is_whole(version) and version > VERSION:
-                raise part.wrong(
-                    "version",
-                    f"is {version}: a newer second_order wrote it than this one, which reads "
-                    f"versions up to {VERSION}; update it",
-                )
-            part.whole("version", 1, VERSION)
-            part.require(["base_class"])
-        if "base_class" in part:
-            part.require(["version"])
-            _class_name(part)
     return steps or 0
-
-
-def _class_name(part: SavedPart) -> str:
-    value = part["base_class"]
-    if isinstance(value, dict) and len(value) == 1:
-        ((name, mark),) = value.items()
-        if isinstance(name, str) and is_whole(mark) and mark == 1:
-            return name
-    raise part.wrong("base_class", f"is {kind_of(value)}, not the name of one class")
 
 
 def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict[str, Any]:
@@ -355,7 +231,7 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
         ValueError: If ``state_dict`` is no such state, or has no part of ``rest``.
     """
     check_is_state(state_dict)
-    state = {key: _parts(key, entry).get(BASE) for key, entry in state_dict["state"].items()}
+    state = {key: _parts(entry).get(BASE) for key, entry in state_dict["state"].items()}
     groups = state_dict["param_groups"]
     if all(isinstance(group.get(REST), bool) for group in groups):
         groups = [group for group in groups if group[REST] is rest]

@@ -150,9 +150,6 @@ class Curvature:
         """The parameters whose gradients are preconditioned, or whose steps are corrected."""
         return []
 
-    def awake(self) -> None:
-        """Go on in a copied or unpickled optimizer, with that training's base and groups."""
-
     def unwatched(self) -> AbstractContextManager[None]:
         """Make a context manager that takes all hooks off the model and puts them back."""
         return nullcontext()

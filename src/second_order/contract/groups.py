@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 __all__ = [
     "NAMES",
-    "check_assigned",
     "check_ownership",
     "loose",
     "materialised",
@@ -18,7 +17,6 @@ __all__ = [
     "named_like",
     "outline_of",
     "refuse_meta",
-    "rename_assigned",
     "shallow",
     "trainable",
 ]
@@ -139,63 +137,3 @@ def named_like(
 
 def _called(params: Sequence[Tensor], names: Mapping[int, str], start: int) -> list[str]:
     return [names.get(id(p), f"parameter {start + i}") for i, p in enumerate(params)]
-
-
-def rename_assigned(
-    groups: Sequence[dict[str, Any]], model: nn.Module, before: Sequence[Mapping[str, Any]]
-) -> None:
-    """Name a group's parameters anew where its names are of others, too many or too few.
-
-    Names are so where a group has been copied with other members. A parameter keeps its name, or
-    gets that of the model. Names that no other parameter has are left as they are.
-
-    Args:
-        groups: The groups to be assigned.
-        model: The model that has the parameters.
-        before: The groups until now.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-    owners: dict[str, set[int]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(name, set()).add(id(p))
-    for group in before:
-        if len(group.get(NAMES, ())) == len(group["params"]):
-            for name, p in zip(group.get(NAMES, ()), group["params"], strict=True):
-                names[id(p)] = name
-                owners.setdefault(name, set()).add(id(p))
-    start = 0
-    for group in groups:
-        called, params = group.get(NAMES), group["params"]
-        if called is not None and (
-            len(called) != len(params)
-            or any(id(p) not in owners.get(n, {id(p)}) for n, p in zip(called, params, strict=True))
-        ):
-            group[NAMES] = _called(params, names, start)
-        start += len(params)
-
-
-def check_assigned(groups: Any) -> None:
-    """Raise unless a list can take the place of ``param_groups``.
-
-    Args:
-        groups: The list that is assigned.
-
-    Raises:
-        TypeError: If ``groups`` is no list of groups of tensors.
-        ValueError: If a parameter occurs twice.
-    """
-    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-        raise TypeError(
-            f"param_groups={type(groups).__name__} is not a list of groups; assign a list of "
-            f"dictionaries with 'params', as optimizer.param_groups is"
-        )
-    for i, group in enumerate(groups):
-        members = group.get("params")
-        if not isinstance(members, list) or not all(isinstance(p, Tensor) for p in members):
-            raise TypeError(
-                f"param_groups[{i}]['params'] is not a list of tensors; take those of the old "
-                f"groups, or use add_param_group"
-            )
-    params = members_of(groups)
-    if len({id(p) for p in params}) < len(params):
-        raise ValueError("param_groups has a parameter twice; each belongs to one group")

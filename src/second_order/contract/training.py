@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.groups import members_of
-from second_order.contract.notices import Notices
+from second_order.contract.warnings import DeferredWarnings
 from second_order.distributed.collectives import World
 from second_order.sharded import is_dtensor, reshard
 from second_order.stages import Meter
@@ -27,8 +26,6 @@ def _nowhere() -> None:
 class Training:
     """One training, as this process takes part in it.
 
-    A copy has no base and publishes nowhere, until the copied optimizer gives it both.
-
     Attributes:
         name: Name of the optimizer's class, for messages.
         model: The user's module, without wrappers.
@@ -37,14 +34,14 @@ class Training:
         world: The processes that train together; on a helper, those that help together.
         averages: Whether the optimizer averages gradients over the processes.
         scaler: The GradScaler that scales the loss, or None.
-        notices: The warnings to the user.
+        warnings: The warnings to the user.
         steps: Number of steps taken.
         trained: The parameters that trained at the last step.
         base: The wrapped optimizer.
         base_name: Name of the base, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
         meter: Seconds and bytes of the steps, by stage.
-        first_pass: The hook that looks once who runs the model, where there are helpers.
+        late_ddp: The hook that looks once who runs the model, where there are helpers.
     """
 
     name: str
@@ -54,14 +51,14 @@ class Training:
     world: World
     averages: bool
     scaler: Any
-    notices: Notices = field(default_factory=Notices)
+    warnings: DeferredWarnings = field(default_factory=DeferredWarnings)
     steps: int = 0
     trained: set[Tensor] = field(default_factory=set)
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
     base_name: str = ""
     publish: Callable[[], None] = _nowhere
     meter: Meter = field(default_factory=Meter)
-    first_pass: Any = None
+    late_ddp: Any = None
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -98,11 +95,11 @@ class Training:
 
     def first_time(self, key: str) -> bool:
         """True once for each key, so that a warning is given once."""
-        return self.notices.first_time(key)
+        return self.warnings.first_time(key)
 
     def warn(self, message: str) -> None:
         """Warn the user, now or once no rank waits for another."""
-        self.notices.say(message)
+        self.warnings.warn(message)
 
     def titled(self, *what: str) -> str:
         """The first line of a summary: the optimizer, its base, ``what``, and the step."""
@@ -111,10 +108,3 @@ class Training:
         processes = f"{size} process{'es' if size > 1 else ''}"
         parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
         return f"{self.name} over {self.base_name}, {parts}"
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes the hook of the first pass off the model."""
-        return nullcontext() if self.first_pass is None else self.first_pass.aside(self.model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "base": None, "publish": _nowhere, "first_pass": None}

@@ -7,29 +7,24 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.contract.base_step import unhooked_step
-from second_order.contract.groups import NAMES
-from second_order.contract.hidden import REST
+from second_order.contract.groups import NAMES, members_of
+from second_order.contract.partition import REST
 
 __all__ = [
-    "Kinds",
     "TwoBases",
-    "attributes_of",
     "base_of",
-    "kinds_of",
-    "made_again",
     "name_of",
+    "parts_of",
     "switch_of",
 ]
-
-Kinds: TypeAlias = tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...]
-"""The classes of a base, or of two, each with its defaults."""
 
 
 class TwoBases(torch.optim.Optimizer):
@@ -57,18 +52,17 @@ class TwoBases(torch.optim.Optimizer):
         rest: type[torch.optim.Optimizer],
         rest_keywords: Mapping[str, Any],
     ) -> None:
-        named = [_unzipped(group) for group in groups]
         parts: list[torch.optim.Optimizer] = []
-        filled: dict[int, dict[str, Any]] = {}
+        whole = [dict(group) for group in groups]
         for mark, kind, keywords in ((False, base, base_keywords), (True, rest, rest_keywords)):
-            mine = [i for i, group in enumerate(named) if group[REST] is mark]
-            # A base may not know of names, and takes no empty list of groups.
-            plain = [{k: v for k, v in named[i].items() if k != NAMES} for i in mine]
-            part = kind(plain or [{"params": []}], **keywords)
-            filled.update(zip(mine, part.param_groups, strict=False))
-            parts.append(part)
+            mine = [group for group in whole if group[REST] is mark]
+            plain = [{**group, "params": members_of([group])} for group in mine]
+            for group in plain:
+                group.pop(NAMES, None)  # a base may not know of names
+            parts.append(kind(plain or [{"params": []}], **keywords))  # none takes an empty list
+            for group, filled in zip(mine, parts[-1].param_groups, strict=False):
+                group.update({k: v for k, v in filled.items() if k != "params"})
         self.parts = (parts[0], parts[1])
-        whole = [{**filled[i], **_names_in(group)} for i, group in enumerate(named)]
         super().__init__(whole, _common(*self.parts))
         for part in self.parts:
             self.state.update(part.state)
@@ -78,6 +72,7 @@ class TwoBases(torch.optim.Optimizer):
         for part in self.following():
             if part.param_groups:
                 unhooked_step(part)
+                self.state.update(part.state)
 
     def of(self, group: Mapping[str, Any]) -> torch.optim.Optimizer:
         """The optimizer that trains a group."""
@@ -87,8 +82,8 @@ class TwoBases(torch.optim.Optimizer):
         """Both optimizers, with their groups as they are now, and the state of these."""
         for mark, part in enumerate(self.parts):
             part.param_groups = [g for g in self.param_groups if g[REST] is bool(mark)]
-            params = {p for group in part.param_groups for p in group["params"]}
-            part.state = _PartOfState(self.state, params)  # type: ignore[assignment]
+            mine = [p for group in part.param_groups for p in group["params"] if p in self.state]
+            part.state = defaultdict(dict, {p: self.state[p] for p in mine})
         return self.parts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,36 +92,17 @@ class TwoBases(torch.optim.Optimizer):
             if len(part.state):
                 own = {"state": part.state, "param_groups": part.param_groups}
                 part.__setstate__(own)
+                self.state.update(part.state)
 
 
-class _PartOfState(MutableMapping[Tensor, Any]):
-    """The state of some parameters, as one of the two optimizers sees it."""
-
-    def __init__(self, state: MutableMapping[Tensor, Any], params: set[Tensor]) -> None:
-        self._whole, self._params = state, params
-
-    def __getitem__(self, p: Tensor) -> Any:
-        return self._whole[p]
-
-    def __setitem__(self, p: Tensor, value: Any) -> None:
-        self._whole[p] = value
-
-    def __delitem__(self, p: Tensor) -> None:
-        del self._whole[p]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for p in self._whole if p in self._params)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, p: object) -> bool:
-        return p in self._params and p in self._whole
+def parts_of(base: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The two optimizers that a base is made of, or the one that it is."""
+    return base.parts if isinstance(base, TwoBases) else (base,)
 
 
 def name_of(base: torch.optim.Optimizer) -> str:
     """The name of a base, or of two, in messages."""
-    return " and ".join(kind.__name__ for kind, _ in kinds_of(base))
+    return " and ".join(type(part).__name__ for part in parts_of(base))
 
 
 def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -166,66 +142,5 @@ def switch_of(
     return switch
 
 
-def kinds_of(base: torch.optim.Optimizer) -> Kinds:
-    """Class and defaults of each base, from which a copy or an unpickled one is made again."""
-    parts = base.parts if isinstance(base, TwoBases) else (base,)
-    return tuple((type(part), part.defaults) for part in parts)
-
-
-def attributes_of(base: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """What each base has besides groups, state and defaults, if its class is not torch's."""
-    parts = base.parts if isinstance(base, TwoBases) else (base,)
-    usual = vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))
-    return tuple(
-        {}
-        if type(part).__module__.startswith("torch.")
-        else {name: value for name, value in vars(part).items() if name not in usual}
-        for part in parts
-    )
-
-
-def made_again(
-    kinds: Kinds, groups: list[dict[str, Any]], attributes: Sequence[Mapping[str, Any]] = ()
-) -> torch.optim.Optimizer:
-    """Make a base, or two, again on groups that exist, without a state.
-
-    Args:
-        kinds: Class and defaults of each.
-        groups: The groups.
-        attributes: What each has besides, as :func:`attributes_of` gives it.
-    """
-    parts = [_bare(kind, defaults, groups) for kind, defaults in kinds]
-    for part, own in zip(parts, attributes, strict=False):
-        vars(part).update(own)
-    if len(parts) == 1:
-        return parts[0]
-    two = TwoBases.__new__(TwoBases)
-    two.parts = (parts[0], parts[1])
-    two.__setstate__({"defaults": _common(*two.parts), "state": {}, "param_groups": groups})
-    return two
-
-
-def _bare(
-    kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    base = kind.__new__(kind)
-    torch.optim.Optimizer.__setstate__(
-        base, {"defaults": defaults, "state": {}, "param_groups": groups}
-    )
-    return base
-
-
 def _common(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> dict[str, Any]:
     return {k: v for k, v in first.defaults.items() if k in second.defaults}
-
-
-def _unzipped(group: dict[str, Any]) -> dict[str, Any]:
-    """Take names and tensors of a group apart, if its parameters are pairs of them."""
-    params = group["params"]
-    if not params or not all(isinstance(p, tuple) for p in params):
-        return group
-    return {**group, "params": [p for _, p in params], NAMES: [name for name, _ in params]}
-
-
-def _names_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {NAMES: group[NAMES]} if NAMES in group else {}

@@ -37,7 +37,6 @@ from second_order.distributed.shares import (
     in_buckets,
     sizes_of,
 )
-from second_order.errors import SecondOrderError
 from second_order.stages import sent
 
 __all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
@@ -73,9 +72,6 @@ class Delivery:
 class World:
     """The processes an optimizer works with: a process group, or this process alone.
 
-    Deep copies share the group; unpickling finds the default group again, and raises at another
-    rank or size.
-
     Args:
         group: A process group; None for the default one if it is initialised.
 
@@ -83,7 +79,7 @@ class World:
         group: The process group; None for one process alone.
         rank: Rank of this process in the group.
         size: Number of processes.
-        whole: Rank and size in the world of which this is a team, to find that world in a pickle.
+        whole: Rank and size in the world of which this is a team; None for no team.
         wire: Dtype in which floating-point messages travel; None for their own.
     """
 
@@ -91,9 +87,6 @@ class World:
     wire: torch.dtype | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._connect(group)
-
-    def _connect(self, group: dist.ProcessGroup | None) -> None:
         self._subgroups: dict[tuple[int | str, ...], World] = {}
         check_group(group)
         if not (dist.is_available() and dist.is_initialized()):
@@ -113,22 +106,6 @@ class World:
         world._subgroups, world.group = {}, None
         world.rank, world.size = rank, size
         return world
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> World:
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"place": self.whole or (self.rank, self.size)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._connect(None)
-        rank, size = state["place"]
-        if (rank, size) != (self.rank, self.size):
-            raise SecondOrderError(
-                f"this optimizer was pickled on rank {rank} of {size}, and this is rank "
-                f"{self.rank} of {self.size}: factors and groups of processes are of that place; "
-                f"move it by state_dict(), after consolidate() on every rank"
-            )
 
     @property
     def global_ranks(self) -> list[int]:

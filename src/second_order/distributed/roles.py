@@ -54,7 +54,7 @@ class Roles:
             helper_timeout: Seconds after which a helper that waits for others of its kind in a
                 collective raises, if that is sooner than in ``world``; None for as in ``world``.
         """
-        if world.group is not None:  # a rank that unpickles asks alone, for a group that exists
+        if world.group is not None:
             mine = self.helpers if world.rank in self.helpers else self.workers
             made = _teams.get(world.group, {}).get((mine, helper_timeout))
             if made is not None:

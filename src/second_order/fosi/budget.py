@@ -277,10 +277,6 @@ class RefreshBudget:
         self._least = math.inf
         self._restart()
 
-    def __getstate__(self) -> dict[str, Any]:
-        anew = {"_watch": None, "_laps": 0, "_products": 0, "_warmed": False, "_least": math.inf}
-        return {**self.__dict__, **anew}
-
 
 class _Probe:
     """A product that is timed.

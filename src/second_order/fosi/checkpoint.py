@@ -5,7 +5,6 @@ They are state, not something to compute again: the batch they were computed fro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.checkpoint import ELSEWHERE, HEADER
-from second_order.contract.saved import SavedPart, is_real
+from second_order.contract.checkpoint import HEADER
+from second_order.contract.saved import SavedPart
 from second_order.distributed.collectives import World
 from second_order.fosi.pieces import FlatLayout
 from second_order.fosi.sharded_base import gather_parts
@@ -198,87 +197,54 @@ def has_pairs(saved: Mapping[Tensor, Mapping[str, Any]]) -> bool:
 
 
 def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
-    """Raise ValueError unless counts and eigenpairs are sound, and fit the parameters."""
+    """Raise ValueError unless counts and eigenpairs are finite, and fit the parameters."""
     counts = counts_of(saved)
     parts = {p: part for p, part in saved.items() if "refreshed_at" in part}
-    for p, part in saved.items():
-        part.check_known(KNOWN, ELSEWHERE)
-        if p not in parts:
-            for key in part:
-                if key not in HEADER:
-                    raise part.wrong(key, "comes without 'refreshed_at'")
-            continue
-        steps = part["steps"]
-        part.whole("refreshed_at", -1, steps)
+    for part in saved.values():
+        part.check_known(KNOWN)
+    for part in parts.values():
+        part.whole("refreshed_at", -1, part["steps"])
         part.require(["batch_loss", "rest_scale_bound"])
-        if not is_real(part["batch_loss"]) or part["batch_loss"] != math.inf:  # there has been none
-            part.number("batch_loss")
-        part.number("rest_scale_bound", 1.0)
-        if any(name in part for name in BUDGET):
-            part.require(BUDGET)
-            for name in (*BUDGET, *(name for name in PRICES if name in part)):
-                part.number(name, 0.0)
-        if "epoch" in part:
-            part.whole("epoch", 0)
-            part.require(["epoch_step"])
-            part.whole("epoch_step", 0, steps)
-        if "epoch_sums" in part:
-            part.number("epoch_sums", 0.0, 1.0)
-        for key in COUNTS:
-            if part.get(key) != counts.get(key):
-                raise part.wrong(key, f"is {part.get(key)}, and {counts.get(key)} elsewhere")
+        for key in part.keys() & set(COUNTS):
+            if part[key] != counts.get(key):
+                raise part.wrong(key, f"is {part[key]}, and {counts.get(key)} elsewhere")
+            if key not in ("refreshed_at", "batch_loss"):  # infinite where there has been none
+                part.number(key, 0.0)
     for name in (CARRIED, START, SUM):
-        _check_vector(parts, name)
-    _check_pairs(parts)
+        if any(name in part for part in parts.values()):
+            for p, part in parts.items():
+                part.require([name])
+                part.tensor(name, tuple(p.shape))
+    head = next((part for part in parts.values() if part.keys() & {*HEADS, *TRUST}), None)
+    if head is not None:
+        _check_pairs(parts, head)
 
 
-def _check_vector(parts: Mapping[Tensor, SavedPart], name: str) -> None:
-    """Raise unless all parameters have their part of a vector, or none has."""
-    if any(name in part for part in parts.values()):
-        for p, part in parts.items():
-            part.require([name])
-            part.tensor(name, tuple(p.shape))
-
-
-def _check_pairs(parts: Mapping[Tensor, SavedPart]) -> None:
-    """Raise unless the parts have no eigenpairs, or whole ones of unit length."""
-    either = (*HEADS, *TRUST)
-    heads = [part for part in parts.values() if any(key in part for key in either)]
-    if not heads and not any(VECTORS in part or CARRIED in part for part in parts.values()):
-        return
-    squares = counts = None
+def _check_pairs(parts: Mapping[Tensor, SavedPart], head: SavedPart) -> None:
+    """Raise unless the parts have whole eigenpairs, of unit length."""
+    head.require(HEADS)
+    count = len(head["eigenvalues"])
+    for key in ("eigenvalues", "residuals", "subspace_momentum"):
+        head.tensor(key, (count,))
+    squares = torch.zeros(count, dtype=torch.float64)
     for p, part in parts.items():
         part.require([VECTORS])
         vectors = part.tensor(VECTORS)
-        if vectors.dim() < 1 or vectors.shape[1:] != p.shape:
+        if vectors.shape != (count, *p.shape):
             raise part.wrong(
                 VECTORS,
-                f"has eigenvectors of shape {tuple(vectors.shape[1:])} for a parameter of shape "
-                f"{tuple(p.shape)}: load it into the model that it was saved with",
+                f"has {len(vectors)} eigenvectors of shape {tuple(vectors.shape[1:])}, where there "
+                f"are {count} eigenvalues and a parameter of shape {tuple(p.shape)}: load it into "
+                f"the model that it was saved with",
             )
-        if counts is not None and len(vectors) != counts:
-            both = sorted({counts, len(vectors)})
-            raise part.wrong(VECTORS, f"makes {both} eigenvectors for one model")
-        counts = len(vectors)
-        length = torch.linalg.vector_norm(vectors.reshape(counts, -1), dim=1, dtype=torch.float64)
-        squares = length.square().cpu() + (0.0 if squares is None else squares)
-    if not heads:
-        raise next(iter(parts.values())).wrong("eigenvalues", "is missing")
-    head = heads[0]
-    if len(heads) > 1:
-        raise heads[1].wrong(next(k for k in either if k in heads[1]), "is there for a second time")
-    head.require(HEADS)
-    assert counts is not None
-    assert squares is not None
-    for key in ("eigenvalues", "residuals", "subspace_momentum"):
-        head.tensor(key, (counts,))
-    head.not_below("residuals", 0.0, head["residuals"])
+        length = torch.linalg.vector_norm(vectors.reshape(count, -1), dim=1, dtype=torch.float64)
+        squares += length.square().cpu()
     if any(key in head for key in TRUST):
         head.require(TRUST)
-        head.tensor("last_step", (counts,))
+        head.tensor("last_step", (count,))
         check_numbers(head, "trust_region")
     head.number("carried_decay", 0.0, 1.0)
-    if head.whole("largest", -1, counts) >= 0 and bool(((squares - 1.0).abs() > UNIT).any()):
+    if head.whole("largest", -1, count) >= 0 and bool(((squares - 1.0).abs() > UNIT).any()):
         lengths = ", ".join(f"{length:.3g}" for length in squares.sqrt().tolist())
         raise head.wrong(VECTORS, f"has eigenvectors of lengths [{lengths}], where 1 is needed")
 

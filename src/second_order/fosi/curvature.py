@@ -367,9 +367,6 @@ class FOSICurvature(Curvature):
             curvature = gather_eigenpairs(self.subspace, trust, layout, world, ranks)
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": [], "_rooms": []}
-
     def found(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last refresh."""
         if self.subspace is None:

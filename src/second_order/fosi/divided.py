@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.base_state import CURVATURE
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
@@ -191,7 +191,7 @@ class Alone(Divided):
 
 
 class _Team(Divided):
-    """One of two kinds of processes, which talk to each other; a copy talks to nobody."""
+    """One of two kinds of processes, which talk to each other."""
 
     computes_pairs = False
     line: Line | None = None
@@ -259,15 +259,6 @@ class _Team(Divided):
             for p, entries in vector_parts(kept, layout.params).items():
                 found[p][CURVATURE] = {**found[p][CURVATURE], **entries}
         return found
-
-    def awake(self) -> None:
-        """Find the processes of this kind again, in an unpickled copy, whose base goes on alone."""
-        self.pairs.subspace, world = None, self.training.world
-        if world.size == self._roles.size:
-            self.training.world = self._roles.team(world, self.options.helper_timeout)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "line": None, "closed": True}
 
 
 class Worker(_Team):
@@ -380,6 +371,3 @@ class Helper(_Team):
             if line.store is not None and self.accelerator.dismissed:
                 await_goodbyes(line.store, line.everybody, min(patience, FAREWELL_SECONDS))
         super().close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "accelerator": None}

@@ -124,9 +124,6 @@ class CurvatureClosure:
         chosen = self.own if self.given is None else self.given
         return none if chosen is None else chosen
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
 
 @dataclass
 class Tally:

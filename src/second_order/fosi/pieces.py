@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,9 +124,6 @@ class FlatLayout:
     def of(self, rank: int) -> list[Piece]:
         """The pieces of one process."""
         return [piece for piece in self.pieces if piece.rank == rank]
-
-    def __getstate__(self) -> dict[str, Any]:  # a copy is of other parameters
-        return {key: value for key, value in self.__dict__.items() if key != "ids"}
 
 
 class ShardedLayout(FlatLayout):
@@ -298,9 +294,6 @@ class Chunk:
         """The gradients of :attr:`whole` parameters, if all have one."""
         found = [g for p in self.whole if (g := p.grad) is not None]
         return found if len(found) == len(self.whole) else []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_room"}
 
 
 class Room:

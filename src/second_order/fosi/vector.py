@@ -236,7 +236,7 @@ class ParameterVector:
             step()
             return
         training = self._training
-        if self._stepper is None:  # or in a copy, whose state is cut already
+        if self._stepper is None:
             base, groups = training.base, training.groups
             self._stepper = ShardedBase(base, base.state, groups, self.pieces)
             self.in_parts = True
@@ -259,6 +259,3 @@ class ParameterVector:
         if self.in_parts:
             return gather_state(world, self.layout.pieces, state, ranks)
         return dict(state) if world.rank in ranks else {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stepper": None}

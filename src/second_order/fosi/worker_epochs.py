@@ -17,7 +17,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +49,6 @@ REFUSED = "what the accelerators have sent was refused"
 
 class Epochs:
     """The epochs of one worker.
-
-    A copy has no mailbox, and no point to return to.
 
     Args:
         subject: The model and the parameters that train, among the workers.
@@ -357,10 +354,6 @@ class Epochs:
         vector = self._subject.vector
         whole = load_vector(saved, name, vector.params, dtype)
         return None if whole is None else vector.here(whole)
-
-    def __getstate__(self) -> dict[str, Any]:
-        alone = {"_mailbox": None, "helped": False, "start": None, "total": None, "fresh": None}
-        return {**self.__dict__, **alone, "_parts": []}
 
 
 def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:

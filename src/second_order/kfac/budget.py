@@ -33,7 +33,7 @@ from second_order.options import AUTO, check_interval, value_at
 from second_order.stages import ELSEWHERE
 from second_order.stopwatch import Account, Clock, Stopwatch, clock_of
 
-__all__ = ["SAVED", "Budget", "Cadence", "check_saved_intervals", "intervals"]
+__all__ = ["SAVED", "Budget", "Cadence", "intervals"]
 
 COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
 JUDGED = 100  # steps whose refreshes may be told of
@@ -238,9 +238,6 @@ class Budget:
         self.until = self._most if self._auto else 0
         self.begin()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None}
-
 
 # -------------------------------------------------------------------------------------- the cadence
 
@@ -383,13 +380,3 @@ class Cadence:
         decay: float = value_at(self._options.factor_decay, self._training.steps)
         check_decay(decay)
         return decay
-
-
-def check_saved_intervals(saved: Mapping[Tensor, SavedPart]) -> None:
-    """Raise ValueError unless saved intervals are sound, and the same with every layer."""
-    known: dict[str, float] = {}
-    for part in saved.values():
-        for name in SAVED & part.keys():
-            value = part.number(name, 0.0) if name == OVERHEAD else part.whole(name, 0)
-            if known.setdefault(name, value) != value:
-                raise part.wrong(name, f"is {value}, and {known[name]} for another parameter")

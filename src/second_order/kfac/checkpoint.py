@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from second_order.contract.checkpoint import ELSEWHERE, HEADER
-from second_order.contract.saved import COUNTABLE, SavedPart
+from second_order.contract.checkpoint import HEADER
+from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.budget import SAVED, check_saved_intervals
-from second_order.kfac.drift import DRIFT, DRIFT_ALIKE, DRIFT_INTERVAL
+from second_order.kfac.budget import SAVED
+from second_order.kfac.drift import DRIFT
 from second_order.kfac.layers import Layers
 from second_order.kfac.step_length import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.trace_refresh import SETTLED
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.triangles import packed_diagonal
 
 __all__ = [
     "MEAN_CURVATURE",
@@ -130,72 +130,22 @@ def check_saved_factors(
         blocks: The layers to be loaded.
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
-    check_saved_intervals(saved)
-    _check_alike(saved)
-    _check_workers(saved)
+    tensors, alike = {*LETTERS, MEANS}, {*ALIKE, *SAVED, *CHOSEN}
+    known: dict[str, float] = {}
     for p, part in saved.items():
-        known = (*HEADER, *LETTERS, *READ_BY_ALL)
-        part.check_known(known, ELSEWHERE)
-        if SETTLED in part:
-            part.whole(SETTLED, 0, 1)
-        for name, least in ((DRIFT_INTERVAL, 1), (DRIFT_ALIKE, 0)):
-            if name in part:
-                part.whole(name, least)
-        there = [letter for letter in LETTERS if letter in part]
-        if there or MEANS in part or EXAMPLES in part:
+        part.check_known((*HEADER, *LETTERS, *READ_BY_ALL))
+        if part.keys() & {*tensors, EXAMPLES}:
             part.require([WEIGHT])
-        if WEIGHT in part:
-            part.number(WEIGHT, 0.0, COUNTABLE)
-        if EXAMPLES in part:
-            part.number(EXAMPLES, 0.0, COUNTABLE)
-        for key in (*there, *([MEANS] if MEANS in part else [])):
-            part.tensor(key)
+        for key in part.keys() - set(HEADER):
+            if key in tensors:
+                part.tensor(key)
+                continue
+            value = part.number(key, -math.inf if key == STEP_SIGN else 0.0)
+            if key in alike and known.setdefault(key, value) != value:
+                raise part.wrong(key, f"is {value:g}, and {known[key]:g} for another parameter")
         block = of.get(p)
         # A frozen layer's bias is not in its A yet: factors that do not fit are not loaded.
         if block is not None and (block.trainable or block.fits(part)):
-            _check_fit(part, block, there)
-        elif MEANS in part:
-            part.not_below(MEANS, 0.0, part[MEANS])
-
-
-def _check_alike(saved: Mapping[Tensor, SavedPart]) -> None:
-    """Raise ValueError unless what is saved with every layer is sound, and the same with each."""
-    known: dict[str, float] = {}
-    for part in saved.values():
-        for name in part.keys() & set(ALIKE):
-            value = part.number(name) if name == STEP_SIGN else part.number(name, 0.0)
-            if known.setdefault(name, value) != value:
-                raise part.wrong(name, f"is {value}, and {known[name]} for another parameter")
-
-
-def _check_workers(saved: Mapping[Tensor, SavedPart]) -> None:
-    """Raise ValueError unless chosen gradient workers divide their ranks, alike in all parts."""
-    known: tuple[int, int] | None = None
-    for part in saved.values():
-        if not set(CHOSEN) <= part.keys():
-            continue
-        workers, ranks = (int(part.whole(name, 0)) for name in CHOSEN)
-        if workers and not (workers <= ranks and ranks % workers == 0):
-            raise part.wrong(CHOSEN[0], f"is {workers}, which does not divide {ranks} ranks")
-        if known not in (None, (workers, ranks)):
-            raise part.wrong(CHOSEN[0], f"is {workers} of {ranks}, and {known} elsewhere")
-        known = workers, ranks
-
-
-def _check_fit(part: SavedPart, block: KroneckerBlock, there: Sequence[str]) -> None:
-    shape = block.shape
-    block.check_factors(part)
-    for letter in there:
-        if letter not in shape.letters:
-            raise part.wrong(letter, f"is no factor of layer {block.name!r}")
-        factor = part[letter]
-        if shape.is_diagonal(letter):
-            diagonal = factor
-        elif factor.dim() == 3:
-            diagonal = factor.diagonal(dim1=-2, dim2=-1)
-        else:
-            diagonal = packed_diagonal(factor, shape.dim(letter))
-        part.not_below(letter, 0.0, diagonal)
-    if MEANS in part:
-        part.tensor(MEANS, (len(shape.letters), shape.groups))
-        part.not_below(MEANS, 0.0, part[MEANS])
+            block.check_factors(part)
+            if MEANS in part:
+                part.tensor(MEANS, (len(block.shape.letters), block.shape.groups))

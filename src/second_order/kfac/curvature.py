@@ -412,8 +412,6 @@ class KFACCurvature(Curvature):
         """Plan anew if layers were frozen or unfrozen since the last step."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
         if not layers.follow():
-            if self._exchange is None:  # in a copy, whose inverses remain valid
-                self._connect()
             return
         shapes = {block: block.shape for block in layers.active}
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
@@ -543,19 +541,6 @@ class KFACCurvature(Curvature):
             self._follow()
         found = gather_factors(self.training.world, self.known, ranks)
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
-
-    def awake(self) -> None:
-        """Watch the model of a copied optimizer; process groups are made at the next step."""
-        if self.helpers is not None:
-            self.helpers.awake(self.training)
-        self._exchange = None
-        self.budget.begin()
-        self.layers.connect()
-        self.layers.watch(self._takes, self._counted)
-        self.watch()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_exchange": None}
 
     def close(self) -> None:
         """End threads and hooks; the optimizer goes on as its base alone."""

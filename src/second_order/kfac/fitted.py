@@ -88,7 +88,7 @@ def fitted_curvature(
         )
     names = _names(training)
     uncovered = {name: why for name, why in uncovered.items() if name in names}
-    return KroneckerCurvature(found, names, uncovered, members_of(training.groups))
+    return KroneckerCurvature(found, names, uncovered)
 
 
 def _names(training: Training) -> list[str]:

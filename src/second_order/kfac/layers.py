@@ -251,7 +251,7 @@ class Layers:
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
             conv_approximation=self._conv_approximation,
-            warn=self._training.notices.keep,
+            warn=self._training.warnings.keep,
             fsdp=fsdp,
             sampled=sampled,
         )
@@ -260,9 +260,8 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
-        how = {} if self._sampler is None else {"reads": self._sampler.reads}
         self.capture = Capture(
-            self.collector, self._sampler, self.collector.wants, self._timed, fsdp, **how
+            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
         )
 
     def watch(
@@ -468,7 +467,9 @@ class Layers:
             return
         cause = next(
             filter(None, map(self._why_silent, self.active)),
-            "train the very model that the optimizer was given, not a copy or an export of it",
+            "train the very model that the optimizer was given, not a copy or an export of it; a "
+            "model that had run under torch.compile before the optimizer was made, or another of "
+            "its class, has left graphs without hooks: call torch.compiler.reset() once",
         )
         if self._options.fisher == "sampled":
             cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
@@ -507,11 +508,6 @@ class Layers:
         self.collector.blocks.clear()
         self.blocks, self.active, self.left, self._signature = [], [], [], ()
         self._overflown = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        dropped = ("capture", "collector", "_sampler")
-        kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
-        return {**kept, "_items": None}
 
 
 def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -300,11 +299,4 @@ class Pipeline:
                     self._send(bucket, self._micro_batches)
             else:
                 self._loan.give_back()
-        self._begin()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"parts": (self._training, self._dtype)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._training, self._dtype = state["parts"]
         self._begin()

@@ -592,16 +592,6 @@ class Solves:
         self.traces.forget()
         self._plan, self.landed_at, self.taken_at, self.dampings = {}, {}, {}, {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Threads stay here; what is under way on them is launched anew in the copy.
-        wanted = self.wanted or bool(self.flights)
-        away: dict[str, Any] = {"exchange": None, "flights": {}, "_seen": None}
-        return {**self.__dict__, **away, "wanted": wanted}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._seen = weakref.WeakSet()
-
 
 def _curvature_of(block: KroneckerBlock) -> Tensor:
     """The layer's mean curvature, a scalar; 1 where the gradients vanish and there is none."""

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
-from second_order.contract.wrapped_late import refuse_ddp_over_helpers
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import (
     MalformedError,
@@ -80,13 +80,6 @@ def _check_processes(training: Training, count: int) -> None:
     sharded = any(map(is_dtensor, training.model.parameters()))
     if any(training.world.all_gather_object(sharded)):  # all raise, whoever has shards
         raise ValueError(no_copies(training))
-
-
-def _rejoin(training: Training, count: int) -> None:
-    """Find the processes of this role again, in an unpickled copy."""
-    if training.world.size > 1 and training.world.whole is None:
-        roles = assign_roles(training.world.size, count, "stats")
-        training.world = roles.team(training.world)
 
 
 @dataclass
@@ -158,10 +151,6 @@ class StatsWorkers:
         self.mailboxes = [helper.mailbox for helper in self.active]
         await_connections(everybody, self.mailboxes, [store for store, _ in stores])
         self.shapes = [t.shape for t in model_tensors(training.model)]
-
-    def awake(self, training: Training) -> None:
-        """Find the other gradient workers again, in a copy, which has no helpers."""
-        _rejoin(training, self.count)
 
     @property
     def refused(self) -> int:
@@ -317,9 +306,6 @@ class StatsWorkers:
         self.active = []
         self.own_passes = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "active": [], "own_passes": True, "mailboxes": []}
-
 
 class StatsWorker(Curvature):
     """A process that computes statistics for the others' training, and does not train.
@@ -421,11 +407,6 @@ class StatsWorker(Curvature):
     def _take_part(self) -> None:
         self._deliver()
         self._fetch()
-
-    def awake(self) -> None:
-        """Watch the model of a copied optimizer, which has no mailbox."""
-        _rejoin(self.training, self._count)
-        self._look()
 
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
@@ -581,9 +562,6 @@ class StatsWorker(Curvature):
         mailbox.close(patience)
         if self._store is not None and mailbox.closed_there:  # other workers still listen
             await_goodbyes(self._store, self._everybody, min(patience, FAREWELL_SECONDS))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "mailbox": None, "_store": None}
 
 
 def endless(batches: Iterable[Any]) -> Iterator[Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ is saved, 0 for never."""
 PAST = 0.9  # weight of the past in S and Z
 LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
 COUNTED = 4  # steps between two looks that count where τ grows, at most
-LEVEL = 0.1  # b: the larger, the oftener the loss may rise along a step
+LEVEL = 0.1  # b, the larger, the oftener the loss may rise along a step; -b where τ > 1
 RISES = 2.0  # times Z: a rise that shortens steps at once
 RECENT = 0.1  # of the steps so far, within which a rate that moves follows a schedule
 
@@ -145,7 +144,7 @@ class StepLength:
         self._weight = PAST * self._weight + 1
         self._sign += ((s > 0) - (s < 0) - self._sign) / self._weight
         self._size += (abs(s) - self._size) / self._weight
-        level = self._sign + LEVEL
+        level = self._sign + math.copysign(LEVEL, 1.0 - self.factor)
         if level < 0:
             change += SHORTER * level
         elif not rises:
@@ -201,6 +200,3 @@ class StepLength:
         self._sign, self._size, self._weight = averages
         self._rate = rate or math.nan
         self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_before": {}, "_step": {}}

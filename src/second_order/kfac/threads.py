@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,9 +60,6 @@ class Threads:
 
     def __init__(self, training: Training, background: Background) -> None:
         self._training, self._background = training, background
-        self._begin()
-
-    def _begin(self) -> None:
         self.pool = WorkerPool(self._background.threads)
         self._made_streams: Streams | None = None
 
@@ -124,14 +121,6 @@ class Threads:
     def close(self) -> None:
         """End the threads."""
         self.pool.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Threads stay here; a copy has its own.
-        return {"parts": (self._training, self._background)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._training, self._background = state["parts"]
-        self._begin()
 
 
 def solve(

@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.kronecker.autograd import current_node, saving_hooks
+
 __all__ = [
     "Assembly",
     "Place",
@@ -136,7 +138,7 @@ def _batched(module: nn.Module, x: Tensor) -> Tensor:
 
 def is_checkpointed() -> bool:
     """Whether a checkpoint that saves nothing is in force: what a node saves can be read once."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = saving_hooks(True)
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
@@ -154,7 +156,7 @@ class Place:
     @property
     def saved_tensors(self) -> tuple[Tensor]:
         """The input, ``(positions batch, in)``, as long as autograd has it."""
-        node = torch._C._current_autograd_node() if self._node is None else self._node
+        node = current_node() if self._node is None else self._node
         return (getattr(node, PRODUCTS[node.name()]),)
 
 

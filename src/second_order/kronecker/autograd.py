@@ -1,4 +1,8 @@
-"""What autograd keeps of a layer's call, and what the backward pass that is running will reach."""
+"""What autograd keeps of a layer's call, and what the backward pass that is running will reach.
+
+The private names of torch that the Kronecker factors use are those below, as torch 2.6 to 2.13 have
+them; there is no public way to ask.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import skip_code
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 from second_order.sharded import FSDPParams
 
 __all__ = [
+    "NO_PASS",
     "Kept",
     "Passes",
     "as_used",
+    "current_node",
+    "current_pass",
     "device_type",
     "differentiable_tensors",
     "is_reached",
+    "keeps_graph",
     "params_in_pass",
     "reaches_parameters",
     "repeating_checkpoints",
     "save",
+    "saving_hooks",
+    "set_eval_frame",
+    "skip_code",
+    "transformed",
 ]
+
+NO_PASS = -1
+"""The number of the running backward pass, where none is running."""
+
+current_pass = torch._C._current_graph_task_id  # which passes' gradients add up to one statistic
+current_node = torch._C._current_autograd_node  # whose saved input is read, and for the first time
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether inputs may go
+will_execute = torch._C._will_engine_execute_node  # autograd.grad's gradients are no loss's
+saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # a checkpoint saves nothing
+transformed = torch._C._are_functorch_transforms_active  # torch.func hides gradients
+# set_eval_frame and skip_code (above): a hook ends a graph, and the model runs without a compiler.
 
 _REPEAT = CheckpointFunction.backward.__code__
 
@@ -73,7 +98,7 @@ class Passes:
         begun: list[int] = []
 
         def begin(_: Tensor) -> None:
-            begun.append(torch._C._current_graph_task_id())
+            begun.append(current_pass())
             self._numbers.update(begun)
 
         hook = root.register_hook(begin)
@@ -86,7 +111,7 @@ class Passes:
     @property
     def running(self) -> bool:
         """Whether the pass that calls is one of them."""
-        return torch._C._current_graph_task_id() in self._numbers
+        return current_pass() in self._numbers
 
 
 def save(x: Tensor) -> Any:
@@ -103,7 +128,7 @@ def repeating_checkpoints() -> list[Any]:
         if frame.f_code is _REPEAT:
             found.append(frame.f_locals["ctx"])
         frame = frame.f_back
-    return found or [torch._C._current_autograd_node()]  # of another library's checkpoint
+    return found or [current_node()]  # of another library's checkpoint
 
 
 def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
@@ -122,7 +147,7 @@ def is_reached(p: Tensor) -> bool:
     if not p.requires_grad:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
+        return bool(will_execute(get_gradient_edge(p).node))
     except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
         return False
 

@@ -606,6 +606,10 @@ class StatisticsCollector:
             return []
         return [block]
 
+    def tell(self, message: str) -> None:
+        """Warn the user."""
+        self.warn(message)
+
     def lose(self, module: nn.Module, reason: str) -> None:
         """Count a pair that cannot be had, and warn of its layer once."""
         for block in self.blocks.get(module, ()):

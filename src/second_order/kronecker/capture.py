@@ -14,9 +14,8 @@ The input is kept the way autograd keeps its own inputs, through the saved-tenso
 activation checkpointing and offloading keep their memory savings.
 
 In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward hands the
-pairs over (:mod:`second_order.kronecker.compiled`). For drawn labels the graphs' backward is run
-once more, before the user's; or a graph that has the whole model, its output too, takes their
-gradients itself (:mod:`second_order.kronecker.drawn`).
+pairs over (:mod:`second_order.kronecker.compiled`). Drawn labels need another backward pass before
+the user's, which graphs do not allow: where they are due, the model runs without the compiler.
 
 Hooks find their :class:`Capture` through weak references, and copies of a hook are idle: a pickled
 or deep-copied model takes no optimizer along, and its copies capture nothing. A model that is
@@ -47,24 +46,23 @@ from second_order.kronecker.attention import (
     projections,
 )
 from second_order.kronecker.autograd import (
+    NO_PASS,
     Kept,
     Passes,
     as_used,
+    current_node,
+    current_pass,
     device_type,
     differentiable_tensors,
+    keeps_graph,
     params_in_pass,
     reaches_parameters,
     repeating_checkpoints,
     save,
+    set_eval_frame,
+    skip_code,
+    transformed,
 )
-from second_order.kronecker.compiled import (
-    forget_all_graphs,
-    forget_graphs,
-    frames_compiled,
-    keep_saved_tensors,
-    let_saved_tensors_go,
-)
-from second_order.kronecker.drawn import NOTHING_DRAWN, Draws
 from second_order.kronecker.hooks import (
     AttentionHook,
     Gate,
@@ -83,7 +81,6 @@ from second_order.sharded import FSDPParams
 __all__ = ["Capture", "PairConsumer"]
 
 Sampler = Callable[[Any, int], Tensor]
-NO_BACKWARD = -1
 ALONE = -1  # the number of an input of which it is not known what else is called on it
 TRANSFORMED = (
     "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
@@ -101,6 +98,10 @@ UNSEEN = (
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
+)
+RUNS_EAGERLY = (
+    "fisher='sampled' draws labels, for which the model runs without torch.compile at steps with "
+    "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (
     "torch.compile leaves nothing of an attention's products to be seen; keep it out of the graph, "
@@ -125,6 +126,9 @@ class PairConsumer(Protocol):
                 -1 if that is not known.
             again: Whether a backward pass has come through this call of the layer before.
         """
+
+    def tell(self, message: str) -> None:
+        """Warn the user, once."""
 
     def lose(self, module: nn.Module, reason: str) -> None:
         """Note that a pair of a module cannot be had, for a reason."""
@@ -208,9 +212,9 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
     if reaches_parameters(call.module, alive.fsdp):
         # The id names the backward pass that is running. A reentrant checkpoint runs one inside
         # another, in which the forward was repeated: the outer one is meant.
-        if call.outer == NO_BACKWARD:
-            alive._pass = torch._C._current_graph_task_id()
-        pass_id = alive._pass if call.outer == NO_BACKWARD else call.outer
+        if call.outer == NO_PASS:
+            alive._pass = current_pass()
+        pass_id = alive._pass if call.outer == NO_PASS else call.outer
         try:
             x = call.saved[0].saved_tensors[0]
         except RuntimeError as error:
@@ -228,7 +232,7 @@ def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
             alive._emit(call.module, *pair, pass_id, call.source, again)
     else:
         alive.missed[call.module] = NOT_ACCUMULATED
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
+    if not keeps_graph():
         call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
 
 
@@ -249,10 +253,6 @@ def _delivery_hook(
             alive._emit(module, x, d, pass_id, source, False)
 
 
-def _tensor_alone(output: Any) -> Tensor | None:
-    return output if isinstance(output, Tensor) else None
-
-
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
@@ -266,8 +266,6 @@ class Capture:
         wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
         timed: Makes a context manager around the work of a hook, to measure it.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
-        reads: Gives the tensor of the model's output that the sampler draws from, which does as
-            well in the output's place; None if that is not one tensor.
 
     Attributes:
         timed: Makes the context manager around the work of a hook.
@@ -283,28 +281,27 @@ class Capture:
         wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
-        reads: Callable[[Any], Tensor | None] = _tensor_alone,
     ) -> None:
         self._gate = Gate()
         self.timed = timed
         self.fsdp = fsdp
         self._wanted = _weight_trains if wanted is None else wanted
         self.root_calls = 0
+        self._told = False
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._consumer = consumer
         self._sampler = sampler
-        self._draws = None if sampler is None else _draws_of(weakref.ref(self), reads)
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._root: weakref.ref[nn.Module] | None = None
         self._inside_root = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
-        self._from_graphs: list[tuple[nn.Module, Tensor, int, Tensor]] | None = None
+        self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
-        self._pass = NO_BACKWARD  # the last that was seen from outside of nested checkpoints
+        self._pass = NO_PASS  # the last that was seen from outside of nested checkpoints
         self._watches: list[Watch] = []
-        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        weakref.finalize(self, _let_go, self._watches, self._watched)
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        weakref.finalize(self, _let_go, self._watches, self._hooked)
 
     @property
     def enabled(self) -> bool:
@@ -317,70 +314,59 @@ class Capture:
         self._gate.open = enabled
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Watch exactly these layers, and no longer those from before."""
+        """Watch exactly these layers, and no longer those from before, whose hooks stay.
+
+        A graph that has been compiled meets no new hooks, but looks who watches by those it has.
+        """
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
-        before = weakref.WeakSet(self._watched)
         self._dismiss()
-        new = [
-            self._watch(module, AttentionHook if is_attention(module) else LayerHook)
-            for module in hosts(root, layers)
-        ]
         self._observed = weakref.WeakSet(layers)
+        for module in hosts(root, layers):
+            self._watch(module, AttentionHook if is_attention(module) else LayerHook)
         if self._sampler is not None and layers:
             self._root = weakref.ref(root)
-            new += [self._watch(root, kind) for kind in (RootPreHook, RootHook)]
-        release(before)
-        if self._sampler is not None and layers:
-            keep_saved_tensors(id(self._watches))
-            if any(new):
-                forget_all_graphs()  # none of them may have kept what another backward needs
-        elif any(new):
-            forget_graphs(self._watched)
+            for root_kind in (RootPreHook, RootHook):
+                self._watch(root, root_kind)
 
-    def _watch(self, module: nn.Module, kind: type[WatchHook]) -> bool:
-        """Watch a module by its hook of a kind; returns whether the hook is new."""
-        hook, new = hook_of(module, kind)
-        watch = Watch(self, module, self._gate, self._draws)
-        hook.watches.append(watch)
+    def _watch(self, module: nn.Module, kind: type[WatchHook]) -> None:
+        """Watch a module by its hook of a kind."""
+        watch = Watch(self, module, self._gate, self._sampler is not None)
+        hook_of(module, kind).watches.append(watch)
         self._watches.append(watch)
-        self._watched.add(module)
-        return new
+        self._hooked.add(module)
 
     def detach(self) -> None:
         """Remove every hook and forget pairs in flight."""
-        before = weakref.WeakSet(self._watched)
         self._dismiss()
-        release(before)
+        release(self._hooked)
+        self._hooked.clear()
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """Take the hooks off the watched modules for a block, those of other captures too."""
-        away, compiled = take_off(self._watched), frames_compiled()
+        away = take_off(self._hooked)
         try:
             yield
         finally:
             put_back(away)
-            if frames_compiled() != compiled:  # graphs from within the block know of no hooks
-                forget_graphs(self._watched)
 
     def _dismiss(self) -> None:
-        """Watch nothing any more; hooks that serve nobody remain until they are released."""
+        """Watch nothing any more; the hooks stay."""
         for watch in self._watches:
             watch.gone = True
-        let_saved_tensors_go(id(self._watches))
         self._watches.clear()
-        self._watched.clear()
+        release(self._hooked, keep=True)
         self._observed = weakref.WeakSet()
         self._root = None
         self._pending.clear()
 
     def observe(self, module: nn.Module, x: Any, output: Any) -> None:
         """See a call of a layer; in a training pass, wait for the gradient of its output."""
-        if torch._C._get_tracing_state() is not None:  # torch.jit traces the model
+        if cast(Any, torch.jit).is_tracing():
             return
-        if torch._C._are_functorch_transforms_active():
+        if transformed():
             if self.enabled and module in self._observed:
                 self.missed[module] = TRANSFORMED
             return
@@ -403,16 +389,16 @@ class Capture:
         source, x, shape = self._source_of(x), as_used(x), output.shape
         if self._sampler is None:
             outer, again = self._repeated_in()
-            self._hook(_node_of(output), _Call(module, [save(x)], source, outer, again, shape))
+            self._await_at(_node_of(output), _Call(module, [save(x)], source, outer, again, shape))
         elif self._inside_root:
-            call = _Call(module, [Kept(x.detach())], source, NO_BACKWARD, False, shape)
+            call = _Call(module, [Kept(x.detach())], source, NO_PASS, False, shape)
             self._pending.append((call, _node_of(output)))
             if self._consumer.looks(module):
                 outer, again = self._repeated_in()
                 call = _Call(module, [Kept(x.detach())], source, outer, again, shape, looks=True)
-                self._hook(_node_of(output), call)
+                self._await_at(_node_of(output), call)
 
-    def _hook(self, edge: GradientEdge, call: _Call) -> None:
+    def _await_at(self, edge: GradientEdge, call: _Call) -> None:
         """Wait for the gradient that comes to a node."""
         hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
         cast(Any, edge.node).register_prehook(hook)
@@ -428,7 +414,7 @@ class Capture:
         """See a call of an attention; in a training pass, wait for its products' gradients."""
         both = module, cast(nn.Module, module.out_proj)
         layers = [layer for layer in both if layer in self._observed]
-        if torch._C._are_functorch_transforms_active():
+        if transformed():
             self.missed.update(dict.fromkeys(layers if self.enabled else [], TRANSFORMED))
             return
         wanted = [layer for layer in layers if self.enabled and self._wanted(layer)]
@@ -466,10 +452,10 @@ class Capture:
             saved: Any = Place() if x is None else save(as_used(x))
             outer, again = self._repeated_in()
             call = _Call(layer, [saved], self._sources, outer, again, None, *parts)
-            self._hook(GradientEdge(product.node, 0), call)
+            self._await_at(GradientEdge(product.node, 0), call)
         elif self._inside_root:
             kept: Any = Place(product.node) if x is None else Kept(as_used(x).detach())
-            call = _Call(layer, [kept], self._sources, NO_BACKWARD, False, None, *parts)
+            call = _Call(layer, [kept], self._sources, NO_PASS, False, None, *parts)
             self._pending.append((call, GradientEdge(product.node, 0)))
 
     def _repeated_in(self) -> tuple[int, bool]:
@@ -479,11 +465,11 @@ class Capture:
         same. A nested checkpoint runs in a pass of its own, inside the pass that is meant: the one
         last seen at a layer outside of all checkpoints, such as a head.
         """
-        outer = torch._C._current_graph_task_id()
-        if outer == NO_BACKWARD:
+        outer = current_pass()
+        if outer == NO_PASS:
             return outer, False
         nodes = repeating_checkpoints()
-        if len(nodes) > 1 and self._pass != NO_BACKWARD:
+        if len(nodes) > 1 and self._pass != NO_PASS:
             outer = self._pass
         self._pass = outer
         metadata = getattr(nodes[-1], "metadata", {})
@@ -498,10 +484,16 @@ class Capture:
         return self._sources
 
     def enter_root(self, module: nn.Module) -> None:
-        """See the beginning of the model's forward."""
-        if self._root is not None and module is self._root():
-            self._pending.clear()
-            self._inside_root = True
+        """See the beginning of the model's forward, and let it run without a compiler."""
+        if self._root is None or module is not self._root():
+            return
+        self._pending.clear()
+        self._inside_root, self._compiler = True, None
+        if self.enabled and torch.is_grad_enabled() and (compiler := set_eval_frame(None)):
+            self._compiler = compiler  # which puts itself back, too, where the forward raises
+            if not self._told:
+                self._told = True
+                self._consumer.tell(RUNS_EAGERLY)
 
     def leave_root(self, module: nn.Module, output: Any) -> None:
         """See the model's output: draw labels from it, and take the gradients of their loss."""
@@ -509,10 +501,12 @@ class Capture:
             return
         self._inside_root = False
         pending, self._pending = self._pending, []
-        in_graphs = self.enabled and frames_compiled() > 0
-        if self._sampler is not None and (pending or in_graphs):
+        if self._sampler is not None and pending:
             with self.timed():
                 self._draw(self._sampler, module, pending, output)
+        if self._compiler is not None:
+            set_eval_frame(self._compiler)
+            self._compiler = None
 
     def _draw(
         self,
@@ -526,10 +520,7 @@ class Capture:
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
-        # The anchors are those of compiled layers, whose pairs come while this pass runs.
-        ends: list[Any] = [edge for *_, edge in pending]
-        ends += [watch.outlet.anchor for watch in self._watches]
-        self._from_graphs = pairs = []
+        ends = [edge for *_, edge in pending]
         try:
             with SAMPLING.beginning_at(loss):
                 gradients: Sequence[Tensor | None] = torch.autograd.grad(
@@ -542,42 +533,21 @@ class Capture:
                 "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
                 "checkpoint(..., use_reentrant=False), or fisher='empirical'"
             ) from error
-        finally:
-            self._from_graphs = None
         found = [
             (call, call.pair(call.saved[0].saved_tensors[0].detach(), gradient))
-            for (call, _), gradient in zip(pending, gradients, strict=False)
+            for (call, _), gradient in zip(pending, gradients, strict=True)
             if gradient is not None
         ]
-        pairs += [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
-        if not pending and not pairs:
-            return
+        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in differentiable_tensors(output):
             tensor.register_hook(deliver)
         self.root_calls += 1
 
-    def draw(self, output: Tensor) -> tuple[Tensor, int]:
-        """The gradient of the loss on labels drawn from a graph's output, detached, and its number.
-
-        The number of a loss without a gradient is one of nothing drawn.
-        """
-        assert self._sampler is not None
-        output = output.requires_grad_()
-        with self.timed(), torch.autocast(device_type(output), enabled=False):
-            loss = self._sampler(output, self.root_calls)
-            if not loss.requires_grad:
-                return torch.zeros_like(output), NOTHING_DRAWN
-            (gradient,) = torch.autograd.grad(loss, output)
-        self.root_calls += 1
-        return gradient, self.root_calls - 1
-
-    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor, drawn: int | None) -> None:
+    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Take a pair that the backward of a compiled graph delivers."""
-        if self._from_graphs is not None:  # a graph uses the memory of a pair again
-            self._from_graphs.append((module, x.clone(), ALONE, gradient.clone()))
-        if SAMPLING.running or (self._sampler is not None and drawn is None):
+        if SAMPLING.running:
             return
         with self.timed():
             if not reaches_parameters(module, self.fsdp):
@@ -585,13 +555,10 @@ class Capture:
                 return
             # The node is the whole graph's; a forward makes a new one, a second backward does not.
             # A backward that is compiled as a whole has no nodes, and runs once.
-            pass_id = torch._C._current_graph_task_id()
-            metadata = getattr(torch._C._current_autograd_node(), "metadata", {})
-            if drawn is None:
-                again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
-                self._emit(module, x, gradient, pass_id, ALONE, again)
-            elif metadata.setdefault((_FIRST_PASS, id(self), id(module)), pass_id) == pass_id:
-                self._emit(module, x, gradient, drawn, ALONE, False)  # they count once
+            pass_id = current_pass()
+            metadata = getattr(current_node(), "metadata", {})
+            again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+            self._emit(module, x, gradient, pass_id, ALONE, again)
 
     def _emit(
         self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
@@ -602,19 +569,12 @@ class Capture:
             self._consumer.consume(module, x, d.detach(), pass_id, source, again)
 
 
-def _draws_of(capture: weakref.ref[Capture], reads: Callable[[Any], Tensor | None]) -> Draws:
-    """What graphs know of a capture that draws labels, without keeping it."""
-
-    def draw(output: Tensor) -> tuple[Tensor, int]:
-        alive = capture()
-        return (torch.zeros_like(output), NOTHING_DRAWN) if alive is None else alive.draw(output)
-
-    return Draws(draw, reads)
+for _function in (Capture.enter_root, Capture.leave_root):
+    skip_code(_function.__code__)
 
 
 def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
     """Release the modules of a capture that is no more."""
-    let_saved_tensors_go(id(watches))
     for watch in watches:
         watch.gone = True
     release(modules)

@@ -18,77 +18,43 @@ A graph that watches nothing has neither operator: whether to watch is a conditi
 from __future__ import annotations
 
 import itertools
-import re
-import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch._dynamo import eval_frame
+from torch import Tensor
 
-from second_order.kronecker.autograd import Passes
+__all__ = ["Outlet", "watched"]
 
-__all__ = [
-    "DRAWING",
-    "Outlet",
-    "forget_all_graphs",
-    "forget_graphs",
-    "frames_compiled",
-    "keep_saved_tensors",
-    "let_saved_tensors_go",
-    "numbered",
-    "outlet_of",
-    "watched",
-]
-
-NUMBER = re.compile(r"\d+")
-
-_needed: dict[int, bool] = {}  # by who needs saved tensors, the setting that he has found
 _numbers = itertools.count()
 _outlets: weakref.WeakValueDictionary[int, Outlet] = weakref.WeakValueDictionary()
-
-
-DRAWING = Passes()
-"""The passes inside of graphs whose gradients are those of drawn labels, and no outlet's."""
-
-
-def numbered(number: int) -> Tensor:
-    """A scalar by which graphs know an object, and that asks for a gradient."""
-    with torch.inference_mode(False):
-        anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
-        return anchor.requires_grad_()
 
 
 class Outlet:
     """Where graphs hand over the pairs of one layer, as long as anybody has it.
 
     Args:
-        receive: Takes a pair, the layer's input and the gradient of its output, and the number of
-            the draw where labels were drawn. No tensor may be kept or changed: a graph uses their
-            memory again.
+        receive: Takes a pair, the layer's input and the gradient of its output. Neither may be kept
+            or changed: a graph uses their memory again.
 
     Attributes:
         anchor: The scalar that graphs know the outlet by.
     """
 
-    def __init__(self, receive: Callable[[Tensor, Tensor, int | None], None]) -> None:
+    def __init__(self, receive: Callable[[Tensor, Tensor], None]) -> None:
         self.receive = receive
         number = next(_numbers)
-        self.anchor = numbered(number)
+        with torch.inference_mode(False):
+            anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
+            self.anchor = anchor.requires_grad_()
         _outlets[number] = self
 
 
-def outlet_of(anchor: Tensor) -> Outlet | None:
-    """The outlet of an anchor, if anybody still has it."""
-    return _outlets.get(int(anchor))
-
-
 def _deliver(x: Tensor, d: Tensor, anchor: Tensor) -> Tensor:
-    outlet = outlet_of(anchor)
+    outlet = _outlets.get(int(anchor))
     if outlet is not None:
-        outlet.receive(x, d, None)
+        outlet.receive(x, d)
     return torch.zeros_like(anchor)
 
 
@@ -106,8 +72,6 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         x, anchor = ctx.saved_tensors
-        if DRAWING.running:
-            return None, d, None
         return None, d, torch.ops.second_order.deliver(x, d, anchor)
 
 
@@ -140,59 +104,3 @@ def watched(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
         anchor: The outlet's.
     """
     return cast(Tensor, torch.ops.second_order.watch(x, output, anchor))
-
-
-def frames_compiled() -> int:
-    """The number of frames compiled since graphs were last forgotten."""
-    tracer = sys.modules.get("torch._dynamo.convert_frame")
-    return 0 if tracer is None else int(getattr(tracer, "FRAME_COUNTER", 1))
-
-
-def forget_graphs(modules: Iterable[nn.Module]) -> None:
-    """Let functions be compiled anew whose graphs may have modules in them with new hooks.
-
-    Graphs do not look for hooks that are new. A graph knows the classes of its modules, by guards,
-    and serves other modules of these classes.
-    """
-    tracer: Any = sys.modules.get("torch._dynamo.convert_frame")
-    if tracer is None:
-        return
-    classes = {str(id(type(module))) for module in modules}
-    with tracer.compile_lock:
-        for code in filter(None, [known() for known in tracer.input_codes.seen]):
-            graphs = eval_frame._debug_get_cache_entry_list(code)
-            guards = (NUMBER.findall(str(graph.guard_manager)) for graph in graphs)
-            if not all(classes.isdisjoint(numbers) for numbers in guards):
-                cast(Any, eval_frame).reset_code(code)
-
-
-def forget_all_graphs() -> None:
-    """Let every compiled function be compiled anew."""
-    if frames_compiled():
-        torch.compiler.reset()
-
-
-def keep_saved_tensors(owner: int) -> None:
-    """Let the backward of graphs yet to be compiled leave what it has saved, as an eager one does.
-
-    Else it may be run once only, and drawn labels need it before the user does.
-
-    Args:
-        owner: A number of who needs it, until :func:`let_saved_tensors_go`.
-    """
-    config: Any = sys.modules.get("torch._functorch.config")
-    if hasattr(config, "donated_buffer"):
-        _needed.setdefault(owner, config.donated_buffer)
-        config.donated_buffer = False
-
-
-def let_saved_tensors_go(owner: int) -> None:
-    """Take a need back; the last one sets the compiler back to what it was before the first."""
-    before = _needed.pop(owner, None)
-    if before is None:
-        return
-    if _needed:  # who remains has found it as we had set it
-        first = next(iter(_needed))
-        _needed[first] = _needed[first] or before
-    else:
-        cast(Any, sys.modules["torch._functorch.config"]).donated_buffer = before

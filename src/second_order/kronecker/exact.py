@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from second_order.kronecker.layers import (
 
 __all__ = ["GAINS", "NORMALISATIONS", "ExactBlock", "Gain", "is_normalisation", "names_of_gain"]
 
-NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS, nn.SyncBatchNorm)
 
 
 CANCELLED = 1e-4  # share of a mean's square: sums of squares cannot resolve a smaller variance
@@ -83,7 +85,7 @@ def _is_supposed(module: nn.Module) -> bool:
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     return (
         "norm" in type(module).__name__.lower()
-        and not isinstance(module, (*NORMALISATIONS, nn.modules.batchnorm._NormBase))
+        and not isinstance(module, (*NORMALISATIONS, *INSTANCE_NORMS))
         and isinstance(weight, nn.Parameter)
         and not isinstance(weight, nn.parameter.UninitializedParameter)
         and weight.dim() == 1
@@ -97,10 +99,8 @@ def _is_known(module: nn.Module) -> bool:
     if not isinstance(module, NORMALISATIONS) or isinstance(module, nn.SyncBatchNorm):
         return False
     kind = next(k for k in type(module).__mro__ if k.__module__.startswith("torch.nn"))
-    weight, forward = module._parameters.get("weight"), "forward"
-    known = isinstance(weight, nn.Parameter) and getattr(type(module), forward) is getattr(
-        kind, forward
-    )
+    weight, own, theirs = module._parameters.get("weight"), type(module), cast(Any, kind)
+    known = isinstance(weight, nn.Parameter) and own.forward is theirs.forward
     return known and not isinstance(weight, nn.parameter.UninitializedParameter)
 
 
@@ -283,7 +283,7 @@ class ExactBlock(KroneckerBlock):
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
         """ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and _is_known(module):
+        if isinstance(module, BATCH_NORMS) and _is_known(module):
             sums = [
                 gain_gradients(module, x, d)
                 if self._is_gain(p)

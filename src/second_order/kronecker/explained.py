@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,9 +99,6 @@ class Explanation:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-
-    def __reduce__(self) -> Any:
-        return Explanation, ()  # what is under way is not copied
 
 
 def _arrive(

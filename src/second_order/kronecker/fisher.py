@@ -115,9 +115,3 @@ class LabelSampler:
             first_call = call
         seed = hash((self.step, call - first_call, self._rank)) % 2**63
         return sampled_loss(output, self._likelihood, seed)
-
-    def reads(self, output: Any) -> Tensor | None:
-        """The tensor that labels are drawn from; None if there is none, or a callable knows."""
-        if callable(self._likelihood):
-            return output if isinstance(output, Tensor) else None
-        return _logits(output)

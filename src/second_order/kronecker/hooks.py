@@ -2,8 +2,10 @@
 
 A hook holds weak references only, and its copies are idle, so that a pickled or deep-copied model
 takes no optimizer along. Hooks step aside while a model is exported, and inside a graph they become
-a part of it (:mod:`second_order.kronecker.compiled`), those on the model itself too if it has
-them (:mod:`second_order.kronecker.drawn`).
+a part of it (:mod:`second_order.kronecker.compiled`). A graph does not look for hooks that are new:
+hooks stay on their modules while anybody watches the model, and what a graph depends on is who
+watches, and whether it is wanted now. Drawn labels need a model that is not compiled: the hook
+before the model's forward ends the graph, where they are due.
 """
 
 from __future__ import annotations
@@ -12,15 +14,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 
-from second_order.kronecker.autograd import as_used
+from second_order.errors import SecondOrderError
+from second_order.kronecker.autograd import as_used, skip_code, transformed
 from second_order.kronecker.compiled import Outlet, watched
-from second_order.kronecker.drawn import Draws, begins, ends, is_inside, through
 
 __all__ = [
     "AttentionHook",
@@ -30,7 +31,6 @@ __all__ = [
     "RootPreHook",
     "Watch",
     "WatchHook",
-    "Watcher",
     "hook_of",
     "put_back",
     "release",
@@ -41,33 +41,19 @@ SCRIPTED = (
     "torch.jit.script cannot compile the hooks by which an optimizer of second_order watches this "
     "model; script it inside `with optimizer.hooks_removed():`, or after optimizer.close()"
 )
-
-
-class Watcher(Protocol):
-    """Who is told of modules' calls."""
-
-    def observe(self, module: nn.Module, x: Any, output: Any) -> None:
-        """See a call of a layer."""
-
-    def observe_attention(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        """See a call of an ``nn.MultiheadAttention``."""
-
-    def miss_attention(self, module: nn.Module) -> None:
-        """Note a call of an attention inside a graph, where nobody sees its products."""
-
-    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor, drawn: int | None) -> None:
-        """Take a layer's input and the gradient of its output, from a graph's backward.
-
-        Of drawn labels if that has the number of the draw.
-        """
-
-    def enter_root(self, module: nn.Module) -> None:
-        """See the beginning of the model's forward."""
-
-    def leave_root(self, module: nn.Module, output: Any) -> None:
-        """See the model's output."""
+DRAWN = (
+    "fisher='sampled' runs the model without torch.compile at steps with statistics, where its "
+    "graph ends: leave fullgraph off, or use fisher='empirical'"
+)
+PART = (
+    "fisher='sampled' runs the model without torch.compile at steps with statistics, and does not "
+    "know of parts compiled by themselves, as by block.compile(), or called by themselves: compile "
+    "the whole model that the optimizer was given, and call that, or use fisher='empirical'"
+)
+ATTENTION = (
+    "the products of nn.MultiheadAttention cannot be watched in a graph: leave fullgraph off, or "
+    "name the attention in skip_layers"
+)
 
 
 @dataclass
@@ -81,38 +67,37 @@ class Watch:
     """A watcher's interest in a module, as the module's hooks and compiled graphs see it.
 
     Args:
-        watcher: Who is told, as long as it is there.
+        watcher: The :class:`~second_order.kronecker.capture.Capture` that is told, while it lives.
         module: The module.
         gate: Open while the watcher wants calls.
-        draws: What draws labels, if gradients are those of drawn labels.
+        drawn: Whether gradients are those of drawn labels, of which graphs know nothing.
 
     Attributes:
         outlet: Where compiled graphs deliver the module's pairs.
         gone: Whether the interest is over.
     """
 
-    def __init__(
-        self, watcher: Watcher, module: nn.Module, gate: Gate, draws: Draws | None
-    ) -> None:
+    def __init__(self, watcher: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
         self._watcher, self._module = weakref.ref(watcher), weakref.ref(module)
-        self.gate, self.draws, self.gone = gate, draws, False
+        self.gate, self.drawn, self.gone = gate, drawn, False
         self.outlet = Outlet(partial(_receive, self._watcher, self._module))
 
-    def watcher_of(self, module: nn.Module) -> Watcher | None:
+    def watcher_of(self, module: nn.Module) -> Any:
         """The watcher, if it is there and means this module and not one that shares its hooks."""
         return self._watcher() if self._module() is module else None
 
 
 def _receive(
-    watcher: weakref.ref[Watcher],
-    module: weakref.ref[nn.Module],
-    x: Tensor,
-    gradient: Tensor,
-    drawn: int | None,
+    watcher: weakref.ref[Any], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
 ) -> None:
     alive, layer = watcher(), module()
     if alive is not None and layer is not None:
-        alive.receive(layer, x, gradient, drawn)
+        alive.receive(layer, x, gradient)
+
+
+def _watchers(watches: Sequence[Watch], module: nn.Module) -> list[Any]:
+    found = (watch.watcher_of(module) for watch in watches)
+    return [watcher for watcher in found if watcher is not None]
 
 
 class WatchHook:
@@ -168,10 +153,8 @@ class LayerHook(WatchHook):
         x = args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
         if torch.compiler.is_dynamo_compiling():
             return _traced(self.watches, module, x, output)
-        for watch in tuple(self.watches):
-            watcher = watch.watcher_of(module)
-            if watcher is not None:
-                watcher.observe(module, x, output)
+        for watcher in _watchers(self.watches, module):
+            watcher.observe(module, x, output)
         return None
 
 
@@ -187,13 +170,11 @@ class AttentionHook(WatchHook):
         if torch.compiler.is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
-            if torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches):
+            if _is_open(self.watches):
                 _miss(self.watches, module)
             return
-        for watch in tuple(self.watches):
-            watcher = watch.watcher_of(module)
-            if watcher is not None:
-                watcher.observe_attention(module, args, kwargs, output[0])
+        for watcher in _watchers(self.watches, module):
+            watcher.observe_attention(module, args, kwargs, output[0])
 
 
 class RootPreHook(WatchHook):
@@ -202,70 +183,44 @@ class RootPreHook(WatchHook):
     before = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Tell of the beginning; a graph notes that it has it."""
+        """Tell of the beginning; a graph ends here, so that Python calls the model."""
         if torch.compiler.is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
-            _begin_traced(self.watches, module)
-        else:
-            _enter(self.watches, module)
+            if _is_open(self.watches):
+                _end_graph()
+            return
+        for watcher in _watchers(self.watches, module):
+            watcher.enter_root(module)
 
 
 class RootHook(WatchHook):
     """The hook on the model's output, for drawn labels."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Tell of the output; inside a graph, return it as a watched one."""
-        if not torch.compiler.is_exporting():
-            if torch.compiler.is_dynamo_compiling():
-                return _end_traced(self.watches, module, output)
-            _leave(self.watches, module, output)
-        return None
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Tell of the output."""
+        if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
+            return
+        for watcher in _watchers(self.watches, module):
+            watcher.leave_root(module, output)
 
 
-# Where the model's own hooks are not a part of its graph they are no graphs either.
-for _kind in (RootPreHook, RootHook):
-    skip_code(_kind.__call__.__code__)
+# Python runs them, as what they do to the compiler is to last beyond their calls.
+for _function in (RootPreHook.__call__, RootHook.__call__, _watchers):
+    skip_code(_function.__code__)
+
+
+def _is_open(watches: Sequence[Watch]) -> bool:
+    return torch.is_grad_enabled() and any(watch.gate.open for watch in watches)
 
 
 def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) -> Any:
     """The output, watched inside a graph; a part of the graph, like every condition here."""
     for watch in watches:
-        if not watch.gate.open or not _is_watchable(module, x, output):
-            continue
-        x, anchor = as_used(x).detach(), watch.outlet.anchor
-        if watch.draws is not None and is_inside(watch.draws.name):
-            watch.draws.waiting.append((x, output, anchor))
-            output = output.clone()  # what waits is changed by nobody
-        else:
-            output = watched(x, output, anchor)
-    return output
-
-
-def _begin_traced(watches: Sequence[Watch], module: nn.Module) -> None:
-    """Note the model's beginning in the graph that is traced, or between graphs."""
-    for watch in watches:
-        if watch.gate.open and watch.draws is not None:
-            if begins(watch.draws.name):
-                watch.draws.waiting.clear()
-            else:
-                _enter((watch,), module)
-
-
-def _end_traced(watches: Sequence[Watch], module: nn.Module, output: Any) -> Any:
-    """The model's output, of which labels are drawn inside the graph, or between graphs."""
-    for watch in watches:
-        draws = watch.draws
-        if not watch.gate.open or draws is None:
-            continue
-        if not ends(draws.name):
-            _leave((watch,), module, output)
-        elif draws.waiting:
-            read = draws.reads(output)
-            if read is None:
-                _leave_by_a_callable((watch,), module, output)
-            elif read.requires_grad:
-                output = through(draws, read, output)
+        if watch.gate.open and _is_watchable(module, x, output):
+            if watch.drawn:
+                _refuse()
+            output = watched(as_used(x).detach(), output, watch.outlet.anchor)
     return output
 
 
@@ -277,60 +232,24 @@ def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
         and isinstance(output, Tensor)
         and output.requires_grad
         and any(p is not None and p.requires_grad for p in module._parameters.values())
-        and not torch._C._are_functorch_transforms_active()
+        and not transformed()
     )
 
 
-_F = TypeVar("_F", bound=Callable[..., None])
+@partial(torch.compiler.disable, reason=DRAWN)
+def _end_graph() -> None:
+    pass
 
 
-def _breaks(reason: str) -> Callable[[_F], _F]:
-    """Decorate what only Python can do: the graph ends there, and fullgraph gives the reason."""
-    return cast(Callable[[_F], _F], partial(torch.compiler.disable, reason=reason))
+@partial(torch.compiler.disable, reason=PART)
+def _refuse() -> None:
+    raise SecondOrderError(PART)
 
 
-DIVIDED = (
-    "fisher='sampled' draws labels inside of this graph, which has the model's output, and "
-    "DistributedDataParallel would divide it: compile the DistributedDataParallel module instead "
-    "of the one inside, or set torch._dynamo.config.optimize_ddp = False, or leave fullgraph off"
-)
-CALLABLE = (
-    "fisher='sampled' draws labels inside of this graph, which has the model's output, and finds "
-    "no one tensor to draw them from: a callable likelihood= needs Python where that is more than "
-    "a tensor; return the logits alone, or leave fullgraph off"
-)
-
-
-@_breaks(DIVIDED)
-def _enter(watches: Sequence[Watch], module: nn.Module) -> None:
-    for watch in tuple(watches):
-        watcher = watch.watcher_of(module)
-        if watcher is not None:
-            watcher.enter_root(module)
-
-
-@_breaks(DIVIDED)
-def _leave(watches: Sequence[Watch], module: nn.Module, output: Any) -> None:
-    for watch in tuple(watches):
-        watcher = watch.watcher_of(module)
-        if watcher is not None:
-            watcher.leave_root(module, output)
-
-
-@_breaks(CALLABLE)
-def _leave_by_a_callable(watches: Sequence[Watch], module: nn.Module, output: Any) -> None:
-    _leave(watches, module, output)
-
-
-@_breaks(
-    "the products of nn.MultiheadAttention cannot be watched in a graph: leave fullgraph "
-    "off, or name the attention in skip_layers"
-)
+@partial(torch.compiler.disable, reason=ATTENTION)
 def _miss(watches: Sequence[Watch], module: nn.Module) -> None:
-    for watch in tuple(watches):
-        watcher = watch.watcher_of(module)
-        if watcher is not None:
-            watcher.miss_attention(module)
+    for watcher in _watchers(watches, module):
+        watcher.miss_attention(module)
 
 
 def _hooks(module: nn.Module) -> Iterable[tuple[dict[int, Any], int, WatchHook]]:
@@ -340,22 +259,22 @@ def _hooks(module: nn.Module) -> Iterable[tuple[dict[int, Any], int, WatchHook]]
                 yield hooks, key, hook
 
 
-def hook_of(module: nn.Module, kind: type[H]) -> tuple[H, bool]:
-    """A module's hook of a kind, and whether it is new; a copy of a module has brought its own."""
+def hook_of(module: nn.Module, kind: type[H]) -> H:
+    """A module's hook of a kind, which is hung on it if need be; a copy has brought its own."""
     found = next((hook for _, _, hook in _hooks(module) if type(hook) is kind), None)
     if found is not None:
-        return found, False
+        return found
     hook = kind()
     hook.hang(module)
-    return hook, True
+    return hook
 
 
-def release(modules: weakref.WeakSet[nn.Module]) -> None:
-    """Take the hooks off modules that nobody watches any more."""
+def release(modules: Iterable[nn.Module], *, keep: bool = False) -> None:
+    """Forget watches that are gone, and take off hooks by which nobody watches, or keep them."""
     for module in modules:
         for hooks, key, hook in _hooks(module):
             hook.watches[:] = [watch for watch in hook.watches if not watch.gone]
-            if not hook.watches:
+            if not (hook.watches or keep):
                 _drop(module, hooks, key)
 
 
@@ -370,11 +289,11 @@ def take_off(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, WatchHook]]:
 
 
 def put_back(away: Iterable[tuple[nn.Module, WatchHook]]) -> None:
-    """Put hooks back that were taken off, as far as anybody still watches."""
+    """Put hooks back that were taken off, but for those that nobody watches by any more."""
     for module, hook in away:
         watches = [watch for watch in hook.watches if not watch.gone]
-        if watches:
-            hook_of(module, type(hook))[0].watches.extend(watches)
+        if watches or not hook.watches:
+            hook_of(module, type(hook)).watches.extend(watches)
 
 
 def _drop(module: nn.Module, hooks: dict[int, Any], key: int) -> None:

@@ -518,7 +518,10 @@ KINDS: dict[Key, LayerKind] = {
 }
 """All kinds of layers, those of users among them."""
 
-CONVOLUTIONS = nn.modules.conv._ConvNd
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def key_of(module: nn.Module) -> Key | None:

@@ -6,15 +6,12 @@ Vectors are dictionaries by parameter name, or lists like the optimizer's parame
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from second_order.kronecker.export import write_kronfluence, write_laplace
 from second_order.kronecker.layer_curvature import LayerCurvature
 
 __all__ = ["KroneckerCurvature", "Vector"]
@@ -41,8 +38,6 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layers: The layers' curvature, by name.
         names: Names of the optimizer's parameters, in their order.
         uncovered: Why a parameter has no curvature here, by its name.
-        params: The parameters that ``names`` are of, by which modules of the model are known; they
-            are not kept alive, and a pickle has none.
     """
 
     def __init__(
@@ -50,10 +45,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layers: Mapping[str, LayerCurvature],
         names: Sequence[str],
         uncovered: Mapping[str, str],
-        params: Sequence[Tensor] = (),
     ) -> None:
         self._layers, self.names = dict(layers), list(names)
-        self._params = list(map(weakref.ref, params))
         self.uncovered = dict(uncovered)
         self._sizes = {n: size for each in layers.values() for n, size in each.shapes.items()}
 
@@ -65,9 +58,6 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     def __len__(self) -> int:
         return len(self._layers)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_params": []}
 
     def __repr__(self) -> str:
         said = f", {len(self.uncovered)} without" if self.uncovered else ""
@@ -182,57 +172,3 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 raise ValueError(f"damping={gamma} of layer {name!r} must be positive and finite")
             found[name] = float(gamma)
         return found
-
-    # ---------------------------------------------------------------------------------- files
-
-    def write_kronfluence(self, folder: str | Path, examples: int | None = None) -> list[str]:
-        """Write factors where kronfluence keeps its covariance matrices; see :func:`export`.
-
-        Args:
-            folder: Directory of the factors; made if it is missing.
-            examples: Number of examples to write; None for the mean of an update.
-
-        Returns:
-            Names of the layers that kronfluence has no kind of, which are left out.
-        """
-        return write_kronfluence(self, Path(folder), examples)
-
-    def write_laplace(
-        self,
-        path: str | Path,
-        model: nn.Module,
-        *,
-        examples: int,
-        outputs: int,
-        likelihood: str = "classification",
-        prior_precision: float = 1.0,
-        loss: float = 0.0,
-    ) -> None:
-        """Write what ``KronLaplace.load_state_dict`` of laplace-torch reads.
-
-        Args:
-            path: File for ``torch.load``.
-            model: The trained model, or a module of it, such as its last layer; its parameters are
-                the mean. A copy goes by its parameters' names, which are those of the whole model.
-            examples: N of the data set: the factors are written as N F.
-            outputs: Number of outputs of the model.
-            likelihood: "classification" or "regression".
-            prior_precision: δ.
-            loss: Loss of the data set, summed; only the marginal likelihood asks for it.
-
-        Raises:
-            ValueError: If a parameter that trains has no curvature, or a layer has groups.
-        """
-        alive = [(ref(), name) for ref, name in zip(self._params, self.names, strict=False)]
-        write_laplace(
-            self,
-            self.uncovered,
-            Path(path),
-            model,
-            known={id(p): name for p, name in alive if p is not None},
-            examples=examples,
-            outputs=outputs,
-            likelihood=likelihood,
-            prior_precision=prior_precision,
-            loss=loss,
-        )

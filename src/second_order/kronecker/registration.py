@@ -63,8 +63,8 @@ def register_layer(
         TypeError: If ``kind`` is no class of modules, or a function is none.
         ValueError: If the class is both a product and a gain, or one of torch's with a rule.
     """
-    given: Any = kind
-    if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
+    given: Any = (kind, weight, bias)
+    if not (isinstance(given[0], type) and issubclass(kind, nn.Module)) or kind is nn.Module:
         raise TypeError(
             f"register_layer: {kind!r} is not a class of modules; pass the class itself"
         )
@@ -74,12 +74,10 @@ def register_layer(
             f"register_layer: torch's {kind.__name__} has a rule, which every optimizer of this "
             f"process uses; register a class of your own, with a forward of its own"
         )
-    for name, function in (("rows", rows), ("gain", gain)):
-        if function is not None and not callable(function):
-            raise TypeError(f"register_layer: {name}={function!r} is not a function")
-    for name, value in (("weight", weight), ("bias", bias)):
-        if not isinstance(value, str) and not (name == "bias" and value is None):
-            raise TypeError(f"register_layer: {name}={value!r} is not the name of a parameter")
+    if not all(function is None or callable(function) for function in (rows, gain)):
+        raise TypeError("register_layer: rows= and gain= are functions")
+    if not (isinstance(given[1], str) and isinstance(given[2], str | None)):
+        raise TypeError("register_layer: weight= and bias= are names of parameters")
     if gain is not None and (rows is not None or transposed):
         raise ValueError(
             "register_layer: gain= is for a layer that multiplies its input by a vector, rows= and "

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from second_order.contract.arguments import check_scaler, what_is_given
 from second_order.contract.averaging import start_average
 from second_order.contract.base_state import CURVATURE, BaseState
 from second_order.contract.base_step import (
@@ -43,23 +44,18 @@ from second_order.contract.checkpoint import (
     header,
     read_checkpoint,
 )
+from second_order.contract.consistency import Consistency
 from second_order.contract.curvature import Curvature
-from second_order.contract.given import check_scaler, what_is_given
 from second_order.contract.groups import (
-    check_assigned,
-    check_ownership,
+    NAMES,
     materialised,
     members_of,
     named_like,
     outline_of,
     refuse_meta,
-    rename_assigned,
     shallow,
 )
-from second_order.contract.hidden import Division
-from second_order.contract.imitation import imitated
-from second_order.contract.notices import warns_at_its_end
-from second_order.contract.outline import Comparison, Outline, described, outline_of_load
+from second_order.contract.partition import REST, Partition
 from second_order.contract.recipe import recipe_of
 from second_order.contract.sharding import (
     Places,
@@ -73,14 +69,12 @@ from second_order.contract.sharding import (
 from second_order.contract.training import Training
 from second_order.contract.two_bases import (
     TwoBases,
-    attributes_of,
     base_of,
-    kinds_of,
-    made_again,
     name_of,
+    parts_of,
     switch_of,
 )
-from second_order.distributed.agreement import require_equal
+from second_order.contract.warnings import warns_at_its_end
 from second_order.distributed.collectives import World
 from second_order.options import (
     PEAK_LR,
@@ -157,7 +151,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         for each in keywords:
             check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
-        comparison = Comparison(debug)
+        self._consistency = Consistency(debug)
         given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
         world = World(process_group)
         trouble = trouble_with_mesh(given.model, world, team and team(world))
@@ -180,9 +174,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"trains alone; call torch.distributed.init_process_group() before making the "
                 f"optimizer"
             )
-        self._constructed, self._outline, self._unwatched = False, Outline(), False
-        self._collected, self._comparison = Collected(), comparison
-
+        self._constructed, self._unwatched, self._collected = False, False, Collected()
         if given.strange and needs_model:
             training.warn(
                 f"{len(given.strange)} of {len(given.params)} parameters are not the model's, and "
@@ -190,7 +182,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"{', '.join(given.strange[:10])}"
             )
         groups = given.groups
-        self._division = division = None if rest is None else Division(base, rest, layers)
+        self._division = division = None if rest is None else Partition(base, rest, layers)
         if division is None:
             # Groups of a model are named, as named_parameters() are; a base may not know of names.
             self._base = base(
@@ -214,11 +206,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def _start_together(self, trouble: str | None) -> None:
         """Agree with the other processes, and start from the same parameters."""
         training, world = self._training, self._training.world
-        lines = [*described(training), *self._curvature.description()]
-        lines.append(f"debug: every {self._comparison.every} steps")
+        lines = self._curvature.description()
         if self._division is not None:
-            lines += self._division.description([d for _, d in kinds_of(self._base)])
-        require_equal(world, lines, "models or options")
+            lines += self._division.description(parts_of(self._base))
+        self._consistency.check_built(training, lines)
         if trouble is not None:
             agree_on_shards(training, trouble)
         self._curvature.check_processes()  # of equal options, so that all raise or none
@@ -226,24 +217,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             tensors = [*training.model.parameters(), *training.model.buffers()]
             with torch.no_grad():
                 world.broadcast_from_first([t for t in tensors if not is_dtensor(t)])
-        if world.size > 1:
-            world.level()
-            world.aside()  # made now, while every rank is here
         self._constructed = True
         self._curvature.begin()
 
     def _agree(self, doing: str, coming: Sequence[dict[str, Any]] | None = None) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
         if self._curvature.instead is None:  # a helper does as it is told
-            self._outline.compare(
-                self._training.world,
-                f"{doing} of {type(self).__name__}",
-                self._training.steps,
-                self.param_groups,
-                self._curvature.facts,
-                self._training.names,
-                coming,
-            )
+            doing = f"{doing} of {type(self).__name__}"
+            self._consistency.check(self._training, self._curvature, doing, coming)
 
     # ------------------------------------------------------------------------------- stepping
 
@@ -297,8 +278,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self._collected.drop():
             self._share_state()
         with training.meter.stage("compare"):
-            self._agree("take a step")
-            self._comparison.compare(training, curvature)
+            doing = f"take a step of {training.name}"
+            self._consistency.check(training, curvature, doing, tensors=True)
         follow_learning_rates(self.param_groups)
         curvature.prepare()
         with training.meter.stage("average_gradients"):
@@ -363,62 +344,43 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------- groups and checkpoints
 
-    @property
-    def state(self) -> Any:
-        """The state by parameter, shared with the base. Another dictionary may be assigned."""
-        if "state" not in self.__dict__:  # of a wrapper that imitates this class, as below
-            raise AttributeError("state")
-        return self.__dict__["state"]
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another ``state`` but none, and ``param_groups`` that do not begin with ours."""
+        # A wrapper of Lightning's has our class and passes on what it does not have.
+        if name not in ("state", "param_groups") or not getattr(self, "_constructed", False):
+            super().__setattr__(name, value)
+        elif name == "param_groups":
+            self._resume(value)
+        elif not value:  # as fastai has the base start anew
+            self.state.clear()
+        else:
+            raise AttributeError(
+                f"{type(self).__name__}.state is shared with the base and cannot be replaced: use "
+                f"load_state_dict(), or assign an empty one for the base to start anew"
+            )
 
-    @state.setter
-    def state(self, state: Any) -> None:
-        """Replace the state: the base follows, and starts anew if it is empty."""
-        self.__dict__["state"] = state
-        if self.__dict__.get("_constructed"):
-            self._base.state = BaseState(state)  # type: ignore[assignment]
+    def _resume(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take over groups of a run before, as Lightning's BaseFinetuning assigns them."""
+        before, both = len(self.param_groups), (self.param_groups, groups)
+        mine, theirs = ([[*map(id, group["params"])] for group in each] for each in both)
+        if theirs[:before] != mine:
+            raise AttributeError(
+                f"{type(self).__name__}.param_groups is shared with the base, and the list that is "
+                f"assigned does not begin with its {before} groups: change settings in place "
+                f"(group['lr'] = ...), use add_param_group(), or make the optimizer anew"
+            )
+        for ours, group in zip(self.param_groups, groups, strict=False):
+            ours.update({k: v for k, v in group.items() if k not in ("params", NAMES, REST)})
+        for group in groups[before:]:
+            self.add_param_group(group)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, shared with the base. Another list may be assigned."""
-        groups: list[dict[str, Any]] | None = self.__dict__.get("param_groups")
-        if groups is None:  # of a wrapper that imitates this class: it asks the one it wraps
-            raise AttributeError("param_groups")
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Replace the parameter groups: the base follows, and layers are planned anew."""
-        if (wrapped := imitated(self)) is not None:
-            wrapped.param_groups = groups
-            return
-        if not self.__dict__.get("_constructed"):
-            self.__dict__["param_groups"] = groups
-            return
-        check_assigned(groups)
-        params, model, before = members_of(groups), self._training.model, self.param_groups
-        refuse_meta(type(self).__name__, params, model)
-        check_ownership(type(self).__name__, self._training.base_name, params, model)
-        if self._division is not None:
-            self._division.mark_assigned(groups, before, model)
-        for group in groups:
-            self._complete(group)
-        rename_assigned(groups, model, before)
-        members = ([list(map(id, g["params"])) for g in each] for each in (before, groups))
-        others = next(members) != next(members)
-        if others:
-            self._agree("assign other parameters", groups)
-        self._take_groups(groups)
-        if others:
-            try:
-                with self._training.notices:
-                    self._curvature.replan()
-            except Exception:
-                self._take_groups(before)
-                raise
-
-    def _take_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = self._base.param_groups = groups
-        self._places = Places(self._training.model, members_of(groups))
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse ``copy.deepcopy``, ``copy.copy`` and ``pickle``."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it has hooks on its model, and "
+            f"process groups. Copy or save its state_dict(), make another one of the model's copy, "
+            f"and call load_state_dict() on that"
+        )
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the default entries that it lacks, those of the base that trains it."""
@@ -440,7 +402,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every process, if the processes do different things.
         """
-        if not self.__dict__.get("_constructed"):
+        if "_training" not in vars(self):  # as in load_state_dict
+            self.optimizer.add_param_group(  # type: ignore[attr-defined]
+                param_group
+            )
+            return
+        if not self._constructed:
             super().add_param_group(param_group)
             return
         division, model, before = self._division, self._training.model, [*self.param_groups]
@@ -500,14 +467,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._collected.require(self._training, self._curvature)
         if self.state:
             self._share_state()
-        # That of parameters which no group has any more waits here for their return.
-        here = set(members_of(self.param_groups))
-        away = [p for p in self.state if p not in here]
-        parked = {p: self.state.pop(p) for p in away}
-        try:
-            found = super().state_dict()
-        finally:
-            self.state.update(parked)
+        found = super().state_dict()
         # Entries of their own: close() takes the curvature out of those of `state`.
         found["state"] = {index: dict(entry) for index, entry in found["state"].items()}
         self._collected.add_to(found["state"], members_of(self.param_groups))
@@ -537,8 +497,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
                 or unknown, or is another base's; nothing has changed then.
         """
-        if (wrapped := imitated(self)) is not None:
-            wrapped.load_state_dict(state_dict)
+        if "_training" not in vars(self):  # a wrapper of Lightning's, whose class is made of ours
+            self.optimizer.load_state_dict(  # type: ignore[attr-defined]
+                state_dict
+            )
             return
         check_is_state(state_dict)
         self._take_shards()
@@ -558,9 +520,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         saved = found.curvature
-        self._outline.loaded = outline_of_load(
-            self._training, self.state, saved, self._curvature.read_by_all
-        )
+        self._consistency.loaded(self._training, self.state, saved, self._curvature.read_by_all)
         self._collected.drop()
         self._training.steps = found.steps
         if found.base and not any(saved.values()):
@@ -588,25 +548,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._training.base, self._training.base_name = self._base, name_of(self._base)
         # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
         self._training.publish = partial(_share_state_of, weakref.ref(self))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state.pop("step", None)  # a scheduler's patch, bound to this instance
-        state["_base"] = kinds_of(self._base)
-        state["_base_attributes"] = attributes_of(self._base)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_base" not in state:  # called by load_state_dict with state and groups alone
-            super().__setstate__(state)
-            return
-        kinds, attributes = state.pop("_base"), state.pop("_base_attributes", ())
-        super().__setstate__(state)
-        self._base = made_again(kinds, self.param_groups, attributes)
-        self._bind_base()
-        if len(self._base.state):
-            self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
-        self._curvature.awake()
 
     # ------------------------------------------------------------------------------ odds and ends
 
@@ -648,7 +589,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         outer, self._unwatched = self._unwatched, True
         try:
-            with self._curvature.unwatched(), self._training.unwatched():
+            if self._training.late_ddp is not None:
+                self._training.late_ddp.remove()
+            with self._curvature.unwatched():
                 yield
         finally:
             self._unwatched = outer
@@ -656,8 +599,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
-        if self._training.first_pass is not None:
-            self._training.first_pass.remove()
+        if self._training.late_ddp is not None:
+            self._training.late_ddp.remove()
         self._collected.drop()
         if self.state:
             self._share_state()

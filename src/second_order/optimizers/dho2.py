@@ -130,7 +130,7 @@ class DHO2(EigenpairOptimizer):
         **base_kwargs: Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on.
 
     Attributes:
-        curvature_closure: The closure in use; not copied with the optimizer, nor saved.
+        curvature_closure: The closure in use; not saved.
 
     Raises:
         TypeError: For an unknown keyword (naming the closest known one).

@@ -1,10 +1,13 @@
-"""Checks of an optimizer's arguments: parameters or a model, a GradScaler."""
+"""Checks of an optimizer's arguments: parameters or a model, what wraps it, a GradScaler."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,10 +20,20 @@ from second_order.contract.groups import (
     trainable,
 )
 from second_order.contract.sharding import check_sharding
+from second_order.contract.training import Training
+from second_order.distributed.collectives import World
+from second_order.distributed.roles import Roles, option_of
 from second_order.options import check_params
-from second_order.sharded import reshard
+from second_order.sharded import ddp_under_way, reshard
 
-__all__ = ["Given", "check_scaler", "look_through", "what_is_given"]
+__all__ = [
+    "Arguments",
+    "LateDDP",
+    "check_scaler",
+    "look_through",
+    "refuse_ddp_over_helpers",
+    "what_is_given",
+]
 
 
 def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -38,20 +51,15 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             break
-    for module in model.modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise TypeError(
-                "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters "
-                "and shards them: layers and whole gradients cannot be told apart; shard it by "
-                "torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
-            )
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    flat = any(getattr(p, "_is_flat_param", False) for p in model.parameters())
+    if flat or "FullyShardedDataParallel" in kinds:
+        raise TypeError(
+            "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters and "
+            "shards them: layers and whole gradients cannot be told apart; shard it by "
+            "torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
+        )
     for name, p in model.named_parameters():
-        if getattr(p, "_is_flat_param", False):
-            raise TypeError(
-                f"parameter {name!r} is flattened by FullyShardedDataParallel (FSDP1), and has no "
-                f"layers any more; shard the model by torch.distributed.fsdp.fully_shard (FSDP2), "
-                f"or use DistributedDataParallel"
-            )
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"parameter {name!r} is not initialised yet; run one batch through the model "
@@ -60,8 +68,7 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     return model, under_ddp
 
 
-@dataclass(frozen=True)
-class Given:
+class Arguments(NamedTuple):
     """The model and the parameters that are to be optimized.
 
     Attributes:
@@ -70,6 +77,7 @@ class Given:
         known: Whether the user gave a module.
         under_ddp: Whether the module was wrapped in DistributedDataParallel.
         groups: The parameter groups, or parameters.
+        params: The parameters of all groups.
         named: Whether the groups have pairs of names and parameters, as of a model.
         strange: The shapes of parameters that are not the model's.
     """
@@ -78,26 +86,17 @@ class Given:
     known: bool
     under_ddp: bool
     groups: list[Any]
+    params: list[Tensor]
     named: bool
     strange: list[str]
-
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters of all groups."""
-        return members_of(self.groups)
 
 
 def what_is_given(
     name: str, base: str, params_or_model: Any, model: Any, needs_model: bool
-) -> Given:
+) -> Arguments:
     """Find model and parameters in an optimizer's first argument and ``model``.
 
-    Args:
-        name: Name of the optimizer, for messages.
-        base: Name of its base, for messages.
-        params_or_model: A module, or parameters or groups.
-        model: The module, where the first argument is none.
-        needs_model: Whether a model is required.
+    ``name`` and ``base`` are those of the optimizer and its base, for messages.
 
     Raises:
         TypeError: For two models, a missing model, an argument of another type, or parameters that
@@ -105,9 +104,9 @@ def what_is_given(
         ValueError: If none of the parameters is the model's, or one that trains is on the meta
             device.
     """
-    known = model is not None or isinstance(params_or_model, nn.Module)
     named = isinstance(params_or_model, nn.Module)
-    if isinstance(params_or_model, nn.Module):
+    known = model is not None or named
+    if named:
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
         model = params_or_model
@@ -125,11 +124,66 @@ def what_is_given(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not a torch.nn.Module")
     inner, under_ddp = look_through(model)
-    refuse_meta(name, members_of(groups), inner)
+    params = members_of(groups)
+    refuse_meta(name, params, inner)
     if known:
         check_sharding(inner)
-    strange = check_ownership(name, base, members_of(groups), inner)
-    return Given(inner, known, under_ddp, groups, named, strange)
+    strange = check_ownership(name, base, params, inner)
+    return Arguments(inner, known, under_ddp, groups, params, named, strange)
+
+
+def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:
+    """Make the model's first pass with gradients raise, if it is in a DDP over helpers' ranks.
+
+    A model that is wrapped before its optimizer is made is refused then. Frameworks wrap it
+    afterwards, over all ranks, and a helper's gradients would be averaged into the workers'. The
+    hook on the model goes by itself with the first such pass, which a helper need not have, or with
+    the training.
+    """
+    places, role = everybody.global_ranks, roles.helper_role
+    training.late_ddp = hook = LateDDP(
+        {places[r] for r in roles.workers},
+        {places[r] for r in roles.helpers},
+        f"role {role!r} ({option_of(role)}={len(roles.helpers)})",
+    )
+    hook.handle = training.model.register_forward_pre_hook(hook)
+    weakref.finalize(training, hook.remove).atexit = False
+
+
+class LateDDP:
+    """A hook that looks once who runs the model; copies, pickled ones too, never look."""
+
+    def __init__(
+        self, workers: Collection[int] = (), helpers: Collection[int] = (), said: str = ""
+    ) -> None:
+        self._workers, self._helpers, self._said = set(workers), set(helpers), said
+        self.handle: Any = None
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Raise ValueError if helpers' gradients would be averaged in; of no use afterwards."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        ddp = ddp_under_way()
+        ranks = [] if ddp is None else dist.get_process_group_ranks(ddp.process_group)
+        helpers = sorted(self._helpers.intersection(ranks))
+        if helpers and self._workers.intersection(ranks):
+            raise ValueError(
+                f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of "
+                f"which {helpers} have {self._said}: their gradients would be averaged into those "
+                f"of the workers. Wrap it with DistributedDataParallel(model, "
+                f"process_group=optimizer.worker_group); under a framework that wraps models "
+                f"itself, leave helpers out, or take another optimizer"
+            )
+        self.remove()
+
+    def remove(self) -> None:
+        """Look no more."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def __reduce__(self) -> Any:
+        return LateDDP, ()
 
 
 def check_scaler(scaler: Any, averages: bool, processes: int) -> None:

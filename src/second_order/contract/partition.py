@@ -1,4 +1,4 @@
-"""Division of parameters into hidden weights, for ``base``, and others, for ``rest``.
+"""Partition of parameters into hidden weights, for ``base``, and others, for ``rest``.
 
 hidden    weights of at least two dimensions; of two exactly, where the base takes no others
 rest      embeddings, and whatever is tied to one; the output head, which is the last Linear in
@@ -19,14 +19,14 @@ from second_order.contract.groups import NAMES, members_of
 from second_order.options import check_flag
 from second_order.patterns import first_match, unmatched_patterns
 
-__all__ = ["REST", "Division"]
+__all__ = ["REST", "Partition"]
 
 REST = "rest"
 """The entry of a group that says whether ``rest`` trains it; absent where there is one base."""
 
 
 @dataclass(frozen=True)
-class Division:
+class Partition:
     """Rules that divide parameters between two bases.
 
     Attributes:
@@ -57,19 +57,20 @@ class Division:
         if REST in group:
             self.check_mark(group)
             return [group]
-        params, hidden = group["params"], self._hidden(model)
-        if NAMES in group and len(group[NAMES]) != len(params):
+        params, names, hidden = group["params"], group.get(NAMES), self._hidden(model)
+        if names is not None and len(names) != len(params):
             raise ValueError(
-                f"a group has {len(params)} parameters and {len(group[NAMES])} {NAMES!r}; give "
+                f"a group has {len(params)} parameters and {len(names)} {NAMES!r}; give "
                 f"each its name, or leave {NAMES!r} out"
             )
         marks = [id(p[1] if isinstance(p, tuple) else p) not in hidden for p in params]
         parts = []
         for mark in (False, True):
-            part = {**group, "params": _chosen(params, marks, mark), REST: mark}
-            if NAMES in group:
-                part[NAMES] = _chosen(group[NAMES], marks, mark)
-            if part["params"] or not (params or mark):
+            mine = [i for i, each in enumerate(marks) if each is mark]
+            part = {**group, "params": [params[i] for i in mine], REST: mark}
+            if names is not None:
+                part[NAMES] = [names[i] for i in mine]
+            if mine or not (params or mark):
                 parts.append(part)
         return parts
 
@@ -94,46 +95,6 @@ class Division:
             )
         return parts
 
-    def mark_assigned(
-        self,
-        groups: Sequence[dict[str, Any]],
-        before: Sequence[Mapping[str, Any]],
-        model: nn.Module,
-    ) -> None:
-        """Mark the groups of a list that is to be assigned, where they have no mark.
-
-        Args:
-            groups: The groups to be assigned.
-            before: The groups until now.
-            model: The model whose modules tell which weights are hidden.
-
-        Raises:
-            TypeError: If a mark is neither True nor False.
-            ValueError: If a parameter would go to the other base, or a group to both.
-        """
-        known = {id(p): group[REST] for group in before for p in group["params"]}
-        hidden = self._hidden(model)
-        found = []
-        for i, group in enumerate(groups):
-            where = f"param_groups[{i}]"
-            marks = {known.get(id(p), id(p) not in hidden) for p in group["params"]}
-            if REST not in group and len(marks) > 1:
-                raise ValueError(
-                    f"{where} has parameters of {self.base.__name__} and of {self.rest.__name__}; "
-                    f"make two groups of it, one with {REST!r}: False, one with {REST!r}: True"
-                )
-            mark = group.get(REST, True in marks)
-            self.check_mark({**group, REST: mark})
-            if any(known.get(id(p), mark) is not mark for p in group["params"]):
-                owner = self.rest if mark else self.base
-                raise ValueError(
-                    f"{where}[{REST!r}]={mark} would hand parameters over to {owner.__name__}, "
-                    f"which cannot go on with the state of the other base; leave {REST!r} as it was"
-                )
-            found.append(mark)
-        for group, mark in zip(groups, found, strict=True):
-            group[REST] = mark
-
     def check_mark(self, group: Mapping[str, Any]) -> None:
         """Raise unless a group's mark is True or False, and its base takes the parameters."""
         if check_flag(f"group[{REST!r}]", group[REST]) or not self._matrices:
@@ -145,19 +106,15 @@ class Division:
                     f"{self.base.__name__} takes matrices alone; leave {REST!r} out, or set it True"
                 )
 
-    def description(self, defaults: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The bases and their defaults in lines that ranks compare.
-
-        Args:
-            defaults: The defaults of ``base`` and of ``rest``.
-        """
-        shown = (
-            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in each.items()}
-            for each in defaults
-        )
-        kinds = zip((self.base, self.rest), shown, strict=True)
-        said = [f"{kind.__name__} begins with {settings}" for kind, settings in kinds]
-        return [*said, f"rest_layers: {list(self.layers)}"]
+    def description(self, parts: Sequence[torch.optim.Optimizer]) -> list[str]:
+        """Both bases, with their defaults, and the patterns, in lines that ranks compare."""
+        lines = [f"rest_layers: {list(self.layers)}"]
+        for part in parts:
+            shown = {
+                k: v.tolist() if isinstance(v, Tensor) else v for k, v in part.defaults.items()
+            }
+            lines.append(f"{type(part).__name__} begins with {shown}")
+        return lines
 
     def unmatched(self, model: nn.Module) -> list[str]:
         """The patterns that match no module."""
@@ -176,26 +133,13 @@ class Division:
         weights: set[int] = set()
         apart: set[int] = set()
         for name, module in everything.items():
-            own = dict(module.named_parameters(recurse=False))
-            other = _normalises(module) or first_match(self.layers, everything, name)
-            if module in head or _embeds(module) or other:
+            kind, own = type(module).__name__, dict(module.named_parameters(recurse=False))
+            embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in kind
+            normalises = "norm" in kind.lower()  # its gain may have two dimensions
+            named = first_match(self.layers, everything, name)
+            if module in head or embeds or normalises or named:
                 apart.update(map(id, own.values()))
-            weights.update(id(p) for key, p in own.items() if "weight" in key and self._fits(p))
+            for key, p in own.items():
+                if "weight" in key and (p.ndim == 2 if self._matrices else p.ndim >= 2):
+                    weights.add(id(p))
         return weights - apart
-
-    def _fits(self, p: Tensor) -> bool:
-        return p.ndim == 2 if self._matrices else p.ndim >= 2
-
-
-def _normalises(module: nn.Module) -> bool:
-    """Whether a module normalises, by the name of its class; its gain may have two dimensions."""
-    return "norm" in type(module).__name__.lower()
-
-
-def _embeds(module: nn.Module) -> bool:
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return isinstance(module, kinds) or "Embedding" in type(module).__name__
-
-
-def _chosen(values: Sequence[Any], marks: Sequence[bool], mark: bool) -> list[Any]:
-    return [value for value, m in zip(values, marks, strict=True) if m is mark]
