@@ -167,7 +167,6 @@ MUTANTS = [
         "return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES",
         "return False",
         "shares::messages_of_many_ranks_go_by_a_sum",
-        "many_ranks::a_step_of_4096_ranks_agrees_and_sums_in_no_time",
     ),
     _mutant(
         "copies by a sum that lose the sign of a zero",

@@ -47,7 +47,7 @@ class Ticket(Generic[T]):
             raise error
 
         ticket = cls(fail)
-        ticket._run()
+        ticket.run()
         return ticket
 
     @property
@@ -81,7 +81,8 @@ class Ticket(Generic[T]):
         self._work, self._error = None, RuntimeError("the pool of threads is closed")
         self._finished.set()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do the work, and keep its result or its error."""
         assert self._work is not None
         try:
             self._result = self._work()
@@ -179,7 +180,7 @@ def _started(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
 def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> None:
     _use_one_core(others)
     while (ticket := tickets.get()) is not None:
-        ticket._run()
+        ticket.run()
         del ticket  # with the tensors that its work holds
 
 
