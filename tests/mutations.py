@@ -308,7 +308,7 @@ MUTANTS = [
         "kfac/solves.py",
         'if self._training.world.backend == "fake":',
         'if self._training.world.backend == "none":',
-        "benchmark_scaling::simulated_processes_send_and_keep_what_is_computed",
+        "planning_ranks::processes_send_what_is_recorded",
     ),
     _mutant(
         "silence outweighs pairs without an example",
@@ -3020,7 +3020,7 @@ MUTANTS = [
         "planning/plan.py",
         "planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes)",
         "planner.plan(sizes[0], systems, solvers) for n in dict.fromkeys(sizes)",
-        "planning_plan::a_plan_is_json_and_several",
+        "planning_plan::a_plan_is_json_and_several_numbers_of_ranks_are_planned_as_each_alone",
     ),
     _mutant(
         "a thread solves each factor in another's place",

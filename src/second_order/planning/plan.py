@@ -260,7 +260,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if not sizes or not intervals:
-        raise ValueError("world_size, intervals: give one number of ranks at least, and one pair at least")
+        raise ValueError("world_size and intervals: give one of each at least")
     for size in sizes:
         check_count("world_size", size, "ranks")
     for name, values, allowed in (
