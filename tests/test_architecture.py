@@ -57,6 +57,7 @@ BELOW: dict[str, set[str]] = {
     },
     "planning": {
         *("kronecker", "distributed", "kfac", "options", "contract", "stages", "optimizers"),
+        "report",
     },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
@@ -68,7 +69,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
         *("files", "papers", "recipes", "planning"),
     },
-    "profiling": {"files", "stages"},
+    "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},
 }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def draw(plans: list[Plan], path: Path) -> None:
         words |= {"linewidth": width}
         at = [n for n, _ in points]
         left.plot(at, [1e3 * c.seconds for _, c in points], **words)
-        kept = [c.held["kept"] / 1e6 for _, c in points]
+        kept = [c.kept / 1e6 for _, c in points]
         right.plot(at, kept, **words)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -85,7 +84,6 @@ def main() -> None:
         solvers=["inverse"],
         intervals=[(10, 100)],
         seconds=chosen.seconds,
-        clock=time.process_time,
     )
     plans = [first, *first.others]
     for each in plans:

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from second_order.files import replacing
+from second_order.report import aligned
 from second_order.stages import ELSEWHERE, PAPER_NAMES, RANGES, account
 
 __all__ = [
@@ -193,31 +194,15 @@ def table_of(picture: Picture) -> str:
     """The means over steps as a table."""
     host, device = picture.mean(picture.host), picture.mean(picture.device)
     total = sum(host.values()) or 1.0
-    header = ["stage", "papers", "ms a step", "share", *(["device ms"] if device else []), "bytes"]
-    rows = [header]
+    rows = [["stage", "papers", "ms a step", "share", "bytes", *(["device ms"] if device else [])]]
     for name in picture.accounts:
-        sent = picture.sent.get(name, 0.0)
-        rows.append(
-            [
-                name,
-                paper_name(name),
-                f"{host.get(name, 0.0):,.3f}",
-                f"{host.get(name, 0.0) / total:.1%}",
-                *([f"{device.get(name, 0.0):,.3f}"] if device else []),
-                f"{sent:,.0f}" if sent else "",
-            ]
-        )
-    rows.append(["the whole step", "", f"{sum(host.values()):,.3f}", "", *[""] * (len(header) - 4)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        ms, sent = host.get(name, 0.0), picture.sent.get(name, 0.0)
+        rows.append([name, paper_name(name), f"{ms:,.3f}", f"{ms / total:.1%}"])
+        rows[-1] += [f"{sent:,.0f}" if sent else ""]
+        rows[-1] += [f"{device.get(name, 0.0):,.3f}"] if device else []
+    rows.append(["the whole step", "", f"{sum(host.values()):,.3f}", *[""] * (len(rows[0]) - 3)])
     title = f"{picture.optimizer}: mean of {len(picture.host)} steps"
-    return "\n".join([title, lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return "\n".join([title, *aligned(rows, {2, 3, 4, 5})])
 
 
 def draw(picture: Picture, path: Path) -> bool:

@@ -26,8 +26,6 @@ from second_order.planning.record import Simulation
 
 __all__ = ["DEFAULT_NETWORKS", "calibrate", "measure_machine", "measure_network"]
 
-Clock = Callable[[], float]
-
 SIZES = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 DEFAULT_NETWORKS = {
@@ -43,7 +41,6 @@ def calibrate(
     group: Any = None,
     *,
     seconds: float = 10.0,
-    clock: Clock = time.perf_counter,
 ) -> tuple[Machine, Interconnect]:
     """Measure this machine, and the network if a process group is initialised.
 
@@ -55,8 +52,6 @@ def calibrate(
         group: The process group to measure; None for the default one, if there is one.
         seconds: About how long the machine may be measured, 60 at most; sizes that would take
             longer are left to extrapolation.
-        clock: Returns the time in seconds. ``time.process_time`` leaves out what others do on a
-            CPU.
 
     Raises:
         ValueError: For seconds outside 0 to 60, or a device without a calibration.
@@ -65,16 +60,14 @@ def calibrate(
         raise ValueError(f"seconds={seconds} is outside 0 to 60; 10 is the default")
     device = torch.device(device)
     world = World(group)
-    machine: Machine | None = None
-    error = ""
     # All at the same time, as they train: ranks of a machine share its cores and its memory.
     world.all_gather_object(None)
     try:
-        machine = measure_machine(device, seconds=seconds, clock=clock)
+        machine, error = measure_machine(device, seconds=seconds), ""
     except Exception as raised:  # the others wait for an answer
         if world.size == 1:
             raise
-        error = f"{type(raised).__name__}: {raised}"
+        machine, error = None, f"{type(raised).__name__}: {raised}"
     machine, error = world.all_gather_object((machine, error))[0]
     if machine is None:
         raise ValueError(f"rank 0 could not measure {device}: {error}")
@@ -87,7 +80,6 @@ def measure_machine(
     device: torch.device,
     *,
     seconds: float = 10.0,
-    clock: Clock = time.perf_counter,
     sizes: Sequence[int] = SIZES,
 ) -> Machine:
     """Measure a device and this process's Python.
@@ -95,7 +87,6 @@ def measure_machine(
     Args:
         device: The device.
         seconds: About how long the measurement may take.
-        clock: Returns the time in seconds.
         sizes: The sizes of products and decompositions.
 
     Raises:
@@ -103,7 +94,7 @@ def measure_machine(
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={device} cannot be measured; use 'cpu' or 'cuda'")
-    timer = _Timer(device, clock, seconds / 4)
+    timer = _Timer(device, seconds / 4)
     random = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> Tensor:
@@ -157,27 +148,17 @@ def measure_machine(
 class _Timer:
     """Seconds of functions: the fastest of a few runs, after one that does not count."""
 
-    def __init__(self, device: torch.device, clock: Clock, seconds: float) -> None:
-        self._device, self._clock, self._seconds = device, clock, seconds
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self._device, self._seconds = device, seconds
 
     def __call__(self, function: Callable[[], Any]) -> float:
-        self._run(function, 1)
+        function()
         times: list[float] = []
-        # A clock that ticks in milliseconds sees nothing of one small function.
-        repeats = max(1, min(100, int(1e-3 / max(self._run(function, 1), 1e-6))))
-        while sum(times) * repeats < min(0.02, self._seconds / 10) or len(times) < 3:
-            times.append(self._run(function, repeats) / repeats)
+        while sum(times) < min(0.02, self._seconds / 10) or len(times) < 3:
+            times.append(_seconds(function, self._device))
             if times[-1] > self._seconds / 3:
                 break
         return max(min(times), 1e-9)
-
-    def _run(self, function: Callable[[], Any], repeats: int) -> float:
-        start = self._clock()
-        for _ in range(repeats):
-            function()
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return self._clock() - start
 
     def curve(self, make: Callable[[int], Callable[[], Any]], sizes: Sequence[int]) -> Curve:
         """Seconds by size, up to the sizes that would take too long."""
@@ -229,9 +210,13 @@ def _usual_seconds(world: World, call: Callable[[], Any], device: torch.device) 
     times = []
     for _ in range(7):
         world.on_cpu().same([0])
-        start = time.perf_counter()
-        call()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(_seconds(call, device))
     return sorted(times)[len(times) // 2]
+
+
+def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    function()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - start

@@ -8,7 +8,6 @@ could be recorded with: the four stages are estimated from the plan.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,15 +79,14 @@ class AutoFraction:
 
         A rank that cannot measure has all ranks precondition everything, and says so.
         """
-        world = training.world
+        world, device = training.world, training.device
         if world.size == 1:
             return 1
-        device, error = training.device, ""
         # Of pretended ranks there is nothing to measure, and nobody to ask.
         pretended = world.backend == "fake"
         kind = device.type if device.type in DEFAULT_NETWORKS else "cuda"
         links = DEFAULT_NETWORKS[kind] if pretended else measure_network(world, device)
-        workers = world.size
+        workers, error = world.size, ""
         if world.rank == 0 or pretended:
             try:
                 machine = measure_machine(device, seconds=0.4, sizes=(8, 32, 128, 512))
@@ -106,17 +104,10 @@ class AutoFraction:
 
     def best(self, training: Training, machine: Machine, links: Interconnect) -> int:
         """The best number of gradient workers on a machine, with these links between the ranks."""
-        options = self.options
-        params = [p for p in training.model.parameters() if p.requires_grad]
-        blocks, _ = find_blocks(
-            training.model,
-            {id(p): p.numel() for p in params},
-            options.skip_layers,
-            {},
-            options.factor_dtype,
-            options.symmetry_aware,
-            options.block_rules,
-        )
+        options, model = self.options, training.model
+        sizes = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
+        how = options.factor_dtype, options.symmetry_aware, options.block_rules
+        blocks, _ = find_blocks(model, sizes, options.skip_layers, {}, *how)
         return self.fastest(blocks, training.world.size, machine, links)
 
     def fastest(
@@ -136,37 +127,32 @@ class AutoFraction:
         links: Interconnect,
     ) -> float:
         """Seconds a step of the four stages on the busiest rank, with so many gradient workers."""
-        options = self.options
+        options, eigen = self.options, self.options.solver == "eigen"
         every = options.inv_update_steps
         steps = USUAL if every in (None, AUTO) else max(int(value_at(every, 0)), 1)
-        eigen = options.solver == "eigen"
         plan = self.planner(workers, ranks)([dims_of(block) for block in blocks], ranks)
-        solving: defaultdict[int, float] = defaultdict(float)  # seconds by rank
-        leaving: Counter[int] = Counter()  # bytes of inverses that its solvers send, by rank
-        products: defaultdict[int, float] = defaultdict(float)  # seconds by the first rank of a row
-        results: Counter[int] = Counter()  # bytes of what it preconditions, by the same
+        # Seconds of solves and bytes of inverses by solver; of gradients by the row's first rank.
+        solving, products = [0.0] * ranks, [0.0] * ranks
+        inverses, results = [0] * ranks, [0] * ranks
         for block, layer in zip(blocks, plan.layers, strict=True):
-            shape = block.shape
+            shape, first = block.shape, layer.workers[0]
             for letter in shape.letters:
+                if shape.is_diagonal(letter):
+                    continue
                 n, solver = shape.dim(letter), layer.solver(letter)
-                if not shape.is_diagonal(letter):
-                    solving[solver] += shape.groups * machine.decomposition(options.solver, n)
-                    whole = eigen or not options.symmetry_aware
-                    size = shape.groups * (n * n if whole else n * (n + 1) // 2) * FLOAT
-                    leaving[solver] += size * (workers - 1)
-                    # A gradient has as many elements as both sizes multiplied.
-                    flops = 2 * n * shape.groups * shape.dim("A") * shape.dim("G")
-                    products[layer.workers[0]] += (2 if eigen else 1) * machine.dense(flops)
-            results[layer.workers[0]] += sum(p.numel() * FLOAT for p in block.params)
-        row, rows = range(workers), ranks // workers
-        found = max(solving.values(), default=0.0) / steps
-        if workers > 1:
-            arriving = sum(leaving.values()) / max(workers - 1, 1) / rows
-            sent = max(leaving.values(), default=0)
-            found += links.all_to_all(sent, max(arriving, sent / ranks), row) / steps
-        found += max(products.values(), default=0.0)
+                solving[solver] += shape.groups * machine.decomposition(options.solver, n)
+                whole = eigen or not options.symmetry_aware
+                inverses[solver] += shape.groups * (n * n if whole else n * (n + 1) // 2) * FLOAT
+                # A gradient has as many elements as both sizes multiplied.
+                flops = 2 * n * shape.groups * shape.dim("A") * shape.dim("G")
+                products[first] += (2 if eigen else 1) * machine.dense(flops)
+            results[first] += sum(p.numel() * FLOAT for p in block.params)
+        rows, others = ranks // workers, workers - 1
+        solved, found = max(solving), max(products)
+        if others:
+            sent, arriving = max(inverses) * others, sum(inverses) / rows
+            solved += links.all_to_all(sent, max(arriving, sent / ranks), range(workers))
         if rows > 1:
-            most, column = max(results.values(), default=0), range(0, ranks, workers)
-            arriving = sum(results.values()) - min(results.values(), default=0)
-            found += links.all_to_all(most * (rows - 1), arriving, column)
-        return found
+            column, arriving = range(0, ranks, workers), sum(results) - min(results[::workers])
+            found += links.all_to_all(max(results) * (rows - 1), arriving, column)
+        return found + solved / steps

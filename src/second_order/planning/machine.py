@@ -18,10 +18,12 @@ all_to_all   a + gap (messages - 1), and what a rank sends or receives, whicheve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 __all__ = ["Curve", "Interconnect", "Level", "Machine"]
@@ -48,8 +50,7 @@ class Curve:
         if not points:
             raise ValueError("a curve without points; give seconds for one size at least")
         for n, seconds in points:
-            _positive("size", n)
-            _positive(f"seconds at size {n:g}", seconds)
+            _positive(**{"a size": n, f"seconds at size {n:g}": seconds})
         for (small, less), (large, more) in pairwise(points):
             if small == large or more < less:
                 raise ValueError(
@@ -69,8 +70,7 @@ class Curve:
             return least
         if size >= last:
             return float(most * (size / last) ** 3)
-        right = next(i for i, (n, _) in enumerate(self.points) if n >= size)
-        (n0, s0), (n1, s1) = self.points[right - 1], self.points[right]
+        (n0, s0), (n1, s1) = next(p for p in pairwise(self.points) if p[1][0] >= size)
         return float(s0 * (s1 / s0) ** (math.log(size / n0) / math.log(n1 / n0)))
 
 
@@ -107,10 +107,7 @@ class Machine:
     spare_cores: int | None = None
 
     def __post_init__(self) -> None:
-        _positive("bandwidth", self.bandwidth)
-        _positive("launch", self.launch)
-        if self.spare_cores is not None and self.spare_cores < 0:
-            raise ValueError(f"spare_cores={self.spare_cores} is below 0; 0 where all are busy")
+        _positive(bandwidth=self.bandwidth, launch=self.launch)
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r} of a machine; use 'cpu' or 'cuda'")
 
@@ -145,8 +142,7 @@ class Machine:
             spare_cores: CPU cores of a rank that training leaves idle, as the attribute.
         """
         rates = flops if isinstance(flops, Mapping) else {1024: flops}
-        for n, rate in rates.items():
-            _positive(f"flops at size {n}", float(rate))
+        _positive(**{f"flops at size {n}": rate for n, rate in rates.items()})
         seconds = {float(n): 2 * float(n) ** 3 / float(rate) for n, rate in rates.items()}
         smallest = min(seconds)
         # Down to what a launch takes, at the rate of the smallest size that is given.
@@ -219,11 +215,8 @@ class Level:
     gap: float | None = None
 
     def __post_init__(self) -> None:
-        _positive("latency", self.latency)
-        _positive("gap", self.latency if self.gap is None else self.gap)
-        _positive("bandwidth", self.bandwidth)
-        if self.ranks is not None and self.ranks < 1:
-            raise ValueError(f"ranks={self.ranks!r} of a level; give a whole number, 1 or more")
+        given = {k: v for k, v in vars(self).items() if v is not None}
+        _positive(**given)
 
 
 @dataclass(frozen=True)
@@ -246,14 +239,12 @@ class Interconnect:
         object.__setattr__(self, "levels", tuple(self.levels))
         if not self.levels or self.levels[-1].ranks is not None:
             raise ValueError("the last level of a network holds all ranks; give it ranks=None")
-        before = 1
-        for level in self.levels[:-1]:
-            if level.ranks is None or level.ranks % before:
+        for inner, outer in pairwise((1, *(level.ranks for level in self.levels[:-1]))):
+            if not inner or not outer or outer % inner:
                 raise ValueError(
-                    f"a level of {level.ranks} ranks after one of {before}; give whole multiples, "
-                    f"and None for the last alone"
+                    f"a level of {outer} ranks after one of {inner}; give whole multiples, and "
+                    f"None for the last alone"
                 )
-            before = level.ranks
 
     @classmethod
     def flat(cls, latency: float, bandwidth: float) -> Interconnect:
@@ -273,13 +264,12 @@ class Interconnect:
         """
         return cls((Level(*inside, ranks), Level(*between)))
 
-    def parties(self, ranks: Sequence[int]) -> list[tuple[Level, int]]:
+    def parties(self, ranks: Sequence[int]) -> tuple[tuple[Level, int], ...]:
         """The levels, and the number of parties that meet there: ranks of a node, nodes, and so on.
 
         Where nodes have unequally many of the ranks, that of the fullest counts.
         """
-        found = _parties(tuple(level.ranks for level in self.levels), tuple(ranks))
-        return list(zip(self.levels, found, strict=True))
+        return _parties(self.levels, tuple(ranks))
 
     def all_reduce(self, nbytes: float, ranks: Sequence[int]) -> float:
         """Seconds to sum n bytes over ranks, for all of them."""
@@ -329,11 +319,6 @@ class Interconnect:
             nearer += peers
         return seconds
 
-    def timed(self, verb: str) -> Callable[..., float]:
-        """The formula of a collective by its name."""
-        found: Callable[..., float] = getattr(self, verb)
-        return found
-
     def as_json(self) -> dict[str, Any]:
         """The network as primitives."""
         return {"measured": self.measured, "levels": [dict(vars(level)) for level in self.levels]}
@@ -345,22 +330,20 @@ class Interconnect:
         Raises:
             ValueError: For entries that are missing or unknown.
         """
-        if "levels" not in found:
-            raise ValueError(
-                "a network without levels; give a list of latency, bandwidth and ranks, the "
-                "innermost first"
-            )
         try:
             levels = tuple(Level(**level) for level in found["levels"])
-        except TypeError as error:
-            raise ValueError(f"a level of a network: {error}") from None
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"a network's numbers: {error}; give levels, a list of latency, bandwidth and "
+                f"ranks, the innermost first"
+            ) from None
         return cls(levels, bool(found.get("measured", False)))
 
 
-def _positive(name: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} is not a number above 0")
+def _positive(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            raise ValueError(f"{name}={value!r} is not a number above 0")
 
 
 def _rounds(parties: int) -> int:
@@ -368,17 +351,11 @@ def _rounds(parties: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def _parties(together: tuple[int | None, ...], ranks: Sequence[int]) -> tuple[int, ...]:
-    """The parties of each level, by the number of ranks that are together on it."""
-    found, units = [], list(dict.fromkeys(ranks))
-    for size in together:
-        if size is None:
-            found.append(len(units))
-            break
-        members: dict[int, int] = {}
-        for unit in units:
-            # A unit of the level below is known by its first rank's place.
-            members[unit // size] = members.get(unit // size, 0) + 1
-        found.append(max(members.values(), default=0))
-        units = [place * size for place in members]
-    return tuple(found)
+def _parties(levels: tuple[Level, ...], ranks: tuple[int, ...]) -> tuple[tuple[Level, int], ...]:
+    found, units = [], set(ranks)
+    for level in levels[:-1]:
+        # A node is known by its first rank.
+        nodes = Counter(unit - unit % (level.ranks or 1) for unit in units)
+        found.append((level, max(nodes.values())))
+        units = set(nodes)
+    return (*found, (levels[-1], len(units)))

@@ -28,6 +28,7 @@ from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
 from second_order.planning.fraction import SIMILAR, workers_of
 from second_order.planning.machine import Interconnect, Machine
 from second_order.planning.record import Record, loss_of, record
+from second_order.report import aligned
 from second_order.stages import ELSEWHERE
 
 __all__ = ["SYSTEMS", "Choice", "Plan", "bytes_of", "plan"]
@@ -50,9 +51,13 @@ PLANNED = {
 """Options that are planned themselves, or that a pretended world has not."""
 
 STATISTICS = ("statistics", "statistics_exchange")
-REFRESH = ("solve", "solve_exchange", "lanczos", "final_update", "pairs")
-COLUMNS = (STATISTICS[:1], ("solve", "lanczos"), ("precondition", "split", "newton"))
-"""The stages of three columns of the table."""
+REFRESH = ("solve", "solve_exchange", "lanczos", "final_update", "pairs", "wait")
+COLUMNS = {
+    "statistics": STATISTICS[:1],
+    "solve": ("solve", "lanczos"),
+    "precondition": ("precondition", "split", "newton"),
+}
+"""Columns of the table that are stages; those of no column are messages."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +70,15 @@ class Choice:
         keywords: The keywords that have the optimizer do this.
         intervals: Steps between statistics and between refreshes; for eigenpairs both times the
             steps from one refresh to the next.
-        world_size: Number of ranks.
         stages: Seconds a step by stage, those of statistics and refreshes shared out over their
             intervals.
         seconds: Seconds a step.
         memory: Bytes at the peak on the fullest rank: parameters, what the optimizer and the
             gradients keep, and what comes and goes.
-        held: Bytes by what they are for, on that rank: "parameters", "kept" and "passing".
+        kept: Bytes of these that the optimizer and the gradients keep.
         sent: Bytes a step that the busiest rank hands to ``torch.distributed``.
-        operations: Floating point operations of a step at which all is due, on the busiest rank.
         hidden: Seconds a step of solves on threads, beside training.
-        shared: Seconds a step of solves on threads that have no cores of their own: training gives
-            them its time, and they are among ``seconds``.
         fits: Whether the memory allowed is enough.
-        largest_batch: Examples to a rank's batch for which it would still be; None without a limit.
         ranks: What each recorded rank takes at a step with statistics and a refresh.
     """
 
@@ -86,17 +86,13 @@ class Choice:
     setting: str
     keywords: Mapping[str, Any]
     intervals: tuple[int, int]
-    world_size: int
     stages: Mapping[str, float]
     seconds: float
     memory: int
-    held: Mapping[str, int]
+    kept: int
     sent: float
-    operations: float
     hidden: float = 0.0
-    shared: float = 0.0
     fits: bool = True
-    largest_batch: int | None = None
     ranks: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -104,15 +100,6 @@ class Choice:
         """The system, the setting and the solver in words."""
         words = " ".join(filter(None, [self.system, self.setting]))
         return ", ".join(filter(None, [words, self.keywords.get("solver")]))
-
-    def as_json(self) -> dict[str, Any]:
-        """The choice as primitives, but for its ranks."""
-        found = {k: v for k, v in vars(self).items() if k != "ranks"}
-        primitive = bool, int, float, str, type(None)
-        words = self.keywords.items()
-        return found | {
-            "keywords": {k: v if isinstance(v, primitive) else str(v) for k, v in words}
-        }
 
 
 @dataclass(frozen=True)
@@ -147,29 +134,21 @@ class Plan:
         Args:
             rows: Number of rows at most; None for all.
         """
-        header = "system|setting|solver|intervals|ms a step|over base|statistics|solve|"
-        header += "precondition|messages|peak memory|sent|"
-        table = [header.split("|"), *map(self._row, self.choices[:rows])]
+        header = ["system", "setting", "solver", "intervals", "ms a step", "over base", *COLUMNS]
+        table = [[*header, "messages", "peak memory", "sent", ""]]
+        table += map(self._row, self.choices[:rows])
         left = len(self.choices) - len(table) + 1
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = []
-        for row in table:
-            cells = zip(row, widths, strict=True)
-            cells_ = [
-                c.ljust(w) if i < 4 or i == 12 else c.rjust(w) for i, (c, w) in enumerate(cells)
-            ]
-            lines.append("  ".join(cells_).rstrip())
-        lines.insert(1, "-" * max(map(len, lines)))
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         known = "measured" if self.network.measured else "not measured"
-        title = f"{ranks} of {self.machine.name}; network {known}; "
+        title = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} of "
+        title += f"{self.machine.name}; network {known}; "
         title += f"the base alone takes {1000 * self.base:.3g} ms a step"
-        lines += [f"and {left} slower settings"] if left else []
-        return "\n".join([title, *lines, self.reason])
+        more = [f"and {left} slower settings"] if left else []
+        return "\n".join([title, *aligned(table, set(range(4, 12))), *more, self.reason])
 
     def _row(self, choice: Choice) -> list[str]:
-        stages = choice.stages
-        own = {PASSES, "base", "wait", *(stage for column in COLUMNS for stage in column)}
+        of = {name: sum(choice.stages.get(s, 0.0) for s in ss) for name, ss in COLUMNS.items()}
+        others = sum(choice.stages.get(s, 0.0) for s in (PASSES, "base", "wait"))
+        messages = sum(choice.stages.values()) - sum(of.values()) - others
         note = "recommended" if choice is self.recommended else ""
         return [
             choice.system,
@@ -178,8 +157,7 @@ class Plan:
             "/".join(map(str, choice.intervals)),
             f"{1000 * choice.seconds:,.3g}",
             f"{choice.seconds / self.base - 1:+.0%}",
-            *(f"{1000 * sum(stages.get(k, 0.0) for k in of):,.3g}" for of in COLUMNS),
-            f"{1000 * sum(s for k, s in stages.items() if k not in own):,.3g}",
+            *(f"{1000 * max(seconds, 0.0):,.3g}" for seconds in (*of.values(), messages)),
             _said(choice.memory),
             _said(choice.sent),
             note if choice.fits else "does not fit",
@@ -187,13 +165,16 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as primitives; the recommended setting with what its ranks take."""
+
+        def primitive(choice: Choice) -> dict[str, Any]:
+            return {k: v for k, v in vars(choice).items() if k != "ranks"}
+
         best = self.recommended
-        every = {} if best is None else best.as_json() | {"ranks": [vars(r) for r in best.ranks]}
         return {
             **{k: getattr(self, k) for k in ("world_size", "memory", "reason")},
             "base_seconds": self.base,
-            "recommended": every or None,
-            "choices": [choice.as_json() for choice in self.choices],
+            "recommended": best and primitive(best) | {"ranks": [vars(r) for r in best.ranks]},
+            "choices": [primitive(choice) for choice in self.choices],
             "machine": self.machine.as_json(),
             "network": self.network.as_json(),
         }
@@ -221,7 +202,6 @@ def plan(
     base_kwargs: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     seconds: float = 10.0,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
     """Predict time, memory and bytes of every system's settings, and recommend one.
 
@@ -249,7 +229,6 @@ def plan(
         base_kwargs: Arguments of the base.
         options: Further keywords of the optimizers; each gets those that it knows.
         seconds: About how long the machine may be measured, 60 at most.
-        clock: The clock to measure by; ``time.process_time`` leaves out what others do on a CPU.
 
     Raises:
         TypeError: For values of the wrong type.
@@ -257,152 +236,124 @@ def plan(
             meta device without a machine, or where a process group is initialised.
     """
     sizes = list(world_size) if isinstance(world_size, Sequence) else [world_size]
+    _check(sizes, systems, solvers, intervals, options or {})
+    check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if not sizes or not intervals:
-        raise ValueError("world_size and intervals: give one of each at least")
-    for size in sizes:
-        check_count("world_size", size, "ranks")
-    for name, values, allowed in (
-        ("systems", systems, tuple(SYSTEMS)),
-        ("solvers", solvers, ("inverse", "eigen")),
-    ):
-        if isinstance(values, str) or not values:
-            raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(allowed)}")
-        for value in values:
-            check_choice(name, value, allowed)
-    wanted: list[Any] = list(intervals)
-    for pair in wanted:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(f"intervals: {pair!r} is not a pair of two numbers, as (10, 100)")
-        check_count("factor_update_steps", pair[0], "steps")
-        check_count("inv_update_steps", pair[1], "steps")
-    check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
-    allowance = None if memory is None else bytes_of(memory)
-    for name in (options or {}).keys() & PLANNED.keys():
-        raise ValueError(f"options[{name!r}] is planned: {PLANNED[name]}")
-    known = {n for s in systems for n in inspect.signature(SYSTEMS[s]).parameters}
-    if (options or {}).keys() - known:
-        raise TypeError(f"options: none of {', '.join(systems)} knows {set(options or {}) - known}")
-    params = [p for p in model.parameters() if p.requires_grad]
-    if not params:
+    device = next((p.device for p in model.parameters() if p.requires_grad), None)
+    if device is None:
         raise ValueError("no parameter of the model trains; set requires_grad")
-    device = params[0].device
     if device.type == "meta" and machine is None:
         raise ValueError(
             "the model is on the meta device, and no machine is given to plan for; give "
             "machine=Machine.given(...), or the model on the device to measure"
         )
-    arguments, examples = _arguments_of(sample_batch)
+    allowed = None if memory is None else bytes_of(memory)
+    positional, named = _arguments_of(sample_batch)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         if device.type == "meta":  # no number matters, but there have to be some
             model, device = copy.deepcopy(model).to_empty(device="cpu"), torch.device("cpu")
             with torch.no_grad():
                 for x in (*model.parameters(), *model.buffers()):
                     x.fill_(0.01 if x.is_floating_point() else 0)
-        arguments = tree_map_only(
-            Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x, arguments
-        )
-        run = _Run(*arguments)
-        passes = run.measured(model, device, clock, take=machine is None)
-        machine = machine or measure_machine(device, seconds=seconds, clock=clock)
-        keywords = {
-            "lr": 0.1,
-            "base": base,
-            **({"momentum": 0.9} if base is torch.optim.SGD else {}),
-        }
-        planner = Planner(
-            model,
-            run,
-            examples,
-            passes,
-            {**keywords, **(base_kwargs or {})},
-            dict(options or {}),
-            tuple(wanted),
-            machine,
-            network or DEFAULT_NETWORKS[machine.device],
-            machine.memory if allowance is None else allowance,
-        )
+            positional, named = tree_map_only(
+                Tensor, lambda x: torch.zeros_like(x, device="cpu"), (positional, named)
+            )
+
+        def run(model: nn.Module) -> Any:
+            return model(*positional, **named)
+
+        passes = _measured(model, run, device, 5 if machine is None else 0)
+        machine = machine or measure_machine(device, seconds=seconds)
+        keywords = {"lr": 0.1, "base": base, **(base_kwargs or {})}
+        if base is torch.optim.SGD:
+            keywords.setdefault("momentum", 0.9)
+        network = network or DEFAULT_NETWORKS[machine.device]
+        allowed = machine.memory if allowed is None else allowed
+        given = passes, keywords, dict(options or {}), tuple(intervals), machine, network, allowed
+        planner = _Planner(model, run, *given)
         first, *others = (planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes))
     return replace(first, others=tuple(others))
 
 
-def _arguments_of(sample_batch: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
-    """A batch as a model's positional and named arguments, and its number of examples."""
+def _check(
+    sizes: Sequence[Any],
+    systems: Sequence[str],
+    solvers: Sequence[str],
+    intervals: Sequence[Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Raise TypeError or ValueError for what cannot be planned."""
+    if not sizes or not intervals:
+        raise ValueError("world_size and intervals: give one of each at least")
+    for size in sizes:
+        check_count("world_size", size, "ranks")
+    allowed = {"systems": (systems, tuple(SYSTEMS)), "solvers": (solvers, ("inverse", "eigen"))}
+    for name, (values, known) in allowed.items():
+        if isinstance(values, str) or not values:
+            raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(known)}")
+        for value in values:
+            check_choice(name, value, known)
+    for pair in intervals:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"intervals: {pair!r} is not a pair of two numbers, as (10, 100)")
+        check_count("factor_update_steps", pair[0], "steps")
+        check_count("inv_update_steps", pair[1], "steps")
+    for name in options.keys() & PLANNED.keys():
+        raise ValueError(f"options[{name!r}] is planned: {PLANNED[name]}")
+    unknown = set(options).difference(*(inspect.signature(SYSTEMS[s]).parameters for s in systems))
+    if unknown:
+        raise TypeError(f"options: none of {', '.join(systems)} knows {', '.join(sorted(unknown))}")
+
+
+def _arguments_of(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as a model's positional and named arguments."""
     if isinstance(sample_batch, Tensor):
-        found: tuple[tuple[Any, ...], dict[str, Any]] = ((sample_batch,), {})
-    elif isinstance(sample_batch, Mapping):
-        found = (), {str(name): value for name, value in sample_batch.items()}
-    elif isinstance(sample_batch, Sequence) and not isinstance(sample_batch, str):
-        found = tuple(sample_batch), {}
-    else:
+        sample_batch = (sample_batch,)
+    if isinstance(sample_batch, str) or not isinstance(sample_batch, Mapping | Sequence):
         raise TypeError(
             f"sample_batch is a {type(sample_batch).__name__}; give the model's arguments: a "
             f"tensor, a tuple or a list of them, or a dictionary by name"
         )
-    examples = next(
-        (x.shape[0] for x in tree_leaves(found) if isinstance(x, Tensor) and x.dim()), 0
-    )
-    if not examples:
+    if not any(isinstance(x, Tensor) and x.dim() and len(x) for x in tree_leaves(sample_batch)):
         raise ValueError(
             "sample_batch has no tensor with a batch dimension; give one example at least"
         )
-    return found, examples
+    if isinstance(sample_batch, Mapping):
+        return (), dict(sample_batch)
+    return tuple(sample_batch), {}
+
+
+def _measured(
+    model: nn.Module, run: Callable[[nn.Module], Any], device: torch.device, times: int
+) -> float | None:
+    """Seconds of the fastest of some passes of a copy; None if they are not to be taken."""
+    model, found = copy.deepcopy(model).train(), []
+    try:
+        with torch.no_grad():
+            run(model)
+    except Exception as error:
+        raise ValueError(
+            f"the model does not take sample_batch: {type(error).__name__}: {error}; give the "
+            f"arguments of the model alone, without targets that its forward does not take"
+        ) from error
+    for _ in range(times):
+        start = time.perf_counter()
+        loss_of(run(model)).backward()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found, default=None)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Runs a model on a batch."""
-
-    positional: tuple[Any, ...]
-    named: dict[str, Any]
-
-    def __call__(self, model: nn.Module) -> Any:
-        return model(*self.positional, **self.named)
-
-    def measured(
-        self, model: nn.Module, device: torch.device, clock: Callable[[], float], *, take: bool
-    ) -> float | None:
-        """Seconds of the fastest of some passes of a copy; None if they are not to be taken."""
-        model, times = copy.deepcopy(model).train(), []
-        try:
-            with torch.no_grad():
-                self(model)
-        except Exception as error:
-            raise ValueError(
-                f"the model does not take sample_batch: {type(error).__name__}: {error}; give the "
-                f"arguments of the model alone, without targets that its forward does not take"
-            ) from error
-        for _ in range(5 if take else 0):
-            start = clock()
-            loss_of(self(model)).backward()
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            times.append(clock() - start)
-        return min(times[1:]) if take else None
-
-
-@dataclass(frozen=True)
-class Planner:
-    """A model and a batch, to be planned for any number of ranks.
-
-    Attributes:
-        model: The model.
-        run: Runs it on the batch.
-        examples: Examples in the batch.
-        passes: Measured seconds of forward and backward; None for simulated ones.
-        keywords: The base and its arguments.
-        options: Further keywords.
-        intervals: The intervals that are compared.
-        machine: The machine of every rank.
-        network: The links between the ranks.
-        memory: Bytes that a rank may use; None for no limit.
-    """
+class _Planner:
+    """A model that runs on a batch, to be planned for any number of ranks."""
 
     model: nn.Module
-    run: _Run
-    examples: int
+    run: Callable[[nn.Module], Any]
     passes: float | None
+    """Measured seconds of forward and backward; None for simulated ones."""
     keywords: Mapping[str, Any]
     options: Mapping[str, Any]
     intervals: tuple[tuple[int, int], ...]
@@ -416,17 +367,20 @@ class Planner:
         for system in systems:
             for setting, keywords in _settings(system, world_size, solvers):
                 choices += self._choices(system, setting, keywords, world_size)
+        if not choices:
+            raise ValueError(
+                f"MRDHO2 needs more ranks than accelerators, and there is {world_size}"
+            )
         choices.sort(key=lambda choice: choice.seconds)
-        params = [p.nbytes for p in self.model.parameters() if p.requires_grad]
-        stages = choices[0].stages
-        base = stages[PASSES] + stages.get("base", 0.0)
+        base = choices[0].stages[PASSES] + choices[0].stages.get("base", 0.0)
         if world_size > 1:
-            base += self.network.all_reduce(sum(params), range(world_size))
+            trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+            base += self.network.all_reduce(trained, range(world_size))
         of_factors = [
-            c for c in choices if c.intervals == self.intervals[0] and "solver" in c.keywords
+            c for c in choices if c.intervals == self.intervals[0] and c.system not in OF_PAIRS
         ]
-        best, reason = _recommended(of_factors or choices, self.memory)
-        if of_factors and any(system in OF_PAIRS for system in systems):
+        best, reason = _recommended(of_factors or choices, self.memory, self.machine)
+        if len(of_factors) < len(choices) and any(s in OF_PAIRS for s in systems):
             reason += (
                 "; DHO2 and MRDHO2 have another curvature: seconds of a step do not tell which "
                 "makes more progress"
@@ -434,94 +388,75 @@ class Planner:
         links = self.machine, self.network, self.memory
         return Plan(world_size, tuple(choices), best, reason, base, *links)
 
+    def _option(self, name: str, system: Any = DHO2) -> Any:
+        return self.options.get(name, inspect.signature(system).parameters[name].default)
+
     def _records(self, system: str, keywords: Mapping[str, Any], ranks: int) -> list[Record]:
         """What the first rank and one in the middle take, if all is due at each step."""
-        optimizer = SYSTEMS[system]
-        known = inspect.signature(optimizer).parameters
-        given = {
-            **self.keywords,
-            **{k: v for k, v in self.options.items() if k in known},
-            **keywords,
-        }
+        known = inspect.signature(SYSTEMS[system]).parameters
+        own = {k: v for k, v in self.options.items() if k in known}
 
         def make(model: nn.Module, closure: Callable[[], Tensor]) -> Any:
+            every: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
             if system in OF_PAIRS:
                 every = {"curvature_closure": closure, "warmup_steps": 0, "curvature_interval": 1}
-            else:
-                every = {"factor_update_steps": 1, "inv_update_steps": 1}
-            return optimizer(model, **{**given, **every})
+            return SYSTEMS[system](model, **{**self.keywords, **own, **keywords, **every})
 
         setting = self.model, self.run, self.machine, self.network
         return [record(make, *setting, rank, ranks) for rank in sorted({0, ranks // 2})]
 
     def _choices(
-        self, system: str, setting: str, keywords: Mapping[str, Any], ranks: int
+        self, system: str, setting: str, keywords: dict[str, Any], ranks: int
     ) -> Iterator[Choice]:
         """A setting at each of the intervals."""
-        epoch, accelerators = 1, 0
+        epoch, helpers = 1, 0
         if system == "MRDHO2":
-            epoch, accelerators = (
-                self.options.get(k, inspect.signature(MRDHO2).parameters[k].default)
-                for k in ("epoch_steps", "accelerators")
-            )
-            if accelerators >= ranks:
+            epoch, helpers = (self._option(k, MRDHO2) for k in ("epoch_steps", "accelerators"))
+            if helpers >= ranks:
                 return
             # Workers step as DHO2's do; of an epoch's end they get the pairs of the accelerators.
-            records = self._records("DHO2", {"layout": "row"}, ranks - accelerators)
+            records = self._records("DHO2", {"layout": "row"}, ranks - helpers)
         else:
             records = self._records(system, keywords, ranks)
         due = {k: max(r.seconds.get(k, 0.0) for r in records) for r in records for k in r.seconds}
         sent = {k: max(r.sent.get(k, 0.0) for r in records) for r in records for k in r.sent}
         simulated = due.pop(ELSEWHERE)
         due = {PASSES: simulated if self.passes is None else self.passes, **due}
-        hidden, shared = max(r.hidden for r in records), 0.0
-        if accelerators:
-            hidden = due.pop("lanczos") * (ranks - accelerators) / accelerators
+        hidden = max(r.hidden for r in records)
+        if helpers:
+            hidden = due.pop("lanczos") * (ranks - helpers) / helpers
             sent.pop("lanczos", None)
             due["wait"] = max(hidden - epoch * sum(due.values()), 0.0)
-        elif hidden and not self.machine.solves_beside:
-            due["solve"], shared, hidden = due.get("solve", 0.0) + hidden, hidden, 0.0
-        parameters = sum(p.nbytes for p in self.model.parameters())
+        elif not self.machine.solves_beside:
+            due["solve"], hidden = due.get("solve", 0.0) + hidden, 0.0
         fullest = max(records, key=lambda r: r.peak)
-        held = {"parameters": parameters, "kept": fullest.kept}
-        held["passing"] = fullest.peak - fullest.kept
-        memory = sum(held.values())
-        room, each = None, fullest.activations / self.examples
-        if self.memory is not None and each:
-            room = max(int((self.memory - memory) / each) + self.examples, 0)
+        memory = sum(p.nbytes for p in self.model.parameters()) + fullest.peak
         for pair in [self._interval(system, due, epoch)] if system in OF_PAIRS else self.intervals:
-            every = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys((*REFRESH, "wait"), pair[1])
+            every = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys(REFRESH, pair[1])
             stages = {stage: s / every.get(stage, 1) for stage, s in due.items()}
-            total = sum(stages.values())
+            total, beside = sum(stages.values()), hidden / pair[1]
             if system not in OF_PAIRS:
                 keywords = {**keywords, "factor_update_steps": pair[0], "inv_update_steps": pair[1]}
             yield Choice(
                 system,
                 setting,
-                dict(keywords),
+                keywords,
                 pair,
-                ranks,
                 stages,
-                total if accelerators else max(total, hidden / pair[1]),
+                total if helpers else max(total, beside),
                 memory,
-                held,
+                fullest.kept,
                 sum(nbytes / every.get(stage, 1) for stage, nbytes in sent.items()),
-                max(r.operations for r in records),
-                hidden / pair[1],
-                shared / pair[1],
+                beside,
                 self.memory is None or memory <= self.memory,
-                room,
                 tuple(records),
             )
 
     def _interval(self, system: str, due: Mapping[str, float], epoch: int) -> tuple[int, int]:
         """Steps from one refresh of eigenpairs to the next: an epoch, a number, or by budget."""
-        known = inspect.signature(DHO2).parameters
-        every = self.options.get("curvature_interval", known["curvature_interval"].default)
-        if system == "MRDHO2":
-            every = epoch
-        elif not isinstance(every, int):
-            overhead = self.options.get("overhead", known["overhead"].default) or 0.15
+        every = epoch if system == "MRDHO2" else self._option("curvature_interval")
+        if not isinstance(every, int):
+            overhead = self._option("overhead") or 0.15
             alone = due[PASSES] + due.get("base", 0.0) + due.get("average_gradients", 0.0)
             every = max(round(due.get("lanczos", 0.0) / (overhead * alone)), 1)
         return every, every
@@ -531,24 +466,25 @@ def _settings(
     system: str, ranks: int, solvers: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A system's settings that are compared, in words and as keywords."""
-    if system == "DHO2":
-        for layout in ("row", "column") if ranks > 1 else ("row",):
-            yield f"{layout}s" if ranks > 1 else "", {"layout": layout}
-        return
-    for solver in solvers if system != "MRDHO2" else ():
-        if system != "KAISA" or ranks == 1:
-            yield "", {"solver": solver}
-            continue
-        for workers in workers_of(ranks, 4):
-            name = {1: "MEM-OPT", ranks: "COMM-OPT"}.get(workers, f"HYBRID {workers}/{ranks}")
-            words = {"solver": solver, "grad_worker_fraction": workers / ranks}
-            yield name, words
-            yield f"{name}, reduce", {**words, "factor_exchange": "reduce"}
     if system == "MRDHO2":
         yield "", {}
+    elif system == "DHO2":
+        for layout in ("row", "column") if ranks > 1 else ("row",):
+            yield f"{layout}s" if ranks > 1 else "", {"layout": layout}
+    elif system != "KAISA" or ranks == 1:
+        yield from (("", {"solver": solver}) for solver in solvers)
+    else:
+        for solver in solvers:
+            for workers in workers_of(ranks, 4):
+                name = {1: "MEM-OPT", ranks: "COMM-OPT"}.get(workers, f"HYBRID {workers}/{ranks}")
+                words = {"solver": solver, "grad_worker_fraction": workers / ranks}
+                yield name, words
+                yield f"{name}, reduce", {**words, "factor_exchange": "reduce"}
 
 
-def _recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice | None, str]:
+def _recommended(
+    choices: Sequence[Choice], memory: int | None, machine: Machine
+) -> tuple[Choice | None, str]:
     """The fastest setting that fits, and why; of similar ones the one with the least memory."""
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
@@ -559,7 +495,8 @@ def _recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice 
             f"make room"
         )
     # Solves on threads that have no core are no faster than those at once, and come later.
-    fitting = [choice for choice in fitting if not choice.shared] or fitting
+    if not machine.solves_beside:
+        fitting = [choice for choice in fitting if choice.system != "DistKFAC"] or fitting
     fastest = fitting[0]
     similar = [c for c in fitting if c.seconds <= (1 + SIMILAR) * fastest.seconds]
     best = min(similar, key=lambda choice: (choice.memory, choice.seconds))
@@ -574,13 +511,13 @@ def _recommended(choices: Sequence[Choice], memory: int | None) -> tuple[Choice 
         quicker = sum(c.seconds < best.seconds for c in unfit)
         said += f"; {len(unfit)} do not fit into {_said(memory or 0)}"
         said += f", {quicker} of them faster" if quicker else ""
-    if best.system == "DPKFAC" and best.world_size > 1:
+    if best.system == "DPKFAC":
         said += "; its factors are of their owner's batches alone"
     if best.system == "MRDHO2":
         said += "; its accelerators do not train, and the step is of fewer examples"
-    elif best.hidden:
+    if best.system == "DistKFAC" and best.hidden:
         said += "; its solves need cores of their own beside training"
-    if any(choice.shared for choice in choices):
+    if any(choice.system == "DistKFAC" for choice in choices) and not machine.solves_beside:
         said += (
             "; no core is left to DistKFAC's threads (spare_cores of the machine): its solves take "
             "training's time, and are counted in full"

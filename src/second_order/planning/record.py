@@ -55,7 +55,6 @@ class Record:
         hidden: Simulated seconds of solves on threads.
         kept: Bytes of tensors that are there after the step: of optimizer and gradients.
         peak: Bytes at the highest, above the model itself.
-        activations: Bytes that forward has left for backward.
     """
 
     rank: int
@@ -65,7 +64,6 @@ class Record:
     hidden: float
     kept: int
     peak: int
-    activations: int
 
 
 class Simulation(TorchDispatchMode):
@@ -156,7 +154,7 @@ class Simulation(TorchDispatchMode):
         """Let the time of a collective pass."""
         assert self.links is not None
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.clock += self.links.timed(verb)(*sizes, ranks)
+        self.clock += getattr(self.links, verb)(*sizes, ranks)
 
     def aside(self, work: Callable[[], Any]) -> Ticket[Any]:
         """Do at once what a thread would do, and count its time apart."""
@@ -261,7 +259,6 @@ def record(
     """
     model = copy.deepcopy(model).train()
     simulation = Simulation(machine, links)
-    activations = 0
     with (
         warnings.catch_warnings(action="ignore"),  # of a training that nobody sees
         pretended(simulation, rank, ranks),
@@ -280,11 +277,7 @@ def record(
                     gc.collect()  # of tensors that only circles hold
                     simulation.peak = simulation.now
                     simulation.operations = simulation.hidden = 0.0
-                    before = simulation.now
-                    loss = loss_of(run(model))
-                    activations = simulation.now - before
-                    loss.backward()
-                    del loss
+                    loss_of(run(model)).backward()
                     optimizer.step()
             gc.collect()
             kept = simulation.now
@@ -295,5 +288,5 @@ def record(
         {n.removeprefix(kind): v for n, v in found.items() if n.startswith(kind) and v}
         for kind in ("seconds/", "bytes/")
     )
-    counted = simulation.operations, simulation.hidden, kept, simulation.peak, activations
+    counted = simulation.operations, simulation.hidden, kept, simulation.peak
     return Record(rank, {ELSEWHERE: 0.0, **seconds}, sent, *counted)
