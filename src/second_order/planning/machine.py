@@ -133,13 +133,13 @@ class Machine:
                 multiplication; a number, or by size n of the product.
             eigh: Seconds of an eigendecomposition by size n.
             inverse: Seconds of a Cholesky factorisation and inverse by size n.
-            bandwidth: Bytes a second between the device and its memory.
+            bandwidth: As the attribute, like those that follow.
             launch: Seconds that an operation takes at least.
             python: Seconds of Python around each operation.
             name: A name, for tables.
             device: "cpu" or "cuda".
             memory: Bytes of memory.
-            spare_cores: CPU cores of a rank that training leaves idle, as the attribute.
+            spare_cores: CPU cores that training leaves idle.
         """
         rates = flops if isinstance(flops, Mapping) else {1024: flops}
         _positive(**{f"flops at size {n}": rate for n, rate in rates.items()})
