@@ -2,7 +2,7 @@
 
     PYTHONPATH=benchmarks/speed python docs/figures/make_planning.py
 
-The machine at hand is measured, and the passes and statistics of a transformer of two blocks of
+The machine at hand is measured, and the passes of a transformer of two blocks of
 width 512 on it; the links are given numbers. Nothing is sent.
 """
 
@@ -21,7 +21,7 @@ from second_order.planning.plan import Choice, Plan, plan
 from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
-SIZES = tuple(2**k for k in range(13))
+SIZES = tuple(4**k for k in range(7))
 # Eight ranks a node; 20 and 40 microseconds; 5 GB/s inside and 10 Gbit/s between nodes.
 LINKS = Interconnect((Level(2e-5, 5e9, 8, gap=2e-6), Level(4e-5, 1.25e9, gap=4e-6)))
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
@@ -56,7 +56,7 @@ def draw(plans: list[Plan], path: Path) -> None:
         right.plot(at, kept, **words)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes[::2], [f"{n:,}" for n in sizes[::2]])
+        axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
         axes.set_xlabel("ranks, each with its batch")
         axes.grid(alpha=0.3)
     left.set_ylim(bottom=0)

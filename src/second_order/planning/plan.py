@@ -398,8 +398,9 @@ class _Planner:
 
         def make(model: nn.Module, closure: Callable[[], Tensor]) -> Any:
             every: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
-            if system in OF_PAIRS:
-                every = {"curvature_closure": closure, "warmup_steps": 0, "curvature_interval": 1}
+            if system in OF_PAIRS:  # with as many products as a refresh may take
+                every = {"curvature_closure": closure, "warmup_steps": 0}
+                every |= {"curvature_interval": 1, "lanczos_tol": 0.0}
             return SYSTEMS[system](model, **{**self.keywords, **own, **keywords, **every})
 
         setting = self.model, self.run, self.machine, self.network
