@@ -1480,14 +1480,14 @@ MUTANTS = [
     # Vectors of all parameters.
     _mutant(
         "the scheduler does not reach a base in pieces",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         'own.update({key: value for key, value in group.items() if key != "params"})',
         "pass",
         "dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is",
     ),
     _mutant(
         "pieces of parameters that are not contiguous",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         "stand_in.copy_(current)",
         "pass",
         "dho2_processes::channels_last_changes_nothing_on_many_processes",
@@ -1508,7 +1508,7 @@ MUTANTS = [
     ),
     _mutant(
         "the base's step count is cut to a piece",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         'value.shape == piece.param.shape and key != "step"',
         "value.shape == piece.param.shape",
         "dho2_state::the_count_of_a_base_is_not_cut_to_a_piece",
@@ -2928,7 +2928,7 @@ MUTANTS = [
     ),
     _mutant(
         "stand-ins that keep their dtype when the model is cast",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         "if stand_in.dtype != current.dtype:",
         "if False:",
         "found::a_model_that_is_cast_goes_on_in_rows",

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, SecondOrderWarning
-from second_order.fosi.pieces import ParamPiece
-from second_order.fosi.sharded_base import cut_state
+from second_order.fosi.pieces import ParamPiece, cut_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -91,6 +91,16 @@ def check_kind(name: str, value: Any) -> None:
     check_curvature(value)
 
 
+COUNT = partial(check_whole, low=0, remedy="0 for none of them")
+WARMUP = partial(check_whole, low=0, remedy="0 to begin with a refresh")
+CLIP = partial(check_number, low=1.0, remedy="1.0 for no scaling")
+TOLERANCE = partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
+FLOOR = partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
+SHARE = partial(
+    check_number, low=0.0, open_low=True, high=10.0, remedy="0.2: 20 % of a step of the base"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FOSIOptions:
     """The options of the FOSI step, and DHO2's keywords, checked.
@@ -155,35 +165,18 @@ class FOSIOptions:
         ValueError: For a value outside its bounds.
     """
 
-    largest: int = keyword(10, partial(check_whole, low=0, remedy="0 for none of them"))
-    smallest: int = keyword(0, partial(check_whole, low=0, remedy="0 for none of them"))
+    largest: int = keyword(10, COUNT)
+    smallest: int = keyword(0, COUNT)
     curvature_interval: AutoInterval = keyword(AUTO, check_interval, AUTO)
-    overhead: float = keyword(
-        0.2,
-        partial(
-            check_number,
-            low=0.0,
-            open_low=True,
-            high=10.0,
-            remedy="0.2 is the default: 20 % of a step of the base",
-        ),
-    )
-    warmup_steps: int | None = keyword(
-        None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
-    )
+    overhead: float = keyword(0.2, SHARE)
+    warmup_steps: int | None = keyword(None, WARMUP, None)
     newton_scale: Schedule = keyword(0.1, check_newton_scale, callable)
-    lr_scale_clip: float | None = keyword(
-        None, partial(check_number, low=1.0, remedy="1.0 for no scaling"), None
-    )
+    lr_scale_clip: float | None = keyword(None, CLIP, None)
     lr_scale_guard: bool = keyword(True, check_flag)
     lanczos_iterations: int | None = keyword(None)
-    lanczos_tol: float = keyword(
-        1e-2, partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
-    )
+    lanczos_tol: float = keyword(1e-2, TOLERANCE)
     lanczos_dtype: torch.dtype | None = keyword(None, check_lanczos_dtype, None)
-    eigenvalue_floor: float = keyword(
-        1e-2, partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
-    )
+    eigenvalue_floor: float = keyword(1e-2, FLOOR)
     subspace_momentum: float | Literal["average", "base"] = keyword("average", check_momentum)
     warm_start: bool = keyword(True, check_flag)
     trust_region: bool = keyword(True, check_flag)
@@ -194,11 +187,8 @@ class FOSIOptions:
 
     def __post_init__(self) -> None:
         check_keywords(self)
-        if self.lanczos_iterations is not None:
-            least = max(self.wanted, 1)
-            check_whole(
-                "lanczos_iterations", self.lanczos_iterations, least, "4 (largest + smallest)"
-            )
+        if (most := self.lanczos_iterations) is not None:
+            check_whole("lanczos_iterations", most, max(self.wanted, 1), "4 (largest + smallest)")
         if self.smallest > 0 and self.curvature != "hessian":
             raise ValueError(
                 f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
@@ -271,9 +261,7 @@ class EpochOptions(FOSIOptions):
     epoch_steps: int = keyword(100)
     final_update: FinalUpdate = keyword("guarded", one_of(*get_args(FinalUpdate)))
     helper_timeout: float = keyword(60.0, check_timeout)
-    warmup_steps: int | None = keyword(
-        None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
-    )
+    warmup_steps: int | None = keyword(None, WARMUP, None)
     layout: Layout = "column"
 
     def __post_init__(self) -> None:

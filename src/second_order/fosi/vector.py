@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
-from second_order.fosi.pieces import FlatLayout, Room, ShardedLayout, chunks_of
-from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
+from second_order.fosi.pieces import (
+    FlatLayout,
+    Room,
+    ShardedBase,
+    ShardedLayout,
+    chunks_of,
+    gather_state,
+    works_by_element,
+)
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.vector_space import RowSpace, ShardSpace
