@@ -122,16 +122,3 @@ def test_a_loss_alone_is_refused_before_anything_changes() -> None:
     optimizer.curvature_closure = lambda: outputs(model, *CURVED)
     go(model, optimizer, BATCHES[2:3])
     assert optimizer.curvature.refreshes == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"curvature": "fisher"}, "is 'gauss-newton'"),
-        ({"curvature": "gn"}, "curvature='gn' is not one of"),
-        ({"curvature": "gauss-newton", "smallest": 2}, "smallest=2 .* use smallest=0"),
-    ],
-)
-def test_options_outside_their_bounds(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        DHO2(network(), lr=0.1, **options)

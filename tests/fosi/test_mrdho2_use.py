@@ -107,26 +107,6 @@ def test_workers_that_close_early(world: World) -> None:
     assert results[2]["found"] in (1, 2), "the second may have been asked for in vain"
 
 
-def raises_worker(model: nn.Module, optimizer: Any, rank: int) -> Any:
-    def fail(step: int) -> None:
-        if step == 5:
-            raise KeyError("in the loop")
-
-    with pytest.raises(KeyError, match="in the loop"), optimizer:
-        worker(model, optimizer, rank, 2, before=fail)
-
-
-def raises_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    return serve(model, optimizer)
-
-
-def test_an_exception_in_the_loop_reaches_the_caller(world: World) -> None:
-    """And the accelerators return."""
-    results = world.run(play, 3, (raises_worker, raises_accelerator))
-    assert all(result["warned"] == [] for result in results)
-    assert results[2]["found"] in (1, 2)
-
-
 def fails_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     return worker_part(model, optimizer, rank)
 
@@ -229,28 +209,3 @@ def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
         assert result["reports"] == [(False, UNSOUND)] * 3
-
-
-def judged_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    return worker_part(model, optimizer, rank)
-
-
-def judged_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    seen: list[Any] = []
-
-    def loss_fn(batch: Any) -> Tensor:
-        """Sound for the Hessian, which evaluates it once."""
-        seen.append(batch)
-        again = sum(each is batch for each in seen) > 1
-        return loss_of(model, batch) * (math.nan if again else 1.0)
-
-    return serve(model, optimizer, loss_fn)
-
-
-def test_a_verdict_that_is_not_finite_is_told_as_such(world: World) -> None:
-    results = world.run(
-        play, 3, (judged_worker, judged_accelerator), options={"final_update": "guarded"}
-    )
-    assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
-    reason = "the loss of the accelerators' batches is not finite"
-    assert all(result["reports"] == [(False, reason)] * 3 for result in results[:2])

@@ -28,8 +28,6 @@ from second_order.fosi.trust import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pool import World
 
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -355,57 +353,3 @@ def test_a_checkpoint_from_before_there_was_a_region_loads() -> None:
 
 
 # What it is for.
-
-
-def poisson(seed: int, points: int) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A network for −Δu = 2π² sin πx sin πy on the unit square, and the loss of its residual."""
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Linear(2, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)
-    ).double()
-    inside = torch.rand(points, 2, generator=generator).double()
-    edge = torch.rand(points, 2, generator=generator).double()
-    edge[: points // 2, 0].round_()
-    edge[points // 2 :, 1].round_()
-    force = 2 * math.pi**2 * torch.sin(math.pi * inside).prod(1)
-
-    def loss() -> Tensor:
-        x = inside.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        second = [
-            torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in (0, 1)
-        ]
-        residual = second[0] + second[1] + force
-        return residual.square().mean() + 100.0 * model(edge).square().mean()
-
-    return model, loss
-
-
-HIDDEN = 12
-
-
-def trained_on_poisson(**options: Any) -> list[float]:
-    """The losses of Adam's steps with 60 full Newton steps, pairs from step 40 for good."""
-    model, loss = poisson(0, 60)
-    optimizer = DHO2(
-        model, base=ADAM, lr=0.01, largest=60, warmup_steps=40, curvature_interval=1000,
-        newton_scale=1.0, subspace_momentum=0.0, curvature_closure=loss, **options,
-    )  # fmt: skip
-    losses = []
-    for _ in range(140):
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        optimizer.step()
-        losses.append(float(value.detach()))
-    return losses
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_full_newton_steps_on_old_pairs_do_not_throw_a_network_away() -> None:
-    found = trained_on_poisson()
-    assert max(found[45:]) < found[0]
-    assert found[-1] < 0.3 * found[40]
-    plain = trained_on_poisson(trust_region=False)
-    assert not max(plain) < 1e3 * plain[0]
