@@ -158,11 +158,6 @@ class KFACCurvature(Curvature):
         """The options, and the layers."""
         return described(self.training, self._options, self._system, self.layers)
 
-    def require_no_growth(self) -> None:
-        """Raise SecondOrderError if the model has grown, and stats workers lack what is new."""
-        if self.helpers is not None:
-            self.helpers.require_no_growth(self.training)
-
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
         self.solves.check_device()
@@ -196,7 +191,13 @@ class KFACCurvature(Curvature):
         self.watch()
 
     def replan(self) -> None:
-        """Look for the model's layers again."""
+        """Look for the model's layers again.
+
+        Raises:
+            SecondOrderError: If the model has grown, and stats workers lack what is new.
+        """
+        if self.helpers is not None:
+            self.helpers.require_no_growth(self.training)
         if not self._closed:
             self.layers.find()
             self._look_at_shards()

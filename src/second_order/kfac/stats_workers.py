@@ -382,9 +382,6 @@ class StatsWorker(Curvature):
         self.layers.find(theirs or None)
         self._look()
 
-    def require_no_growth(self) -> None:
-        """Follow the workers, which refuse to grow."""
-
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Raise ValueError: a stats worker's model stays whole."""
         raise ValueError(whole_models(self.training.name, "stats"))

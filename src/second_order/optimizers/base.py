@@ -91,30 +91,16 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 class SecondOrderOptimizer(torch.optim.Optimizer):
     """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
+    The systems' own keywords are on their pages; here are what they add to them.
+
     Args:
         params_or_model: A module, whose trainable parameters are optimized, or parameters or
             groups.
-        model: The module, where ``params_or_model`` is not one.
-        base: Class of the first-order optimizer.
         base_kwargs: Keyword arguments of ``base``.
         own_keywords: Names of the optimizer's own options, for messages.
         curvature: Makes the curvature of a training.
         needs_model: Whether a model is required.
-        gradient_averaging: "auto": average gradients over the processes unless the model is wrapped
-            in DistributedDataParallel; True or False: always or never.
-        grad_scaler: The GradScaler that scales the loss, if one does.
-        process_group: The processes to work with; None for the default group.
-        debug: Every how many steps ranks compare their parameters and states; True or False.
-        rest: Class of a second first-order optimizer, for all that is no hidden weight; None for
-            one base.
-        rest_layers: Patterns of modules that ``rest`` trains besides.
-        rest_kwargs: Keyword arguments of ``rest`` where they differ from those of the base.
         helper_role: Role of the ranks that help, if there are several ranks; None where all train.
-
-    Raises:
-        TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
-        ValueError: For a value outside its bounds.
-        RankMismatchError: On every rank, if descriptions or parameters' shapes differ.
     """
 
     def __init__(
@@ -484,13 +470,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 raise
             finally:
                 self._agree(doing, named=True)
+            self._curvature.replan()
         except Exception:
             self.param_groups[:] = before
             raise
         newcomers = members_of(self.param_groups[len(before) :])
         training.trained |= {p for p in newcomers if p.requires_grad}
         self._look_for_places()
-        self._curvature.replan()
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
