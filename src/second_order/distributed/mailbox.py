@@ -42,7 +42,6 @@ POLL_SECONDS, IDLE_SECONDS = 0.002, 0.05  # between looks: while a call waits, o
 BEATS_A_TIMEOUT = 8
 CLOSED = "closed"
 GOODBYE_SECONDS = 5.0  # at most, until a goodbye is given up
-LAST_LOOK_SECONDS = 0.5  # at most, to fetch messages that a lost peer has left
 PART_BYTES = 4 * 2**20  # of a message: heartbeats go between parts, and the store takes 8 MiB
 
 
@@ -225,25 +224,16 @@ class Mailbox:
         self._hurried = True
         self._wake.put(None)
         try:
-            while not (self.holds(name) or until()):
-                if self.lost or self.closed_there:
-                    self._look_again()
+            last = 0  # the pass after which nothing comes any more: one from beginning to end
+            while not (self.holds(name) or until() or self.lost):
+                last = last or (self.closed_there and self._passes + 2)
+                if not self._thread.is_alive() or (last and self._passes >= last):
                     break
                 self._news.wait(POLL_SECONDS)
                 self._news.clear()
             return self.arrived(name)
         finally:
             self._hurried = False
-
-    def _look_again(self) -> None:
-        """Wait until the thread has looked at the store once more, from beginning to end.
-
-        The thread may know of a goodbye, and not have looked for a newly expected message.
-        """
-        enough, end = self._passes + 2, time.monotonic() + LAST_LOOK_SECONDS
-        while self._passes < enough and self._thread.is_alive() and time.monotonic() < end:
-            self._news.wait(POLL_SECONDS)
-            self._news.clear()
 
     @property
     def lost(self) -> bool:

@@ -18,7 +18,7 @@ of them has failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -213,7 +213,7 @@ class Accelerator:
 
         self._loss_fn = self._together(prepare)
         measured = vector.hessian(self._loss_fn, options.hvp, options.curvature)
-        with self._training.meter.stage("lanczos"), closing(measured), measured as space:
+        with self._training.meter.stage("lanczos"), measured as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             loss = space.loss()
 

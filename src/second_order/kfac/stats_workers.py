@@ -131,14 +131,12 @@ class Helper:
         mailbox: The mailbox to the stats worker.
         asked: Number of points sent to the stats worker.
         heard: Number of statistics that have come from the stats worker.
-        expected: Name of the message that is listened for.
     """
 
     name: str
     mailbox: Mailbox
     asked: int = 0
     heard: int = 0
-    expected: str = ""
 
 
 class StatsWorkers:
@@ -232,11 +230,11 @@ class StatsWorkers:
         """
         self.known.update(name for name in fed if name in mine)
         for helper in self.active:
-            message = helper.mailbox.arrived(self._expected_from(helper))
+            message = helper.mailbox.arrived(f"stats/{helper.heard}/{self._rank}")
+            helper.heard += message is not None
+            helper.mailbox.expect(f"stats/{helper.heard}/{self._rank}")
             if message is None:
                 continue
-            helper.heard += 1
-            self._expected_from(helper)  # now, to keep up with it
             if message[1]["edition"] < self.edition:  # from before the layers changed
                 continue
             self.messages += 1
@@ -257,14 +255,6 @@ class StatsWorkers:
             self.own_passes = True
             self.edition += 1
 
-    def _expected_from(self, helper: Helper) -> str:
-        """The name of the next statistics for this worker, which is listened for from now on."""
-        name = f"stats/{helper.heard}/{self._rank}"
-        if helper.expected != name:  # listen once to each name
-            helper.expected = name
-            helper.mailbox.expect(name)
-        return name
-
     def news(self) -> list[float]:
         """Numbers to agree on with all workers: is one hungry, and which helpers are gone."""
         gone = [float(h.mailbox.lost or h.mailbox.closed_there) for h in self.active]
@@ -278,11 +268,7 @@ class StatsWorkers:
         left = [h for h, g in zip(self.active, gone, strict=True) if g]
         if left:
             names = ", ".join(helper.name for helper in left)
-            for helper in left:
-                helper.mailbox.leave()
-            for helper in left:
-                helper.mailbox.close(0.1)
-            self.active = [helper for helper in self.active if helper not in left]
+            self._part(left, 0.1)
             rest = (
                 "the others go on"
                 if self.active
@@ -293,12 +279,15 @@ class StatsWorkers:
 
     def close(self) -> None:
         """Say goodbye to the stats workers that are alive, and wait for all of them together."""
-        for helper in self.active:
-            helper.mailbox.leave()
-        for helper in self.active:
-            helper.mailbox.close(self._patience)
-        self.active = []
+        self._part(self.active, self._patience)
         self.own_passes = True
+
+    def _part(self, helpers: Sequence[Helper], patience: float) -> None:
+        for helper in helpers:
+            helper.mailbox.leave()
+        for helper in helpers:
+            helper.mailbox.close(patience)
+        self.active = [helper for helper in self.active if helper not in helpers]
 
 
 class StatsWorker(Curvature):

@@ -38,8 +38,8 @@ from second_order.fosi.options import (
     check_given,
     suited,
 )
-from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import ProductMode, check_closure
+from second_order.lanczos.closure import CurvatureKind, LossFn, check_closure
+from second_order.lanczos.hvp import ProductMode
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.keywords import CommonKeywords, Rate, settled, signed
 from second_order.options import AutoInterval, Schedule
