@@ -117,7 +117,7 @@ def test_ours_over_another_base_is_refused_naming_it(System: Any, version: int) 
     model, optimizer = trained(System, "AdamW")
     saved = theirs.state_dict() if version else as_version_0(theirs.state_dict())
     before = snapshot(model, optimizer)
-    by = "SGD" if version else "an optimizer with .*'momentum'.*"
+    by = "SGD" if version else "an optimizer with .*"
     with pytest.raises(ValueError, match=f"saved by {by}, and the base here is AdamW"):
         optimizer.load_state_dict(saved)
     assert alike(snapshot(model, optimizer), before)

@@ -145,9 +145,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         assert str(other.state_dict()) == str(before)
     swapped = copy.deepcopy(saved)
     swapped["param_groups"][0]["rest"] = True
-    with pytest.raises(
-        ValueError, match=r"param_groups\[0\]\['rest'\] is True, and here it is Fal"
-    ):
+    with pytest.raises(ValueError, match=r"'rest': \[True, True\], and here it is \[Fal"):
         optimizer.load_state_dict(swapped)
     one = make(KAISA, model, base=AdamW)
     with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer 2.*those of Muon"):

@@ -33,7 +33,6 @@ from second_order.contract.arguments import (
 )
 from second_order.contract.averaging import start_average
 from second_order.contract.checkpoint import (
-    Checkpoint,
     add_collected,
     export_base_state,
     header,
@@ -50,7 +49,7 @@ from second_order.contract.groups import (
     unhooked_step,
     whole_group,
 )
-from second_order.contract.saved import BASE, CURVATURE, BaseState
+from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
 from second_order.contract.training import Training, warns_at_its_end
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, switch_of
 from second_order.distributed.checkpointing import is_checkpointing
@@ -551,24 +550,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         self._take_shards()
-        training, names = self._training, self._training.names()
-        found: list[Checkpoint] = []
+        training, names, groups = self._training, self._training.names(), self.param_groups
+        saved: dict[Tensor, SavedPart] = {}
+        steps, absent = 0, list[str]()
 
         def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            found.append(read_checkpoint(state, self._base, self.param_groups, names))
-            self._curvature.check(found[0].curvature)
+            nonlocal saved, steps, absent
             # Loading casts floating state to the parameter's dtype, so curvature goes around it.
-            return {**state, "state": found[0].base, "param_groups": found[0].groups}
+            loaded, saved, steps, absent = read_checkpoint(state, self._base, groups, names)
+            self._curvature.check(saved)
+            return loaded
 
         last = self.register_load_state_dict_pre_hook(read)  # after what users' hooks make of it
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        base, _, saved, training.steps, absent = found[0]
-        self._consistency.loaded = True
-        training.collected = None
-        if base and not any(saved.values()):
+        training.steps, training.collected, self._consistency.loaded = steps, None, True
+        if self.state and not any(saved.values()):
             training.warn(
                 f"the state loaded is of {training.base_name} alone: it is taken over, and the "
                 f"curvature starts anew"
