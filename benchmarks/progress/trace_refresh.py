@@ -28,7 +28,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from progress import fresh_first
-from second_order.kfac.solves import Solves
+from second_order.kfac.solve import Solves
 from tasks import Job, steps_to, train
 
 __all__ = ["SETTINGS", "TARGETS", "main", "measured"]
@@ -76,8 +76,8 @@ def measured(task: str, label: str, seed: int) -> Row:
 
     counts, ready = Counter[str](), Solves.ready
 
-    def counted(self: Solves, blocks: Sequence[Any], damping: float) -> Any:
-        to_solve = ready(self, blocks, damping)
+    def counted(self: Solves, blocks: Sequence[Any]) -> Any:
+        to_solve = ready(self, blocks)
         counts.update(due=len(blocks), solves=len(to_solve))
         return to_solve
 

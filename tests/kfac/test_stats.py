@@ -13,7 +13,7 @@ from threaded import BATCHES, CASE, LAYERS, distkfac
 from torch import Tensor, nn
 
 from second_order import DecompositionError
-from second_order.kfac.distkfac_options import FORGETFUL
+from second_order.kfac.options import FORGETFUL
 from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 optimizer.step()
 
         train(1)
-        submit = optimizer._curvature.solves.threads.pool.submit
+        submit = optimizer._curvature.solves.pool.submit
         calls: list[int] = []
 
         def failing(work: Any) -> Any:
@@ -334,7 +334,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 raise torch.OutOfMemoryError("no memory")
             return submit(work)
 
-        monkeypatch.setattr(optimizer._curvature.solves.threads.pool, "submit", failing)
+        monkeypatch.setattr(optimizer._curvature.solves.pool, "submit", failing)
         with pytest.raises(DecompositionError, match="no memory"):
             train(3)
         train(6)

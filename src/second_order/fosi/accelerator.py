@@ -220,7 +220,7 @@ class Accelerator:
         def deliver() -> None:
             """Worker j gets its vectors: of each accelerator the rows that this one has."""
             found: list[Tensor] = []
-            if pairs.finite:
+            if not pairs.trouble:
                 with vector.plain():
                     found = [pairs.values, pairs.bounds(), pairs.vectors()]
             finite = bool(found) and all(bool(t.isfinite().all()) for t in found)
