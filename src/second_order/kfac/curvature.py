@@ -59,7 +59,7 @@ from second_order.kfac.precondition import (
     precondition_by_owners,
     precondition_by_workers,
 )
-from second_order.kfac.schedule import Cadence
+from second_order.kfac.schedule import JUDGED, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.solve import Solves
 from second_order.kfac.stats_workers import StatsWorkers
@@ -133,7 +133,7 @@ class KFAC(Curvature):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
-        self._closed, self.workers = False, 0
+        self._closed, self._coming, self.workers = False, False, 0
         self.coefficient: Tensor | None = None
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
         self.clip = Clip(training, options, self.layers, counted if helpers is None else "helpers")
@@ -194,7 +194,8 @@ class KFAC(Curvature):
     def _look(self) -> None:
         self.layers.forget_plan()
         self.layers.connect()
-        self._follow()
+        if self.layers.follow():
+            self._compile()
         self.layers.name_those_left()
         self.watch()
 
@@ -209,14 +210,16 @@ class KFAC(Curvature):
 
     def prepare(self) -> None:
         """Plan anew where layers have changed: gradients go to those that precondition them."""
-        self._follow()
+        if self.layers.follow():
+            self._compile()
         if self.hook is not None:
             self.hook.share_moved(self.owners())
 
     def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
         meter, cadence, step = self.training.meter, self._cadence, self._step
-        helpers, solves, coming = self.helpers, self.solves, None
+        helpers, solves, length, coming = self.helpers, self.solves, self.step_length, None
+        solves.refreshed = False
         takes = cadence.takes_statistics()
         if takes or helpers is not None or self._pipeline is not None:
             with meter.stage("statistics"):
@@ -225,7 +228,7 @@ class KFAC(Curvature):
                 if takes and step.of_gradients:
                     self._take_gradients(pending, age)
         due = cadence.due()
-        if due and cadence.judges_cost:  # what the passes have queued is not the refresh's
+        if due and self.training.steps < JUDGED:  # what the passes have queued is not the refresh's
             settle(self.training.device)
         if due or coming or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
@@ -239,32 +242,36 @@ class KFAC(Curvature):
                     helpers.hear(heard, self.training)
         with meter.stage("average_gradients"):
             pending.wait()
-        self._feedback.measure(step, self.sharded)
+        if solves.refreshed or length.kept:
+            self._feedback.measure(step, self.sharded)
         with meter.stage("precondition"):
             self.coefficient = self._preconditioned()
-        self.step_length.keep(step.layers, solves.refreshed or self._may_refresh)
+        self._coming = bool(solves.under_way) or cadence.may_come
+        if (asked := solves.refreshed or self._coming) or length.factor != 1.0:
+            length.keep(step.layers, asked)
 
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
-        self._feedback.follow(self._step)
+        solves, cadence = self.solves, self._cadence
+        if solves.refreshed:
+            self._feedback.follow(self._step)
+            self._coming = bool(solves.under_way) or cadence.may_come
         if self.step_length.kept:
-            self.step_length.scale(asked=self._may_refresh)
+            self.step_length.scale(asked=self._coming)
         if self.helpers is not None:
-            self.helpers.offer(self.training, self.solves.post)
-        self._cadence.tell()
-        self.budget.lap(working=bool(self.plan))
-
-    @property
-    def _may_refresh(self) -> bool:
-        """Whether inverses may be put to use at the next step."""
-        return bool(self.solves.under_way) or self._cadence.may_come
+            self.helpers.offer(self.training, solves.post)
+        if solves.refreshed or self.training.steps < JUDGED:
+            cadence.tell()
+        if self.budget.measuring:
+            self.budget.lap(working=bool(self.plan))
 
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
         due = own and self._cadence.takes_statistics()
         self.layers.expect(due)
-        if self.layers.collector.counted is not self._counted:  # a refresh has found it silent
+        owned = self._system.owners is not None
+        if owned and self.layers.collector.counted is not self._counted:  # it has been silent
             self.layers.watch(self._takes, self._counted)
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
@@ -408,11 +415,9 @@ class KFAC(Curvature):
         alone = self._system.owners is None or self.training.world.size == 1
         return None if alone else self.layers.counting
 
-    def _follow(self) -> None:
-        """Compile the step anew if layers were frozen or unfrozen since the last one."""
+    def _compile(self) -> None:
+        """Compile the step anew, as layers were frozen or unfrozen since the last one."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
-        if not layers.follow():
-            return
         shapes = {block: block.shape for block in layers.active}
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
         self._shapes |= shapes
@@ -526,8 +531,8 @@ class KFAC(Curvature):
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Collect copies of the factors that other ranks keep; a collective."""
-        if not self._closed:
-            self._follow()
+        if not self._closed and self.layers.follow():
+            self._compile()
         found = gather_factors(self.training.world, self.known, ranks)
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
@@ -537,6 +542,7 @@ class KFAC(Curvature):
             self.helpers.close()
         self.solves.close()
         self.layers.close()
+        self.clip.follow()
         if self.drift is not None:
             self.drift.follow(())
         if self._pipeline is not None:
@@ -555,8 +561,8 @@ class KFAC(Curvature):
             gather: Whether to get factors that other processes keep.
         """
         gather = gather and bool(self.kept_elsewhere)
-        if gather:
-            self._follow()
+        if gather and self.layers.follow():
+            self._compile()
         damping, layers = self.solves.damping, self.layers
         return fitted_curvature(
             self.training, self._options, layers, self.known, damping, dtype, gather

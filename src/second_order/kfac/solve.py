@@ -100,6 +100,7 @@ class Solves:
 
     Attributes:
         wanted: Whether a refresh is due out of turn.
+        refreshed: Whether layers have been put to use at this step; the same on every rank.
         under_way: The solves under way, by layer.
         taken_at: By layer, the step whose factors the inverse in use was made from.
         installed_at: By layer, the step at which that inverse was put to use.
@@ -140,14 +141,9 @@ class Solves:
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
-        self._installed = -1  # the last step at which any was
+        self.refreshed = False
         if self.traces is not None:
             self.traces.forget()
-
-    @property
-    def refreshed(self) -> bool:
-        """Whether layers have been put to use at this step; the same on every rank."""
-        return self._installed == self.training.steps
 
     def check_device(self) -> None:
         """Raise ValueError if layers are to be solved on a device that does not exist."""
@@ -397,7 +393,7 @@ class Solves:
                 inverse = self.solver.combine(received.pop(block), solve.damping, solve.scale)
                 self.dampings[block] = solve.damping
             block.install(inverse, None if self.drift is None else self.options.inv_dtype)
-            self._installed = self.installed_at[block] = self.training.steps
+            self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
         return failing
 
