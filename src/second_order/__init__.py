@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     )
     from second_order.files import load_checkpoint, save_checkpoint
     from second_order.kfac.options import DecayingClip, PerStep
+    from second_order.kronecker.kinds import register_layer
     from second_order.kronecker.layer_curvature import LayerCurvature
     from second_order.kronecker.model_curvature import KroneckerCurvature
-    from second_order.kronecker.registration import register_layer
     from second_order.optimizers.base import SecondOrderOptimizer
     from second_order.optimizers.dho2 import DHO2
     from second_order.optimizers.distkfac import DistKFAC
@@ -94,7 +94,7 @@ _NAMES_IN = {
     "kfac.options": "DecayingClip PerStep",
     "kronecker.layer_curvature": "LayerCurvature",
     "kronecker.model_curvature": "KroneckerCurvature",
-    "kronecker.registration": "register_layer",
+    "kronecker.kinds": "register_layer",
     "optimizers.base": "SecondOrderOptimizer",
     "optimizers.dho2": "DHO2",
     "optimizers.distkfac": "DistKFAC",

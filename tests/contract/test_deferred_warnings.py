@@ -19,7 +19,7 @@ from ranks import agreed, replaced, shard, vector
 from torch import Tensor, nn
 
 from second_order import DHO2, KAISA, SecondOrderWarning
-from second_order.contract.warnings import DeferredWarnings, warns_at_its_end
+from second_order.contract.training import DeferredWarnings, warns_at_its_end
 from second_order.kfac import solve_async
 
 if TYPE_CHECKING:

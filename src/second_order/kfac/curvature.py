@@ -26,9 +26,9 @@ from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.collectives import World
+from second_order.distributed.roles import whole_models
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
-    READ_BY_ALL,
     check_saved_factors,
     gather_factors,
     load_factors,
@@ -110,8 +110,6 @@ class KFAC(Curvature):
     ) -> None:
         super().__init__(training)
         self._options, self._system, self.helpers = options, system, helpers
-        # Of a distributed checkpoint an owner may read its own layers alone.
-        self.read_by_all = READ_BY_ALL if system.owners is None else ()
         timed = partial(_in_hooks, training.meter)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}
@@ -149,7 +147,9 @@ class KFAC(Curvature):
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
+        """Go on with FSDP2's shards of parameters; beside stats workers raise ValueError."""
+        if self.helpers is not None:
+            raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
 
@@ -397,11 +397,6 @@ class KFAC(Curvature):
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """The rank that each mean gradient goes to."""
         return (gradients, list(self.owners().values())) if self.only_to_owners else None
-
-    def averaging_processes(self) -> int:
-        """The processes that train, whose gradients are averaged."""
-        count = 0 if self.helpers is None else self.helpers.count
-        return self.training.world.size - count
 
     def _takes(self, block: KroneckerBlock) -> bool:
         """Whether this rank's batches go into a layer's factors."""

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from second_order.contract.training import Training
 from second_order.distributed.assignment import (
     AssignmentCost,
     Grid,
@@ -51,7 +50,6 @@ __all__ = [
     "dpkfac_plan",
     "gradient_owners",
     "kaisa_plan",
-    "no_copies",
     "solve_cost_of",
     "with_one_worker",
 ]
@@ -308,14 +306,4 @@ def compile_step(
             for letter in block.shape.letters
         },
         results,
-    )
-
-
-def no_copies(training: Training) -> str:
-    """Why stats workers need a model that FSDP2 has not sharded there, and what to do."""
-    return (
-        f"{training.name}: stats workers pass batches through whole copies of the model; make the "
-        f"optimizer of the plain model on every rank, and shard it where optimizer.role is "
-        f"'worker', by fully_shard(model, mesh=DeviceMesh.from_group(optimizer.worker_group, "
-        f"device_type)), or use stats_workers=0"
     )

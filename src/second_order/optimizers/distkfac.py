@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch.optim import Optimizer
 
-from second_order.distributed.roles import Role, ranks_alike
+from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.options import (
@@ -151,7 +151,7 @@ class DistKFAC(KroneckerOptimizer):
                 patience=float(own.helper_timeout),
                 on_device=own.inverse_device == "cuda",
             ),
-            team=partial(ranks_alike, helpers=own.stats_workers),
+            helper_role="stats" if own.stats_workers else None,
             **common,
         )
 
@@ -181,14 +181,6 @@ class DistKFAC(KroneckerOptimizer):
         solves = self._curvature.solves
         landed = solves.installed_at.items()
         return {block.name: step - solves.taken_at[block] for block, step in landed}
-
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages to this process, and of connections without the key."""
-        if isinstance(self._curvature, StatsWorker):
-            return self._curvature.refused_messages
-        helpers = self._curvature.helpers
-        return 0 if helpers is None else helpers.refused
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close; a stats worker calls this, not ``step``.
@@ -236,4 +228,4 @@ class DistKFAC(KroneckerOptimizer):
                 f"{delays[0]} to {delays[-1]} steps; {len(self._curvature.solves.under_way)} under "
                 f"way"
             )
-        return replace(super().summary(), age=note, refused=self.refused_messages)
+        return replace(super().summary(), age=note)
