@@ -2270,7 +2270,7 @@ MUTANTS = [
     _mutant(
         "a budget that is measured for ever",
         "budget.py",
-        "            self._watch.stop()\n            self._watch = None\n",
+        "            self._watch = self._training.meter.watch = None\n",
         "",
         "budget::nobody_looks_at_a_clock_without_auto_or_afterwards",
     ),
@@ -3057,7 +3057,7 @@ MUTANTS = [
     _mutant(
         "a device waited for at every step",
         "kfac/curvature.py",
-        "if due and cadence.judges_cost:  # what the passes have queued",
+        "if due and self.training.steps < JUDGED:  # what the passes have queued",
         "if True:  # what the passes have queued",
         "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
     ),
@@ -3100,15 +3100,15 @@ MUTANTS = [
     _mutant(
         "each rank's own changes",
         "kfac/feedback.py",
-        "changes = [c if b in mine else None for",
-        "changes = [c for",
+        "changes.append(change if mine else None)",
+        "changes.append(change)",
         "drift::cosine_and_length_are_those_of_dense_preconditioning",
     ),
     _mutant(
         "work as often as ranks watch a layer",
         "kfac/feedback.py",
-        "block.state.work for block in told",
-        "block.state.work for block in blocks",
+        "                if mine:\n                    work",
+        "                if True:\n                    work",
         "drift::work_is_that_of_one_ranks_passes",
     ),
     _mutant(

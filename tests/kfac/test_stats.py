@@ -83,10 +83,9 @@ def helping(optimizer: Any) -> Post:
     """Make it a stats worker of one worker."""
     post: Any = Post()
     post.closed_there = True
-    training, layers = optimizer._training, optimizer._curvature.layers
-    worker = StatsWorker(
-        training, layers, lambda _: [], lambda blocks, _: [0] * len(blocks), 0, 1.0
-    )
+    training, curvature = optimizer._training, optimizer._curvature
+    worker = StatsWorker(training, curvature._options, curvature._system, 0, 1.0)
+    worker.layers = curvature.layers
     worker.mailbox, worker.optimized = post, [True] * len(training.whole_model())
     optimizer._curvature = worker
     return post

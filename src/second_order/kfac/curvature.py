@@ -62,7 +62,6 @@ from second_order.kfac.precondition import (
 from second_order.kfac.schedule import JUDGED, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.solve import Solves
-from second_order.kfac.stats_workers import StatsWorkers
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
@@ -106,7 +105,7 @@ class KFAC(Curvature):
         training: Training,
         options: KFACOptions,
         system: System,
-        helpers: StatsWorkers | None = None,
+        helpers: Any = None,
     ) -> None:
         super().__init__(training)
         self._options, self._system, self.helpers = options, system, helpers
@@ -278,9 +277,6 @@ class KFAC(Curvature):
 
     def _take_statistics(self, due: bool) -> Coming | None:
         """Update the running averages by the statistics of the step's passes and of helpers.
-
-        Args:
-            due: Whether those of the passes are due.
 
         Returns:
             The layers whose averages are still to be updated, as their sums arrive; None if all
@@ -549,12 +545,7 @@ class KFAC(Curvature):
             self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
-        """The factors as an object of their own; a collective if some are kept elsewhere.
-
-        Args:
-            dtype: Dtype of the copies.
-            gather: Whether to get factors that other processes keep.
-        """
+        """The factors as an object of their own; a collective if some are kept elsewhere."""
         gather = gather and bool(self.kept_elsewhere)
         if gather and self.layers.follow():
             self._compile()
@@ -615,14 +606,7 @@ def sum_statistics(
     sums: Mapping[KroneckerBlock, StatisticsSums],
     wire: torch.dtype | None = None,
 ) -> None:
-    """Add statistics over the ranks that contribute, in place.
-
-    Args:
-        world: The ranks.
-        layers: The plan of each layer.
-        sums: Sums of the layers whose statistics this rank takes.
-        wire: Dtype in which factors' sums travel; None for their own.
-    """
+    """Add statistics over the ranks that contribute, in place."""
     if world.size == 1:
         return
     heads: list[tuple[Tensor, int | None]] = []

@@ -90,9 +90,6 @@ PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 class StepLength:
     """The factor of the steps of preconditioned weights; the same on every rank.
 
-    Args:
-        lengths: Bounds and rates; None for the same τ throughout.
-
     Attributes:
         factor: τ.
         follows: Whether it follows what steps do.
@@ -127,13 +124,7 @@ class StepLength:
         self.kept = bool(self._before)
 
     def follow(self, s: float, rate: float, step: int) -> None:
-        """Change τ at a refresh.
-
-        Args:
-            s: What the last step did; NaN tells nothing.
-            rate: The learning rate.
-            step: The step of the refresh.
-        """
+        """Change τ at a refresh."""
         bounds = self._lengths
         if bounds is None:
             return
@@ -199,15 +190,7 @@ class StepLength:
 
 
 class Feedback:
-    """What a training follows after its refreshes; the same on every rank.
-
-    Args:
-        training: The training to serve.
-        options: The options; where nothing follows a refresh, nothing is sent.
-        solves: The layers' inverses, and γ.
-        drift: The layers' intervals by drift, or None.
-        step_length: The length of steps.
-    """
+    """What a training follows after its refreshes; the same on every rank."""
 
     def __init__(
         self,
@@ -223,12 +206,7 @@ class Feedback:
         self._measured: Tensor | None = None  # s of the step before, at a step with a refresh
 
     def measure(self, step: StepPlan, rows: bool) -> None:
-        """Look at the last step, at a refresh, before gradients are preconditioned.
-
-        Args:
-            step: What this rank does.
-            rows: Whether every rank has rows of all gradients.
-        """
+        """Look at the last step, at a refresh, before gradients are preconditioned."""
         told, stepping = {*step.told}, []
         for block in step.layers:
             if block.solved and (block in told or (rows and is_dtensor(block.weight))):

@@ -93,12 +93,7 @@ class Coming:
 
 
 class Pipeline:
-    """The exchange of a training's statistics, begun in its passes.
-
-    Args:
-        training: The training.
-        dtype: Dtype of the factors' sums.
-    """
+    """The exchange of a training's statistics, begun in its passes."""
 
     def __init__(self, training: Training, dtype: torch.dtype) -> None:
         self._training, self._dtype = training, dtype
@@ -149,12 +144,7 @@ class Pipeline:
         self._forget()
 
     def expect(self, wire: torch.dtype | None) -> None:
-        """Send what the coming passes bring, as the coming step wants statistics.
-
-        Args:
-            wire: Dtype in which the factors' sums travel; None for their own. Once a pass has
-                brought anything the one before stays: buckets may have left.
-        """
+        """Send what the coming passes bring, as the coming step wants statistics."""
         if not (self._sent or self._reached):
             self._wire = wire
         self._expected = True
@@ -207,12 +197,6 @@ class Pipeline:
         """Send what is left, and return what updates the layers' averages, bucket by bucket.
 
         A collective, and so is what it returns, to its end. The layers' statistics are cleared.
-
-        Args:
-            layers: The layers of the model.
-            exchange: Sums statistics over all ranks at once, in place, by the dtype in which they
-                travel.
-            decay: Weight of the past in the averages.
         """
         meter, world = self._training.meter, self._training.world
 

@@ -178,12 +178,6 @@ def precondition_by_workers(
 
     Every rank has the mean gradients, gets all results, and clips by itself.
 
-    Args:
-        step: What this rank does.
-        training: The training that the gradients are of.
-        clip: The clip of the steps.
-        dtype: The dtype of the inverses.
-
     Returns:
         ν, a scalar; None where nothing is clipped.
     """

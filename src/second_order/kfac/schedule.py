@@ -248,13 +248,6 @@ def _median(values: Sequence[float]) -> float:
 class Cadence:
     """When statistics and refreshes are due, and how much of the past an update keeps.
 
-    Args:
-        training: The training whose steps are counted.
-        options: The intervals, and the weight of the past.
-        layers: The layers, some of which may be new.
-        helped: Whether other processes take the statistics, which then cost nothing here.
-        waits: Whether all solves are waited for: then that is of a refresh's cost.
-
     Attributes:
         updated_at: The step of the last update of the running averages.
         budget: Chooses the intervals that are "auto".
@@ -354,12 +347,7 @@ class Cadence:
         )
 
     def decay(self, age: int | None = None, *, exactly: bool = False) -> float:
-        """The averages' weight of the past at an update.
-
-        Args:
-            age: Steps since the last update, if this one has been noted already.
-            exactly: Whether to count them where factors have an interval, and not that.
-        """
+        """The averages' weight of the past at an update."""
         past, steps = self._options.factor_decay, self._training.steps
         since = steps - self.updated_at if age is None else age
         if self._options.factor_update_steps is not None and not exactly:
