@@ -1296,7 +1296,7 @@ MUTANTS = [
     _mutant(
         "statistics to the first worker, whoever owns the layer",
         "kfac/stats_workers.py",
-        "parts[owner][block.name] = sums[block]",
+        'parts[layer.solver("A")][block.name] = sums[block]',
         "parts[0][block.name] = sums[block]",
         "distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got",
     ),
@@ -2293,8 +2293,8 @@ MUTANTS = [
     _mutant(
         "a bound for one rank's part of the batch",
         "kfac/precondition.py",
-        'ranks = self._training.world.size if self._counted == "one" else 1',
-        "ranks = 1",
+        '(self._training.world.size if self._counted == "one" else 1)',
+        "1",
         "defaults::the_batch_is_that_of_all_ranks",
     ),
     _mutant(
@@ -3095,7 +3095,7 @@ MUTANTS = [
         "kronecker/block.py",
         "self._before = self._preconditioned_before(dtype)",
         "self._before = inverse",
-        "drift::products_are_exact_before_they_are_sent",
+        "drift::cosine_and_length_are_those_of_dense_preconditioning",
     ),
     _mutant(
         "each rank's own changes",
@@ -3171,8 +3171,8 @@ MUTANTS = [
     _mutant(
         "a clip that lowering lr does not lower",
         "kfac/precondition.py",
-        "rates = [*map(_raised, rates)] if by_batch else rates",
-        "pass",
+        "elif by_batch and rate < USUAL_LR:",
+        "elif False:",
         "step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root",
     ),
     _mutant(

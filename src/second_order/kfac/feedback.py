@@ -219,23 +219,22 @@ class Feedback:
             return
         drift, world, blocks = self._drift, self._training.world, [*step.layers]
         with self._training.meter.stage("agree"):
-            told, work, curvature = {*step.told}, 0, []
+            told, work = {*step.told}, 0
+            curvature: list[Tensor] = []
             changes: list[Tensor | None] = []
             for block in blocks:
                 mine = block.solved and block in told
                 if mine:
                     work += block.state.work
                 if mine and block.factors is not None:
-                    curvature.append(block.factors.mean_curvature())
+                    each = block.factors.mean_curvature()
+                    curvature.append(each.to(curvature[0].device) if curvature else each)
                 if drift is not None:
                     change = block.take_change()
                     changes.append(change if mine else None)
-            total = None
-            if curvature:
-                total = torch.stack([each.to(curvature[0].device) for each in curvature]).sum()
-            counts = [float(self._measured is not None), float(len(curvature)), float(work)]
-            sizes = (1, 1, *[3] * len(changes))
-            heard = [*counts, *_numbers([self._measured, total, *changes], sizes)]
+            total = torch.stack(curvature).sum() if curvature else None
+            heard = [float(self._measured is not None), float(len(curvature)), float(work)]
+            heard += _numbers([self._measured, total, *changes], (1, 1, *[3] * len(changes)))
             if world.size > 1:
                 message = torch.tensor(heard, dtype=torch.float64)
                 world.on_cpu().all_reduce([message]).wait()
@@ -243,9 +242,10 @@ class Feedback:
         known, layers, passes, s, mean, *changed = heard
         rate = 0.0
         if self._step_length.follows:
-            ours = {id(p) for block in blocks for p in block.params}
-            groups = [g for g in self._training.groups if not ours.isdisjoint(map(id, g["params"]))]
-            rate = max([float(group["lr"]) for group in groups], default=0.0)
+            ours: set[Tensor] = set().union(*(block.params for block in blocks))
+            for group in self._training.groups:
+                if not ours.isdisjoint(group["params"]):
+                    rate = max(rate, float(group["lr"]))
         self._step_length.follow(s if known else math.nan, rate, self._training.steps)
         if layers and math.isfinite(mean):
             self._solves.mean_curvature = mean / layers
@@ -256,11 +256,14 @@ class Feedback:
 
 def _numbers(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> list[float]:
     """Entries of tensors, zeros for None; a device is waited for once."""
-    known = [t for t in tensors if t is not None]
-    flat = [t.reshape(-1).to(known[0].device, torch.float32) for t in known]
-    entries = iter(torch.cat(flat).tolist() if flat else [])
-    return [
-        0.0 if t is None else float(next(entries))
-        for t, size in zip(tensors, sizes, strict=True)
-        for _ in range(size)
-    ]
+    flat: list[Tensor] = []
+    for tensor in tensors:
+        if tensor is not None:
+            one = tensor.reshape(-1).to(torch.float32)
+            flat.append(one.to(flat[0].device) if flat else one)
+    entries: list[float] = torch.cat(flat).tolist() if flat else []
+    found: list[float] = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        found += [0.0] * size if tensor is None else entries[:size]
+        entries = entries if tensor is None else entries[size:]
+    return found

@@ -390,8 +390,11 @@ class Layers:
                 f"layers' inputs or the loss down, or use factor_dtype=torch.float64"
             )
 
-    def tell_of_silence(self, silent: Sequence[KroneckerBlock]) -> None:
-        """Warn, once each, of the layers of which no statistic has ever come."""
+    def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
+        """Warn, once each, of those of some layers of which no statistic has ever come."""
+        silent = [block for block in agreed if block.state.silent]
+        if not silent:
+            return
         training = self._training
         if len(silent) == len(self.active):
             if training.first_time("no statistics"):

@@ -185,9 +185,7 @@ class Solves:
             self.under_way.clear()
             self.wanted = True
             raise
-        silent = [block for block in agreed if block.state.silent]
-        if silent:
-            self.layers.tell_of_silence(silent)
+        self.layers.tell_of_silence(agreed)
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
@@ -211,8 +209,9 @@ class Solves:
         parts: list[list[KroneckerBlock]] = []
         filled, agreed, hopeless = 0.0, [], []
         for block in due:
-            stored = (block.stored_shape(letter) for letter in block.shape.letters)
-            size = self.options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
+            size = 0
+            for letter in block.shape.letters:
+                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shape(letter))
             if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
                 parts.append([])
                 filled = 0.0
@@ -256,11 +255,13 @@ class Solves:
     def ready(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The layers that this rank is to solve now, with γ; the others get their verdicts."""
         options, rank, damping = self.options, self.training.world.rank, self.damping
-        self.under_way |= {block: Solve(self.training.steps) for block in blocks}
-        mine = [b for b in blocks if rank in self.plan[b].solvers]
-        others = []  # who know γ by themselves, unless it is sent
-        if not self.heads:
-            others = [b for b in blocks if b not in mine and rank in self.plan[b].workers]
+        mine, others = [], []  # others know γ by themselves, unless it is sent
+        for block in blocks:
+            self.under_way[block] = Solve(self.training.steps)
+            if rank in self.plan[block].solvers:
+                mine.append(block)
+            elif not self.heads and rank in self.plan[block].workers:
+                others.append(block)
         least = options.damping_floor * self.mean_curvature
         try:
             for block in blocks:
@@ -288,14 +289,17 @@ class Solves:
     def _with_statistics(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The layers that this rank can solve; the others get their verdicts."""
         device, ready = self.training.device, []
-        news = [b for b in blocks if b.ensure_factors() not in self._seen]
-        weights = [block.ensure_factors().weight.to(device) for block in news]
-        counts = torch.stack(weights).tolist() if weights else []
-        unseen = {block for block, count in zip(news, counts, strict=True) if not count > 0}
+        weights = {
+            block: block.ensure_factors().weight.to(device)
+            for block in blocks
+            if block.ensure_factors() not in self._seen
+        }
+        counts = torch.stack(list(weights.values())).tolist() if weights else []
+        known = dict(zip(weights, counts, strict=True))
         for block in blocks:
             if block.lost:
                 self.under_way[block].verdict = Verdict.LOST
-            elif block in unseen:
+            elif not known.get(block, 1.0) > 0:
                 # The pairs of a dead layer have been heard: they have no example.
                 silent = block.state.asked and not block.state.heard
                 self.under_way[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
