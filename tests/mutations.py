@@ -905,8 +905,8 @@ MUTANTS = [
     ),
     _mutant(
         "statistics that leave in the passes as sums",
-        "kfac/pipelined.py",
-        "layers.take_in(layers.whole_steps(sums, world.size), decay)",
+        "kfac/curvature.py",
+        "layers.take_in(layers.whole_steps(sums, world.size, more), decay)",
         "layers.take_in(sums, decay)",
         "loss_reduction::unequal_shares_however_statistics_travel",
     ),

@@ -42,7 +42,7 @@ from second_order.kfac.feedback import ADAPTIVE, PLAIN, Feedback, StepLength
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
-from second_order.kfac.pipelined import Coming, Pipeline
+from second_order.kfac.pipelined import Pipeline
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -217,26 +217,22 @@ class KFAC(Curvature):
     def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
         meter, cadence, step = self.training.meter, self._cadence, self._step
-        helpers, solves, length, coming = self.helpers, self.solves, self.step_length, None
+        helpers, solves, length = self.helpers, self.solves, self.step_length
         solves.refreshed = False
         takes = cadence.takes_statistics()
         if takes or helpers is not None or self._pipeline is not None:
             with meter.stage("statistics"):
                 age = self.training.steps - cadence.updated_at
-                coming = self._take_statistics(takes)
+                self._take_statistics(takes)
                 if takes and step.of_gradients:
                     self._take_gradients(pending, age)
         due = cadence.due()
         if due and self.training.steps < JUDGED:  # what the passes have queued is not the refresh's
             settle(self.training.device)
-        if due or coming or solves.wanted or solves.under_way or helpers is not None:
+        if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()
-                try:
-                    heard = solves.refresh(due, pending, news, coming)
-                finally:
-                    if coming is not None:
-                        coming.finish()
+                heard = solves.refresh(due, pending, news)
                 if helpers is not None:
                     helpers.hear(heard, self.training)
         with meter.stage("average_gradients"):
@@ -275,15 +271,10 @@ class KFAC(Curvature):
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
 
-    def _take_statistics(self, due: bool) -> Coming | None:
-        """Update the running averages by the statistics of the step's passes and of helpers.
-
-        Returns:
-            The layers whose averages are still to be updated, as their sums arrive; None if all
-            averages are those of this step.
-        """
+    def _take_statistics(self, due: bool) -> None:
+        """Update the averages by statistics of the step's passes, if ``due``, and of helpers."""
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
-        world, steps, coming = self.training.world, self.training.steps, None
+        world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
             due = due and helpers.own_passes and layers.capture.enabled  # during the passes
         more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
@@ -295,17 +286,17 @@ class KFAC(Curvature):
         if due:
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
-            if self._pipeline is not None:
-                self._pipeline.expect(self._wire)
-                coming = self._pipeline.coming(layers, exchange, decay)
+            if pipeline is not None:
+                pipeline.expect(self._wire)
+                sums = pipeline.sums(layers, exchange)
             else:
                 sums = layers.sums(step.taken)
                 with self.training.meter.stage("exchange"):
                     exchange(sums, self._wire)
-                layers.take_in(layers.whole_steps(sums, world.size, more), decay)
+            layers.take_in(layers.whole_steps(sums, world.size, more), decay)
             cadence.updated_at = steps
-        elif self._pipeline is not None:
-            self._pipeline.drain()
+        elif pipeline is not None:
+            pipeline.drain()
         if helpers is not None:
             mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
             for found in helpers.statistics(mine, fed):
@@ -315,7 +306,6 @@ class KFAC(Curvature):
                     block.expect()
                 layers.take_in(found, decay)
             helpers.tell(self.training)
-        return coming
 
     def _more_terms(self) -> Tensor | float:
         """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.

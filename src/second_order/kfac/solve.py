@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -35,12 +35,9 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
 from second_order.options import value_at
 
-__all__ = ["Arriving", "Refreshed", "Solve", "Solved", "Solves", "Verdict"]
+__all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
-
-Arriving: TypeAlias = Callable[[list[KroneckerBlock]], Iterable[list[KroneckerBlock]]]
-"""Gives all layers of a list in parts, as they become ready."""
 
 Solved: TypeAlias = dict[str, Decomposition]
 """A layer's decompositions, by the factors' letters; without those that failed."""
@@ -153,7 +150,6 @@ class Solves:
         due: Sequence[KroneckerBlock],
         pending: PendingAverage,
         news: Sequence[float] = (),
-        arriving: Arriving | None = None,
     ) -> Sequence[float]:
         """Solve the layers that are due, and install what the ranks agree is solved.
 
@@ -162,8 +158,6 @@ class Solves:
             pending: The gradients: nothing may be under way in the world while a part of it
                 communicates, since NCCL's communicators are not to be used at the same time.
             news: Further numbers for the ranks to agree on; of the same length on every rank.
-            arriving: Gives layers of a list in parts, each once its running averages are those of
-                this step; None if all are.
 
         Returns:
             The news of all ranks, the largest of each.
@@ -178,7 +172,7 @@ class Solves:
                 damping = value_at(self.options.damping, self.training.steps)
                 check_damping(damping)  # everywhere, before it begins
                 self.damping = float(damping)
-            heard, agreed, hopeless = self.run(due, pending, news, arriving)
+            heard, agreed, hopeless = self.run(due, pending, news)
         except DecompositionError:
             raise
         except BaseException:  # solves under way may have lost their results
@@ -195,11 +189,7 @@ class Solves:
         return heard
 
     def run(
-        self,
-        due: Sequence[KroneckerBlock],
-        pending: PendingAverage,
-        news: Sequence[float],
-        arriving: Arriving | None,
+        self, due: Sequence[KroneckerBlock], pending: PendingAverage, news: Sequence[float]
     ) -> Refreshed:
         """Do the refresh.
 
@@ -218,9 +208,8 @@ class Solves:
             parts[-1].append(block)
             filled += size
         for part in parts:
-            for arrived in [part] if arriving is None else arriving(part):
-                with self.training.meter.stage("launch"):
-                    self.submit(arrived)
+            with self.training.meter.stage("launch"):
+                self.submit(part)
             self.layers.tell_of_sums()
             news, came, failing = self.agree(pending, news)
             agreed += came
