@@ -905,8 +905,8 @@ MUTANTS = [
     ),
     _mutant(
         "statistics that leave in the passes as sums",
-        "kfac/pipelined.py",
-        "layers.take_in(layers.whole_steps(sums, world.size), decay)",
+        "kfac/curvature.py",
+        "layers.take_in(layers.whole_steps(sums, world.size, more), decay)",
         "layers.take_in(sums, decay)",
         "loss_reduction::unequal_shares_however_statistics_travel",
     ),
@@ -916,13 +916,6 @@ MUTANTS = [
         "loss is not None and not _divides(loss, number)",
         "False",
         "loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used",
-    ),
-    _mutant(
-        "gradients of sums that are held against those of means",
-        "kronecker/factors.py",
-        "head[of_g].sum() / rows**2",
-        "head[of_g].sum()",
-        "loss_reduction::losses_divided_by_one_number_are_told_from_means",
     ),
     _mutant(
         "validation that tells what losses are",
@@ -1295,7 +1288,7 @@ MUTANTS = [
     _mutant(
         "statistics to the first worker, whoever owns the layer",
         "kfac/stats_workers.py",
-        "parts[owner][block.name] = sums[block]",
+        'parts[layer.solver("A")][block.name] = sums[block]',
         "parts[0][block.name] = sums[block]",
         "distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got",
     ),
@@ -2269,7 +2262,7 @@ MUTANTS = [
     _mutant(
         "a budget that is measured for ever",
         "budget.py",
-        "            self._watch.stop()\n            self._watch = None\n",
+        "            self._watch = self._training.meter.watch = None\n",
         "",
         "budget::nobody_looks_at_a_clock_without_auto_or_afterwards",
     ),
@@ -2292,8 +2285,8 @@ MUTANTS = [
     _mutant(
         "a bound for one rank's part of the batch",
         "kfac/precondition.py",
-        'ranks = self._training.world.size if self._counted == "one" else 1',
-        "ranks = 1",
+        '(self._training.world.size if self._counted == "one" else 1)',
+        "1",
         "defaults::the_batch_is_that_of_all_ranks",
     ),
     _mutant(
@@ -2972,7 +2965,7 @@ MUTANTS = [
     _mutant(
         "a device waited for at every step",
         "kfac/curvature.py",
-        "if due and cadence.judges_cost:  # what the passes have queued",
+        "if due and self.training.steps < JUDGED:  # what the passes have queued",
         "if True:  # what the passes have queued",
         "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
     ),
@@ -3010,20 +3003,20 @@ MUTANTS = [
         "kronecker/block.py",
         "self._before = self._preconditioned_before(dtype)",
         "self._before = inverse",
-        "drift::products_are_exact_before_they_are_sent",
+        "drift::cosine_and_length_are_those_of_dense_preconditioning",
     ),
     _mutant(
         "each rank's own changes",
         "kfac/feedback.py",
-        "changes = [c if b in mine else None for",
-        "changes = [c for",
+        "changes.append(change if mine else None)",
+        "changes.append(change)",
         "drift::cosine_and_length_are_those_of_dense_preconditioning",
     ),
     _mutant(
         "work as often as ranks watch a layer",
         "kfac/feedback.py",
-        "block.state.work for block in told",
-        "block.state.work for block in blocks",
+        "                if mine:\n                    work",
+        "                if True:\n                    work",
         "drift::work_is_that_of_one_ranks_passes",
     ),
     _mutant(
@@ -3086,8 +3079,8 @@ MUTANTS = [
     _mutant(
         "a clip that lowering lr does not lower",
         "kfac/precondition.py",
-        "rates = [*map(_raised, rates)] if by_batch else rates",
-        "pass",
+        "elif by_batch and rate < USUAL_LR:",
+        "elif False:",
         "step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root",
     ),
     _mutant(
