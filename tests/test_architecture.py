@@ -190,7 +190,7 @@ def test_an_import_upwards_or_sideways_is_seen(module: str, source: str) -> None
             "from second_order.kronecker.rounding import x\nimport torch",
         ),
         ("second_order.kronecker.block", "from second_order import errors"),
-        ("second_order.optimizers.kaisa", "from second_order.distributed.collectives import x"),
+        ("second_order.optimizers.kaisa", "from second_order.distributed.world import x"),
         ("second_order", "from second_order.optimizers.kaisa import KAISA"),
     ],
 )

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
-from second_order.distributed import agreement, collectives, shares
+from second_order.distributed import agreement, buckets
+from second_order.distributed import world as worlds
 from second_order.distributed.groups import timeout_of
 from second_order.distributed.roles import assign_roles
 
@@ -472,7 +473,7 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
     optimizer.param_groups[0]["lr"] *= 1 + 1e-15 * rank
     take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     sizes = []
-    same = collectives.World.same
+    same = worlds.World.same
 
     def noted(self: Any, words: Any) -> bool:
         with counted() as counts:
@@ -481,7 +482,7 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
         return found
 
     optimizer = make(KAISA, CASE.model())
-    with replaced(collectives.World, {"same": noted}):
+    with replaced(worlds.World, {"same": noted}):
         take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     return sizes
 
@@ -508,9 +509,9 @@ WORDS: list[tuple[list[list[int | None]], bool]] = [
 
 
 def compared(rank: int, world_size: int, ring_ranks: int) -> tuple[list[tuple[bool, bool]], int]:
-    world = collectives.World()
+    world = worlds.World()
     mine = [words[min(rank, 2)] for words, _ in WORDS]
-    with replaced(shares, {"RING_RANKS": ring_ranks}), counted("isend") as counts:
+    with replaced(buckets, {"RING_RANKS": ring_ranks}), counted("isend") as counts:
         found = [(world.aside().same(words), world.same(words)) for words in mine]
     return found, counts["isend"]
 
@@ -524,12 +525,12 @@ def test_ranks_know_whether_they_have_the_same_words(world: World, world_size: i
     assert world.run(compared, world_size, 2) == [
         (expected, 2 * len(WORDS) * each) for each in messages
     ]
-    assert all(collectives.World.alone().same(words[0]) for words, _ in WORDS)
+    assert all(worlds.World.alone().same(words[0]) for words, _ in WORDS)
 
 
 def odd_one(rank: int, world_size: int, odd: int) -> bool:
-    with replaced(shares, {"RING_RANKS": 1}):
-        return collectives.World().same([int(rank == odd)])
+    with replaced(buckets, {"RING_RANKS": 1}):
+        return worlds.World().same([int(rank == odd)])
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
@@ -572,11 +573,11 @@ def test_the_first_difference(a: Any, b: Any, expected: Any) -> None:
 def limits(rank: int, world_size: int) -> dict[str, Any]:
     """Seconds that collectives may take in groups made of one with 77."""
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=77))
-    world = collectives.World(group)
+    world = worlds.World(group)
     roles = assign_roles(world_size, 2, "accelerator")
-    with replaced(collectives.World, {"backend": property(lambda self: "nccl")}):
+    with replaced(worlds.World, {"backend": property(lambda self: "nccl")}):
         on_device = world.on_cpu()
-    worlds = {
+    groups = {
         "itself": world,
         "of some": world.subgroup([0, 1, 2] if rank < 3 else [3], grouped=True),
         "aside": world.aside(),
@@ -587,7 +588,7 @@ def limits(rank: int, world_size: int) -> dict[str, Any]:
         "impatient, aside": roles.team(world, 5.0).aside(),
     }
     seconds = {}
-    for name, each in worlds.items():
+    for name, each in groups.items():
         limit = timeout_of(each.group)
         seconds[name] = None if limit is None else limit.total_seconds()
     return seconds

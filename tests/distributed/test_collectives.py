@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -17,13 +18,12 @@ import torch.distributed as dist
 from ranks import counted
 
 from second_order import RankMismatchError
-from second_order.distributed import collectives
+from second_order.distributed import world as worlds
 from second_order.distributed.agreement import require_same
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import Delivery, PendingReduction, World
+from second_order.distributed.buckets import sum_in_order
 from second_order.distributed.lent_groups import borrow_group
-from second_order.distributed.parcels import deliver_parts
-from second_order.distributed.reductions import sum_in_order
+from second_order.distributed.world import Delivery, PendingReduction, World, deliver_parts
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -52,7 +52,7 @@ def assorted(rank: int) -> list[torch.Tensor]:
 def summed(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch.Tensor], int, bool]:
     tensors = assorted(rank)
     untouched = [tensor.clone() for tensor in tensors]
-    with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted("all_reduce") as counts:
+    with patch.object(worlds, "BUCKET_BYTES", bucket_bytes), counted("all_reduce") as counts:
         pending = World().all_reduce(tensors)
         early = all(torch.equal(a, b) for a, b in zip(tensors, untouched, strict=True))
         pending.wait()
@@ -110,9 +110,9 @@ def test_narrow_sums_are_added_wide_in_the_order_of_ranks() -> None:
     """256 has neighbours two away in bfloat16, where twice 1 more would be nothing."""
     rows = torch.tensor([[256.0], [1.0], [1.0]])
     for dtype in (torch.bfloat16, torch.float32):
-        total = sum_in_order(rows.to(dtype), rows)
+        total = sum_in_order(rows.to(dtype))
         assert (total.dtype, float(total)) == (torch.float32, 258.0)
-    assert sum_in_order(rows.double(), rows).dtype == torch.float64
+    assert sum_in_order(rows.double()).dtype == torch.float64
 
 
 def lent(rank: int, world_size: int) -> tuple[bool, bool]:
@@ -173,7 +173,7 @@ def summed_to(
 ) -> tuple[list[torch.Tensor], Counter[str], bool]:
     tensors = assorted(rank)
     untouched = [tensor.clone() for tensor in tensors]
-    with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted() as counts:
+    with patch.object(worlds, "BUCKET_BYTES", bucket_bytes), counted() as counts:
         pending = World().reduce(tensors, owners)
         early = all(torch.equal(a, b) for a, b in zip(tensors, untouched, strict=True))
         pending.wait()
@@ -269,7 +269,7 @@ def test_a_future_is_done_when_the_last_bucket_is() -> None:
     pending, works = PendingReduction(), [UnderWay(), UnderWay()]
     targets = [torch.zeros(2), torch.zeros(2)]
     for i, (work, target) in enumerate(zip(works, targets, strict=True)):
-        pending.add(work, lambda i=i: torch.full((2,), i + 1.0), [target])  # type: ignore[arg-type]
+        pending.add(work, partial(target.fill_, i + 1.0))
     done = pending.future()
     works[0].sent.set_result(None)
     assert not done.done()
@@ -383,7 +383,7 @@ def test_parts_arrive_in_their_shapes(
 
 def broadcast(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch.Tensor], int]:
     tensors = assorted(rank)
-    with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted("broadcast") as counts:
+    with patch.object(worlds, "BUCKET_BYTES", bucket_bytes), counted("broadcast") as counts:
         World().broadcast_from_first(tensors)
     return tensors, counts["broadcast"]
 

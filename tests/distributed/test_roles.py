@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from ranks import replaced
 from torch import Tensor
 
-from second_order.distributed import collectives, mailbox, messages
+from second_order.distributed import mailbox, messages
 from second_order.distributed import store as stores
+from second_order.distributed import world as worlds
 from second_order.distributed.mailbox import Mailbox, Patience
 from second_order.distributed.roles import Roles, assign_roles
 from second_order.distributed.store import PART_BYTES, Address, open_store
@@ -80,7 +81,7 @@ def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float, boo
     """Rank and size among one's own kind, the sum of global ranks there, and who hosts a store."""
     found = {}
     for helpers in range(world_size):
-        world = collectives.World()
+        world = worlds.World()
         roles = assign_roles(world_size, helpers, "accelerator")
         team = roles.team(world)
         value = torch.tensor([float(rank)])
@@ -115,7 +116,7 @@ def opened_badly(rank: int, world_size: int) -> tuple[str, Any]:
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError("no port is free")
 
-    world, places = collectives.World(), []
+    world, places = worlds.World(), []
     with replaced(stores, {"Store": fails}), pytest.raises(SecondOrderError) as caught:
         open_store(world, 1)
     for kernel in "here", f"kernel {rank}":  # all of the same name
@@ -143,7 +144,7 @@ class Pair:
     """Two mailboxes, and the store between them."""
 
     def __init__(self, timeout: float = PATIENCE) -> None:
-        self.store, self.address = open_store(collectives.World.alone(), 0)
+        self.store, self.address = open_store(worlds.World.alone(), 0)
         self.a = Mailbox(self.address, "a", "b", timeout)
         self.b = Mailbox(self.address, "b", "a", timeout)
 
@@ -228,7 +229,7 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
 
     store, silences = mailbox.StoreClient, []
     with replaced(messages, {"PART_BYTES": 8}):
-        opened, address = open_store(collectives.World.alone(), 0)
+        opened, address = open_store(worlds.World.alone(), 0)
         with replaced(mailbox, {"StoreClient": slow}):
             a, b = (Mailbox(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
             b.expect("large")
@@ -244,7 +245,7 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
 
 def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
     """On the mailbox's own thread, while it waits for something to do and holds a lock for it."""
-    opened, address = open_store(collectives.World.alone(), 0)
+    opened, address = open_store(worlds.World.alone(), 0)
     kept: list[Mailbox] = []
     said = threading.Event()
 
@@ -341,7 +342,7 @@ def test_goodbye_is_the_last_thing_that_is_said() -> None:
     """Whoever hears it looks for no other message."""
     said: list[str] = []
     store = mailbox.StoreClient
-    opened, address = open_store(collectives.World.alone(), 0)
+    opened, address = open_store(worlds.World.alone(), 0)
     with replaced(
         mailbox, {"StoreClient": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
     ):
@@ -386,7 +387,7 @@ def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
 
 
 def test_a_peer_without_a_heartbeat_is_lost() -> None:
-    store, address = open_store(collectives.World.alone(), 0)
+    store, address = open_store(worlds.World.alone(), 0)
     alone = Mailbox(address, "a", "nobody", 0.3)
     assert store is not None
     assert eventually(lambda: alone.lost)
@@ -467,7 +468,7 @@ def test_close_twice_and_from_both_sides() -> None:
 
 
 def test_a_mailbox_that_is_dropped_says_goodbye_and_ends_its_thread() -> None:
-    store, address = open_store(collectives.World.alone(), 0)
+    store, address = open_store(worlds.World.alone(), 0)
     a, b = (Mailbox(address, *names, PATIENCE) for names in (("a", "b"), ("b", "a")))
     b.expect("last")
     a.post("last", [torch.ones(1)])

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
-from second_order.distributed.collectives import World as Everybody
+from second_order.distributed.world import World as Everybody
 from second_order.fosi import divided
 from second_order.fosi import worker_epochs as module
 

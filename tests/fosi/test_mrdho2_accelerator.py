@@ -12,7 +12,7 @@ from ranks import assert_same_trajectory
 from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.subject import Subject
 

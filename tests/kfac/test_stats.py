@@ -13,10 +13,10 @@ from threaded import BATCHES, CASE, LAYERS, distkfac
 from torch import Tensor, nn
 
 from second_order import DecompositionError
-from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox
 from second_order.distributed.messages import MalformedError, as_refused
 from second_order.distributed.store import open_store
+from second_order.distributed.world import World
 from second_order.kfac.distkfac_options import FORGETFUL
 from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
 

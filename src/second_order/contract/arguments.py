@@ -21,8 +21,8 @@ from second_order.contract.groups import (
 )
 from second_order.contract.sharding import check_sharding
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
 from second_order.distributed.roles import Roles, option_of
+from second_order.distributed.world import World
 from second_order.options import check_params
 from second_order.sharded import ddp_under_way, reshard
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.distributed.collectives import PendingReduction, World
+from second_order.distributed.world import PendingReduction, World
 
 __all__ = ["PendingAverage", "Route", "Routed", "start_average"]
 

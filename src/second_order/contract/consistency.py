@@ -30,7 +30,7 @@ from second_order.distributed.agreement import (
     fingerprint,
     require_same,
 )
-from second_order.distributed.rows import rows_of
+from second_order.distributed.shard_layout import layout_of
 from second_order.errors import RankMismatchError
 from second_order.options import check_debug
 from second_order.sharded import is_dtensor, local
@@ -196,7 +196,7 @@ def _tensors(training: Training, curvature: Curvature) -> tuple[Facts, Facts]:
         values += [(f"the base's {key!r} of {called}", value) for key, value in entries]
     whole = [(name, _plain(value, _bits)) for name, value in values if not is_dtensor(value)]
     return [*whole, *((name, _bits(value)) for name, value in curvature.kept_by_all())], [
-        (f"{name}, from row {rows_of(value, world).bounds(world.rank)[0]}", _bits(value))
+        (f"{name}, from row {layout_of(value, world).bounds(world.rank)[0]}", _bits(value))
         for name, value in values
         if is_dtensor(value)
     ]

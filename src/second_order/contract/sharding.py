@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from second_order.contract.base_state import BASE
 from second_order.contract.groups import members_of
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
-from second_order.distributed.rows import rows_of
+from second_order.distributed.shard_layout import layout_of
+from second_order.distributed.world import World
 from second_order.sharded import (
     dtensors_exist,
     is_dtensor,
@@ -113,7 +113,7 @@ def check_mesh(
                     f"parameter {name!r} is sharded over the ranks {mesh}, and the optimizer works "
                     f"with the ranks {ranks}; {remedy}"
                 )
-            rows_of(p, world)
+            layout_of(p, world)
 
 
 def trouble_with_mesh(model: nn.Module, world: World, team: Sequence[int] | None) -> str | None:

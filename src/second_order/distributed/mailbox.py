@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.distributed.collectives import World
 from second_order.distributed.messages import (
     MalformedError,
     Message,
@@ -31,6 +30,7 @@ from second_order.distributed.messages import (
     tensor_of,
 )
 from second_order.distributed.store import Address, Store, StoreClient
+from second_order.distributed.world import World
 from second_order.farewell import Farewell
 from second_order.stages import sent
 

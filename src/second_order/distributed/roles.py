@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 
-from second_order.distributed.collectives import World
 from second_order.distributed.groups import group_like, timeout_of
 from second_order.distributed.lost import explained
+from second_order.distributed.world import World
 
 __all__ = ["Role", "Roles", "assign_roles", "option_of", "ranks_alike"]
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.distributed.parcels import pack_by_dtype
+from second_order.distributed.buckets import pack_by_dtype
 from second_order.sharded import chunk, is_dtensor, local
 
 __all__ = ["Run", "Spread", "common", "count", "pack_parts", "pick", "place", "taken"]

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.errors import SecondOrderError
 
 __all__ = ["PART_BYTES", "Address", "Store", "StoreClient", "open_store"]

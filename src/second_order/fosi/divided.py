@@ -22,11 +22,11 @@ from second_order.contract.base_state import CURVATURE
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_sharded_checkpoint
-from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import refused_line
 from second_order.distributed.roles import Role, Roles, assign_roles, ranks_alike
 from second_order.distributed.store import Store, open_store
+from second_order.distributed.world import World
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature

@@ -15,8 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import World
-from second_order.distributed.rows import rows_of
+from second_order.distributed.shard_layout import layout_of
+from second_order.distributed.world import World
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.lanczos.vector_space import row_bounds
 from second_order.sharded import is_dtensor, local
@@ -138,7 +138,7 @@ class ShardedLayout(FlatLayout):
         super().__init__(groups, 1)
         starts = accumulate((p.numel() for p in self.params), initial=0)
         self._starts = dict(zip(self.params, starts, strict=False))
-        rows = {p: rows_of(p, world) for p in self.params}
+        rows = {p: layout_of(p, world) for p in self.params}
         self.pieces = [
             Piece(p, index, start * rows[p].width, stop * rows[p].width, rank)
             for rank in range(world.size)

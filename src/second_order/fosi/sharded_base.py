@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import Delivery, World
+from second_order.distributed.world import Delivery, World
 from second_order.fosi.pieces import Piece
 
 __all__ = ["ShardedBase", "cut_state", "gather_parts", "gather_state", "works_by_element"]

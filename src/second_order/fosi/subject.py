@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.distributed.parcels import unpack_by_dtype
+from second_order.distributed.buckets import unpack_by_dtype
 from second_order.distributed.spread import Spread, pack_parts, taken
 from second_order.errors import SecondOrderError
 from second_order.fosi.vector import ParameterVector

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from second_order.contract.saved import SavedPart
-from second_order.distributed.collectives import World
 from second_order.distributed.mailbox import Mailbox, Patience
 from second_order.distributed.messages import MalformedError, Message, require_form
+from second_order.distributed.world import World
 from second_order.fosi.checkpoint import START, SUM, UNIT, counts_of, load_vector
 from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions

@@ -12,8 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import World
-from second_order.distributed.parcels import Parts, Shapes, deliver_parts
+from second_order.distributed.world import Parts, Shapes, World, deliver_parts
 from second_order.kfac.plan import LayerPlan
 from second_order.kronecker.block import KroneckerBlock
 

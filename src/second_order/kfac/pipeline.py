@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from second_order.contract.training import Training
+from second_order.distributed.buckets import in_buckets
 from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.reductions import PendingSums
-from second_order.distributed.shares import in_buckets
+from second_order.distributed.world import PendingReduction, World
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
@@ -39,6 +39,13 @@ FUSED_BYTES = 2**20
 """Bytes of a bucket, unless one layer alone has more."""
 
 Sums = dict[KroneckerBlock, StatisticsSums]
+_Flight = tuple[PendingReduction, list[torch.Tensor]]
+
+
+def _copied_sums(world: World, tensors: Sequence[torch.Tensor]) -> _Flight:
+    """Start to sum copies of tensors, which may change meanwhile."""
+    copies = [t.clone() for t in tensors]
+    return world.all_reduce(copies), copies
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class Pipeline:
 
     def _rest(self) -> None:
         """Be done with the buckets of a step."""
-        self._flying: list[list[PendingSums]] = []
+        self._flying: list[list[_Flight]] = []
         self._marks: dict[KroneckerBlock, SentState] = {}
         self._reached: dict[KroneckerBlock, None] = {}
         self._expected = False
@@ -221,10 +228,10 @@ class Pipeline:
         heads = [each.head for each in found]
         factors = [factor for each in found for factor in each.factors.values()]
         if self._wire is None:
-            self._flying.append([world.start_sums([*heads, *factors])])
+            self._flying.append([_copied_sums(world, [*heads, *factors])])
         else:  # numbers of examples are not rounded
             narrow = world.wired(self._wire)
-            self._flying.append([world.start_sums(heads), narrow.start_sums(factors)])
+            self._flying.append([_copied_sums(world, heads), _copied_sums(narrow, factors)])
 
     # ---------------------------------------------------------------------------------- the step
 
@@ -235,7 +242,7 @@ class Pipeline:
         for bucket in self._buckets[len(self._flying) :]:
             self._send(bucket, self._micro_batches)
         for parts in self._flying:
-            for pending in parts:
+            for pending, _ in parts:
                 pending.wait()
         self._rest()
 
@@ -277,7 +284,7 @@ class Pipeline:
     def _arriving(
         self,
         buckets: Sequence[Sequence[Slot]],
-        flying: Sequence[Sequence[PendingSums]],
+        flying: Sequence[Sequence[_Flight]],
         local: Sums,
         exchange: Callable[[Sums, torch.dtype | None], None],
     ) -> Iterator[Sums]:
@@ -285,7 +292,9 @@ class Pipeline:
         meter = self._training.meter
         for bucket, parts in zip(buckets, flying, strict=True):
             with meter.stage("exchange"):
-                sums = iter([each for pending in parts for each in pending.wait()])
+                for pending, _ in parts:
+                    pending.wait()
+                sums = iter([each for _, copies in parts for each in copies])
             heads = [next(sums) for _ in bucket]
             found = {}
             for slot, head in zip(bucket, heads, strict=True):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
-from second_order.distributed.parcels import deliver_parts
+from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.clip import Clip, kl_clip_coefficient
 from second_order.kfac.plan import LayerPlan, gradient_owners
 from second_order.kfac.step_plan import StepPlan

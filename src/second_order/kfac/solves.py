@@ -21,7 +21,7 @@ from torch import Tensor
 from second_order.budget import IntervalBudget
 from second_order.contract.averaging import PendingAverage
 from second_order.contract.training import Training
-from second_order.distributed.parcels import Shapes
+from second_order.distributed.world import Shapes
 from second_order.errors import DecompositionError
 from second_order.kfac.drift import Drift
 from second_order.kfac.flights import Flight, Solved, Verdict

@@ -20,12 +20,12 @@ from torch import Tensor
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
+from second_order.distributed.buckets import unpack_by_dtype
 from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
 from second_order.distributed.messages import (
     MalformedError,
     refused_line,
 )
-from second_order.distributed.parcels import unpack_by_dtype
 from second_order.distributed.roles import Roles, assign_roles
 from second_order.distributed.store import Address, Store, open_store
 from second_order.errors import SecondOrderError

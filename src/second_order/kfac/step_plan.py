@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import PendingReduction, World
-from second_order.distributed.parcels import Parts, Shapes, deliver_parts
+from second_order.distributed.world import (
+    Parts,
+    PendingReduction,
+    Shapes,
+    World,
+    deliver_parts,
+)
 from second_order.kfac.plan import LayerPlan
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums

@@ -75,7 +75,7 @@ from second_order.contract.two_bases import (
     switch_of,
 )
 from second_order.contract.warnings import warns_at_its_end
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.options import (
     PEAK_LR,
     check_base,

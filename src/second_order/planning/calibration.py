@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from second_order.contract.averaging import start_average
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.kfac.curvature import KFACCurvature
 from second_order.kfac.distkfac_options import own_cores
 from second_order.kfac.options import KFACOptions

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import BUCKET_BYTES
 from second_order.distributed.shares import Segments, goes_by_shares, goes_by_sum, in_buckets
+from second_order.distributed.world import BUCKET_BYTES
 from second_order.planning.work import Among, Collective, Transfer
 
 __all__ = ["Bucket", "Piece", "all_reduced", "buckets_of", "copied", "sum_of_parts", "summed"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from second_order.budget import intervals as budgeted
-from second_order.distributed.collectives import BUCKET_BYTES
+from second_order.distributed.world import BUCKET_BYTES
 from second_order.fosi.sharded_base import works_by_element
 from second_order.kfac.options import USUAL_OVERHEAD, KFACOptions
 from second_order.options import AUTO, check_choice, check_count, check_interval, check_number
