@@ -2480,13 +2480,6 @@ MUTANTS = [
         "defaults::the_number_of_examples_is_in_checkpoints",
     ),
     _mutant(
-        "an optimizer is judged by its first step",
-        "options.py",
-        "for _ in range(10):",
-        "for _ in range(1):",
-        "defaults::what_scales_its_steps_itself_is_found_by_what_it_does",
-    ),
-    _mutant(
         "factors that count updates",
         "kfac/options.py",
         "return decay ** max(steps, 1)",
@@ -2533,8 +2526,8 @@ MUTANTS = [
     _mutant(
         "the last rule counts",
         "recipes.py",
-        "for pattern in patterns if pattern.search(name)), None)",
-        "for pattern in reversed(patterns) if pattern.search(name)), None)",
+        "[pattern for pattern in rules if re.search(pattern, name)]",
+        "[pattern for pattern in reversed(rules) if re.search(pattern, name)]",
         "recipes::rules_override_by_name_and_the_first_counts",
     ),
     # Instruments and the curvature as an object.

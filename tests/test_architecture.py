@@ -70,7 +70,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
         *("files", "papers", "recipes", "planning"),
     },
-    "profiling": {"files", "stages"},
+    "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},
 }
 

@@ -37,7 +37,10 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def written(path: Path, System: str = "KAISA", made: str = "KAISA(model, lr=0.05)") -> Path:
+KAISA = "KAISA(model, lr=0.05, factor_update_steps=1, inv_update_steps=1)"
+
+
+def written(path: Path, System: str = "KAISA", made: str = KAISA) -> Path:
     script = path / "train.py"
     script.write_text(SCRIPT.format(System=System, made=made), "utf-8")
     return script

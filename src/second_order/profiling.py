@@ -13,9 +13,8 @@ import json
 import os
 import runpy
 import sys
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,27 +27,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from second_order.files import replacing
+from second_order.report import aligned
 from second_order.stages import ELSEWHERE, PAPER_NAMES, RANGES, account
 
-__all__ = [
-    "Picture",
-    "Recorder",
-    "Span",
-    "add_command",
-    "draw",
-    "picture_of",
-    "read",
-    "table_of",
-]
+__all__ = ["Picture", "Recorder", "Span", "add_command", "picture_of", "read", "table_of"]
 
 Mark: TypeAlias = tuple[float, int]
 
 MARK = f"{RANGES}step"
-BACKWARD = f"{RANGES}backward"
 ORDER = (ELSEWHERE, *PAPER_NAMES)
-
-
-# ------------------------------------------------------------------------------------- the picture
+NAMES_THERE = {**PAPER_NAMES, ELSEWHERE: "FF"}
 
 
 @dataclass(frozen=True)
@@ -98,23 +86,6 @@ class Picture:
         """Milliseconds a step by account."""
         return {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in self.accounts if steps}
 
-    def as_json(self) -> dict[str, Any]:
-        """The picture as primitives."""
-        return {
-            "optimizer": self.optimizer,
-            "papers": {name: paper_name(name) for name in self.accounts},
-            "mean_milliseconds": self.mean(self.host),
-            "mean_device_milliseconds": self.mean(self.device),
-            "bytes_a_step": dict(self.sent),
-            "steps": [dict(step) for step in self.host],
-            "device_steps": [dict(step) for step in self.device],
-        }
-
-
-def paper_name(name: str) -> str:
-    """The account's name in the papers' figures; what is outside of all stages is "FF"."""
-    return "FF" if name == ELSEWHERE else PAPER_NAMES.get(name, "")
-
 
 def read(events: Iterable[Any]) -> tuple[list[Span], list[Mark], list[tuple[float, float]]]:
     """The package's ranges among a profile's events, the marks, and work of a device.
@@ -128,14 +99,11 @@ def read(events: Iterable[Any]) -> tuple[list[Span], list[Mark], list[tuple[floa
             # A range shows a second time on the device's own timeline.
             if not getattr(event, "is_user_annotation", False) and RANGES not in event.name:
                 work.append((start, end - start))
-        elif not event.name.startswith(RANGES):
-            continue
         elif event.name == MARK:
             marks.append((start, event.thread))
-        else:
+        elif event.name.startswith(RANGES):
             name = event.name.removeprefix(RANGES)
-            device = float(event.device_time_total) / 1000
-            spans.append(Span(name, event.thread, start, end, device))
+            spans.append(Span(name, event.thread, start, end, event.device_time_total / 1000))
     return spans, sorted(marks), work
 
 
@@ -178,46 +146,27 @@ def picture_of(
         open_spans.append((span, mine))
     for step, ((start, _), (end, _)) in enumerate(pairwise(marks)):
         host[step][ELSEWHERE] += end - start
-    busy = False
-    for start, length in work:
-        step = step_of(start)
-        if step is not None:
-            device[step][ELSEWHERE] += length
-            busy = True
-    cleaned = ([{n: ms for n, ms in s.items() if n} for s in each] for each in (host, device))
-    of_host, of_device = cleaned
+    busy = [(step, length) for start, length in work if (step := step_of(start)) is not None]
+    for step, length in busy:
+        device[step][ELSEWHERE] += length
+    of_host, of_device = ([{n: ms for n, ms in s.items() if n} for s in e] for e in (host, device))
     return Picture(of_host, of_device if busy else [])
 
 
 def table_of(picture: Picture) -> str:
     """The means over steps as a table."""
     host, device = picture.mean(picture.host), picture.mean(picture.device)
-    total = sum(host.values()) or 1.0
-    header = ["stage", "papers", "ms a step", "share", *(["device ms"] if device else []), "bytes"]
-    rows = [header]
+    total = sum(host.values())
+    rows = [("stage", "papers", "ms a step", "share", *(["device ms"] if device else []), "bytes")]
     for name in picture.accounts:
-        sent = picture.sent.get(name, 0.0)
-        rows.append(
-            [
-                name,
-                paper_name(name),
-                f"{host.get(name, 0.0):,.3f}",
-                f"{host.get(name, 0.0) / total:.1%}",
-                *([f"{device.get(name, 0.0):,.3f}"] if device else []),
-                f"{sent:,.0f}" if sent else "",
-            ]
-        )
-    rows.append(["the whole step", "", f"{sum(host.values()):,.3f}", "", *[""] * (len(header) - 4)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        ms, sent = host.get(name, 0.0), picture.sent.get(name, 0.0)
+        on_device = [f"{device.get(name, 0.0):,.3f}"] if device else []
+        of_all = f"{ms / total:.1%}" if total else ""
+        said = NAMES_THERE.get(name, "")
+        rows.append((name, said, f"{ms:,.3f}", of_all, *on_device, f"{sent:,.0f}" if sent else ""))
+    rows.append(("the whole step", "", f"{total:,.3f}", *[""] * (len(rows[0]) - 3)))
     title = f"{picture.optimizer}: mean of {len(picture.host)} steps"
-    return "\n".join([title, lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return "\n".join([title, *aligned(rows, {2, 3, 4, 5})])
 
 
 def draw(picture: Picture, path: Path) -> bool:
@@ -228,23 +177,17 @@ def draw(picture: Picture, path: Path) -> bool:
         return False
     steps = picture.device or picture.host
     figure = module.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    colours = importlib.import_module("matplotlib").colormaps["tab20"]
-    bottoms = [0.0] * len(steps)
+    axes, bottoms = figure.subplots(), [0.0] * len(steps)
     for name in picture.accounts:
         heights = [max(step.get(name, 0.0), 0.0) for step in steps]
-        label = " · ".join(filter(None, [paper_name(name), name]))
-        colour = colours([*ORDER, name].index(name) % 20)  # the same in all pictures
-        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label, color=colour)
+        label = " · ".join(filter(None, [NAMES_THERE.get(name, ""), name]))
+        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     where = "of the device" if picture.device else "of the thread that trains"
     axes.set(xlabel="step", ylabel=f"milliseconds {where}", title=picture.optimizer)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", reverse=True)
     figure.savefig(path, dpi=150)
     return True
-
-
-# ------------------------------------------------------------------------------------ the recorder
 
 
 class Recorder:
@@ -264,10 +207,8 @@ class Recorder:
         self.taken = 0
         self.result: profile | None = None
         self._running = False
-        self._optimizer: weakref.ref[Any] | None = None
-        self._name = ""
-        self._before: dict[str, float] = {}
-        self._sent: dict[str, float] = {}
+        self._optimizer: Any = None
+        self._sent: list[dict[str, float]] = []  # before what is measured, and after it
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -276,9 +217,7 @@ class Recorder:
         backward = torch.autograd.backward
 
         def ranged(*args: Any, **kwargs: Any) -> Any:
-            if not self._running:
-                return backward(*args, **kwargs)
-            with record_function(BACKWARD):
+            with record_function(f"{RANGES}backward"):
                 return backward(*args, **kwargs)
 
         try:
@@ -289,33 +228,26 @@ class Recorder:
             self._stop()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._optimizer is None:
-            self._optimizer, self._name = weakref.ref(optimizer), type(optimizer).__name__
-        if self._optimizer() is not optimizer:
+        self._optimizer = self._optimizer or optimizer
+        if self._optimizer is not optimizer:
             return
         self.taken += 1
-        measured = self.taken - self._skip
-        if measured == 0:
-            self._start(optimizer)
+        if self.taken == self._skip:
+            on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._sent = [_sent_by(optimizer)]
+            self.result = profile(activities=[ProfilerActivity.CPU, *on_device])
+            self.result.start()
+            self._running = True
         if self._running:
             with record_function(MARK):
                 pass
-        if measured == self._steps:
-            self._sent = _sent_by(optimizer)
+        if self.taken == self._skip + self._steps:
             self._stop()
-
-    def _start(self, optimizer: Any) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._before = _sent_by(optimizer)
-        self.result = profile(activities=activities)
-        self.result.start()
-        self._running = True
 
     def _stop(self) -> None:
         if self._running and self.result is not None:
             self._running = False
+            self._sent.append(_sent_by(self._optimizer))
             self.result.stop()
 
     def picture(self) -> Picture:
@@ -323,20 +255,17 @@ class Recorder:
         if self.result is None:
             return Picture([], [])
         found = picture_of(*read(self.result.events() or []))
-        steps = max(len(found.host), 1)
-        sent = {name: (n - self._before.get(name, 0.0)) / steps for name, n in self._sent.items()}
-        return Picture(found.host, found.device, {k: v for k, v in sent.items() if v}, self._name)
+        before, after = self._sent
+        sent = {k: (n - before.get(k, 0.0)) / max(len(found.host), 1) for k, n in after.items()}
+        name = type(self._optimizer).__name__
+        return Picture(found.host, found.device, {k: v for k, v in sent.items() if v}, name)
 
 
 def _sent_by(optimizer: Any) -> dict[str, float]:
     """Bytes so far by account, of an optimizer that knows."""
-    ask: Callable[[], dict[str, float]] | None = getattr(optimizer, "statistics", None)
+    found = optimizer.statistics() if hasattr(optimizer, "statistics") else {}
     prefix = "total_bytes/"
-    found = ask() if callable(ask) else {}
     return {n.removeprefix(prefix): value for n, value in found.items() if n.startswith(prefix)}
-
-
-# ------------------------------------------------------------------------------------- the command
 
 
 def add_command(commands: Any) -> None:
@@ -366,10 +295,11 @@ def _count(word: str) -> int:
 
 def run(chosen: argparse.Namespace) -> int:
     """Run the script, and write what has been measured, also if the script ends by an error."""
-    recorder = Recorder(chosen.skip, chosen.steps)
-    status = 0
+    recorder, status = Recorder(chosen.skip, chosen.steps), 0
+    first = os.getcwd() if chosen.module else str(Path(chosen.script).resolve().parent)  # noqa: PTH109
+    argv, path = [chosen.script, *chosen.arguments], [first, *sys.path]
     try:
-        with recorder.watching(), _as_main(chosen):
+        with recorder.watching(), patch.multiple(sys, argv=argv, path=path):
             if chosen.module:
                 runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
             else:
@@ -383,18 +313,9 @@ def run(chosen: argparse.Namespace) -> int:
     return status or int(not written)
 
 
-@contextmanager
-def _as_main(chosen: argparse.Namespace) -> Iterator[None]:
-    """Give the script the command line and the import path that it would have alone."""
-    first = os.getcwd() if chosen.module else str(Path(chosen.script).resolve().parent)  # noqa: PTH109
-    argv = [chosen.script, *chosen.arguments]
-    with patch.object(sys, "argv", argv), patch.object(sys, "path", [first, *sys.path]):
-        yield
-
-
 def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
     """Write the picture; returns whether there is one."""
-    rank, size = (int(os.environ.get(name, default)) for name, default in _RANK)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     picture = recorder.picture()
     if not picture.host:
         sys.stderr.write(
@@ -405,7 +326,18 @@ def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
     name = f"{chosen.output.name}-rank{rank}" if size > 1 else chosen.output.name
     path = chosen.output.with_name(f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"rank": rank, "world_size": size, "skipped": chosen.skip, **picture.as_json()}
+    found = {
+        "rank": rank,
+        "world_size": size,
+        "skipped": chosen.skip,
+        "optimizer": picture.optimizer,
+        "papers": {name: NAMES_THERE.get(name, "") for name in picture.accounts},
+        "mean_milliseconds": picture.mean(picture.host),
+        "mean_device_milliseconds": picture.mean(picture.device),
+        "bytes_a_step": dict(picture.sent),
+        "steps": picture.host,
+        "device_steps": picture.device,
+    }
     with replacing(path) as file:
         file.write(json.dumps(found, indent=1).encode())
     if chosen.trace and recorder.result is not None:
@@ -415,6 +347,3 @@ def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
         drawn = f", {figure}" if draw(picture, figure) else "; no figure: matplotlib is not there"
         sys.stdout.write(f"{table_of(picture)}\nwritten: {path}{drawn}\n")
     return True
-
-
-_RANK = (("RANK", "0"), ("WORLD_SIZE", "1"))
