@@ -2818,7 +2818,7 @@ MUTANTS = [
     ),
     _mutant(
         "rounded inverses that may be indefinite",
-        "kronecker/rounding.py",
+        "kronecker/solvers.py",
         "diagonal + error.sum(-1)",
         "diagonal.clone()",
         "rounding::a_rounded_matrix_is_at_least_the_matrix",
