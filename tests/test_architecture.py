@@ -43,7 +43,7 @@ BELOW: dict[str, set[str]] = {
     "patterns": {"sharded"},
     "stages": set(),
     "budget": {"contract", "distributed", "options"},
-    "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
+    "kronecker": {"errors", "patterns", "sharded", "stages"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "farewell", "sharded", "stages"},
     "options": {"errors"},

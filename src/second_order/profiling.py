@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -67,13 +67,11 @@ class Picture:
             step add up to its length.
         device: For each step, milliseconds that a device worked on what a stage had launched; no
             entries without a device.
-        sent: Bytes a step that this process handed to others, by account.
         optimizer: Name of the optimizer's class.
     """
 
     host: Sequence[Mapping[str, float]]
     device: Sequence[Mapping[str, float]]
-    sent: Mapping[str, float] = field(default_factory=dict)
     optimizer: str = ""
 
     @property
@@ -157,16 +155,16 @@ def table_of(picture: Picture) -> str:
     """The means over steps as a table."""
     host, device = picture.mean(picture.host), picture.mean(picture.device)
     total = sum(host.values())
-    rows = [("stage", "papers", "ms a step", "share", *(["device ms"] if device else []), "bytes")]
+    rows = [("stage", "papers", "ms a step", "share", *(["device ms"] if device else []))]
     for name in picture.accounts:
-        ms, sent = host.get(name, 0.0), picture.sent.get(name, 0.0)
+        ms = host.get(name, 0.0)
         on_device = [f"{device.get(name, 0.0):,.3f}"] if device else []
         of_all = f"{ms / total:.1%}" if total else ""
         said = NAMES_THERE.get(name, "")
-        rows.append((name, said, f"{ms:,.3f}", of_all, *on_device, f"{sent:,.0f}" if sent else ""))
+        rows.append((name, said, f"{ms:,.3f}", of_all, *on_device))
     rows.append(("the whole step", "", f"{total:,.3f}", *[""] * (len(rows[0]) - 3)))
     title = f"{picture.optimizer}: mean of {len(picture.host)} steps"
-    return "\n".join([title, *aligned(rows, {2, 3, 4, 5})])
+    return "\n".join([title, *aligned(rows, {2, 3, 4})])
 
 
 def draw(picture: Picture, path: Path) -> bool:
@@ -208,7 +206,6 @@ class Recorder:
         self.result: profile | None = None
         self._running = False
         self._optimizer: Any = None
-        self._sent: list[dict[str, float]] = []  # before what is measured, and after it
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -234,7 +231,6 @@ class Recorder:
         self.taken += 1
         if self.taken == self._skip:
             on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self._sent = [_sent_by(optimizer)]
             self.result = profile(activities=[ProfilerActivity.CPU, *on_device])
             self.result.start()
             self._running = True
@@ -247,7 +243,6 @@ class Recorder:
     def _stop(self) -> None:
         if self._running and self.result is not None:
             self._running = False
-            self._sent.append(_sent_by(self._optimizer))
             self.result.stop()
 
     def picture(self) -> Picture:
@@ -255,17 +250,7 @@ class Recorder:
         if self.result is None:
             return Picture([], [])
         found = picture_of(*read(self.result.events() or []))
-        before, after = self._sent
-        sent = {k: (n - before.get(k, 0.0)) / max(len(found.host), 1) for k, n in after.items()}
-        name = type(self._optimizer).__name__
-        return Picture(found.host, found.device, {k: v for k, v in sent.items() if v}, name)
-
-
-def _sent_by(optimizer: Any) -> dict[str, float]:
-    """Bytes so far by account, of an optimizer that knows."""
-    found = optimizer.statistics() if hasattr(optimizer, "statistics") else {}
-    prefix = "total_bytes/"
-    return {n.removeprefix(prefix): value for n, value in found.items() if n.startswith(prefix)}
+        return Picture(found.host, found.device, type(self._optimizer).__name__)
 
 
 def add_command(commands: Any) -> None:
@@ -334,7 +319,6 @@ def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
         "papers": {name: NAMES_THERE.get(name, "") for name in picture.accounts},
         "mean_milliseconds": picture.mean(picture.host),
         "mean_device_milliseconds": picture.mean(picture.device),
-        "bytes_a_step": dict(picture.sent),
         "steps": picture.host,
         "device_steps": picture.device,
     }

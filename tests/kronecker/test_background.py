@@ -123,29 +123,6 @@ def test_no_thread_before_there_is_work() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("least", [0, 1])
-def test_threads_that_cannot_be_started(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One does the work of all; where there is none, that is said, and tried again."""
-    pool, start, started = WorkerPool(2), threading.Thread.start, []
-
-    def limited(thread: threading.Thread) -> None:
-        if len(started) >= least:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    with monkeypatch.context() as scarce:
-        scarce.setattr(threading.Thread, "start", limited)
-        if least:
-            assert pool.submit(lambda: 1).result() == 1
-        else:
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                pool.submit(lambda: 1)
-    assert pool.submit(lambda: 2).result() == 2
-    pool.close()
-    assert not any(thread.is_alive() for thread in started)
-
-
 def test_what_work_holds_is_let_go_when_it_is_done(pool: WorkerPool) -> None:
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
