@@ -7,7 +7,6 @@ the ranks outlive the test.
 from __future__ import annotations
 
 import random
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -78,32 +77,6 @@ def test_sums_of_any_shape_and_dtype(
             assert torch.equal(tensor, total)
         assert early, "tensors changed before wait()"
         assert sent == (messages if world_size > 1 else 0)
-
-
-def sums_in_flight(rank: int, world_size: int) -> tuple[float, float]:
-    world = World()
-    first, second = torch.tensor(1.0 + rank), torch.tensor(10.0 + rank)
-    a, b = world.all_reduce([first]), world.all_reduce([second])
-    b.wait()
-    a.wait()
-    return first.item(), second.item()
-
-
-def test_several_sums_can_be_under_way(world: pool.World) -> None:
-    assert world.run(sums_in_flight, 3) == [(6.0, 33.0)] * 3
-
-
-def sum_of_nothing(rank: int, world_size: int) -> tuple[int, int]:
-    with counted("all_reduce") as counts:
-        World().all_reduce([]).wait()
-        none = counts["all_reduce"]
-        empty = torch.zeros(0)
-        World().all_reduce([empty]).wait()
-    return none, empty.numel()
-
-
-def test_a_sum_of_nothing_ends(world: pool.World) -> None:
-    assert world.run(sum_of_nothing, 2) == [(0, 0)] * 2
 
 
 def test_narrow_sums_are_added_wide_in_the_order_of_ranks() -> None:
@@ -237,21 +210,6 @@ def test_owners_add_in_the_order_of_ranks(world: pool.World, world_size: int) ->
     results = world.run(summed_in_some_order, world_size)
     assert all(torch.equal(for_all, expected) for for_all, _ in results)
     assert torch.equal(results[-1][1], expected)
-
-
-def sums_to_in_flight(rank: int, world_size: int) -> list[float]:
-    world = World()
-    tensors = [torch.tensor(10.0**i * (rank + 1)) for i in range(3)]
-    first, second = world.reduce(tensors[:1], [1]), world.all_reduce(tensors[1:2])
-    third = world.reduce(tensors[2:], [None])
-    for pending in (third, first, second):
-        pending.wait()
-    world.reduce([], []).wait()
-    return [tensor.item() for tensor in tensors]
-
-
-def test_sums_of_both_kinds_can_be_under_way(world: pool.World) -> None:
-    assert world.run(sums_to_in_flight, 2) == [[1.0, 30.0, 300.0], [3.0, 30.0, 300.0]]
 
 
 class UnderWay:
@@ -395,27 +353,6 @@ def test_the_first_rank_is_copied(world: pool.World, bucket_bytes: int, messages
         assert sent == messages
 
 
-def every_method(rank: int, world_size: int) -> list[float]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        world = World()
-        total, wanted = torch.ones(1), torch.ones(1)
-        world.all_reduce([total]).wait()
-        world.reduce([wanted], [None]).wait()
-        world.broadcast_from_first([total])
-        content = total * 5 if rank == 0 else None
-        (arrived,) = world.all_to_all([Delivery(0, [1], 1, content)], total.dtype, total.device)
-        require_same(world, "go", ["same"], list)
-        world.subgroup([rank])
-    assert arrived is not None
-    return torch.cat([total, wanted, arrived]).tolist()
-
-
-def test_no_name_that_is_used_is_deprecated(world: pool.World) -> None:
-    """torch 2.13 deprecates a few of torch.distributed's."""
-    assert world.run(every_method, 2) == [[2.0, 2.0, 10.0]] * 2
-
-
 # Groups.
 
 
@@ -495,10 +432,6 @@ def test_one_process_sends_nothing() -> None:
 def agree(rank: int, world_size: int, descriptions: list[str]) -> None:
     facts = list(enumerate(descriptions[rank]))
     require_same(World(), "go", facts, lambda: [("it", fact) for _, fact in facts], "remedy")
-
-
-def test_equal_descriptions_agree(world: pool.World) -> None:
-    assert world.run(agree, 3, ["ab"] * 3) == [None] * 3
 
 
 @pytest.mark.parametrize(

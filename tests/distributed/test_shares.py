@@ -261,22 +261,6 @@ def test_all_reduces_in_rounds_are_the_same_bits_on_all_ranks(
         assert ((found.double() - exact).abs() <= 2 * eps * bound).all()
 
 
-def whole_numbers(rank: int, world_size: int, by_sum: bool) -> list[int]:
-    totals = [torch.tensor([2**40 + rank]), torch.tensor([5])]
-    with (
-        patch.object(worlds, "goes_by_sum", lambda *_: by_sum),
-        patch.object(buckets, "RING_RANKS", 1),
-    ):
-        World().reduce(totals, [1, None]).wait()
-    return [int(total) for total in totals]
-
-
-@pytest.mark.parametrize("by_sum", [False, True])
-def test_sums_of_whole_numbers_are_not_rounded(world: pool.World, by_sum: bool) -> None:
-    found = world.run(whole_numbers, 3, by_sum)
-    assert found == [[2**40, 15], [3 * 2**40 + 3, 15], [2**40 + 2, 15]]
-
-
 def hooked_future(rank: int, world_size: int) -> tuple[list[torch.Tensor], Counter[str]]:
     tensors = addends(rank)
     with patch.object(buckets, "SMALL_BYTES", 0), counted() as counts:
