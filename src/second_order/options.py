@@ -125,7 +125,7 @@ def picked(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def check_keywords(options: Any) -> None:
     """Check the keywords of an options dataclass, each by its own check."""
-    for each in fields(options):
+    for each in reversed(fields(options)):  # a subclass's own first
         check, exempt = each.metadata.get("check"), each.metadata.get("exempt", ())
         value = getattr(options, each.name)
         taken = (value is None or isinstance(value, str)) and value in exempt
@@ -220,31 +220,26 @@ def check_number(
 def check_interval(name: str, value: Any) -> None:
     """Raise unless a number of steps is a whole number of at least 1, or a callable."""
     if not callable(value):
-        _check_int(
-            name,
-            value,
-            1,
-            " of steps; use 1 for every step",
-            "1 for every step, 10 for every tenth",
-        )
+        remedy = "; use 1 for every step, 10 for every tenth"
+        _check_int(name, value, 1, " of steps; use 1 for every step", remedy)
 
 
 def check_count(name: str, value: Any, meaning: str) -> None:
     """Raise unless ``value`` is a whole number of at least 1."""
-    remedy = f"1 or more: it is the number of {meaning}"
+    remedy = f": it is the number of {meaning}; use 1 or more"
     _check_int(name, value, 1, f" of {meaning}; 1 is the least", remedy)
 
 
 def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
     """Raise unless ``value`` is a whole number of at least ``low``."""
-    _check_int(name, value, low, f"; use {remedy}", remedy)
+    _check_int(name, value, low, f"; use {remedy}", f"; use {remedy}")
 
 
 def _check_int(name: str, value: Any, low: int, wrong: str, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is not a whole number{wrong}")
     if value < low:
-        raise ValueError(f"{name}={value} is below {low}; use {remedy}")
+        raise ValueError(f"{name}={value} is below {low}{remedy}")
 
 
 def check_debug(value: Any) -> int:
