@@ -905,13 +905,6 @@ MUTANTS = [
         "loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used",
     ),
     _mutant(
-        "gradients of sums that are held against those of means",
-        "kronecker/factors.py",
-        "head[of_g].sum() / rows**2",
-        "head[of_g].sum()",
-        "loss_reduction::losses_divided_by_one_number_are_told_from_means",
-    ),
-    _mutant(
         "validation that tells what losses are",
         "kfac/losses.py",
         "or not torch.is_grad_enabled()",
