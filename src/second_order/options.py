@@ -298,9 +298,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     choices = list(choices)
     # Of the same type: 1 and a tensor equal True, and tensors of several entries have no truth.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        close = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        listed = ", ".join(repr(c) for c in choices)
+        listed, hint = ", ".join(map(repr, choices)), _hint(str(value), map(str, choices))
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
 
 
