@@ -176,7 +176,7 @@ class Recipe:
         return "\n".join([self.title, *aligned(table, {3, 4}), *closing])
 
 
-def aligned(table: Sequence[tuple[str, ...]], right: set[int]) -> list[str]:
+def aligned(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """The lines of a table, its header underlined; the columns in ``right`` end alike."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
