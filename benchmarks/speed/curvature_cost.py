@@ -28,7 +28,7 @@ from torch.optim import SGD
 
 import digits
 from second_order import DHO2
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.lanczos import Hessian
 from second_order.lanczos.spectrum import default_iterations, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace
