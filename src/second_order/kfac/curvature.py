@@ -563,7 +563,7 @@ class KFACCurvature(Curvature):
         self._closed = True
         self.plan, self.known, self._shapes = {}, {}, {}
         if self._step is not None:
-            self._step = StepPlan({}, self._step.row, self._step.column)
+            self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
             self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:

@@ -96,8 +96,11 @@ def _receive(
 
 
 def _watchers(watches: Sequence[Watch], module: nn.Module) -> list[Any]:
-    found = (watch.watcher_of(module) for watch in watches)
-    return [watcher for watcher in found if watcher is not None]
+    found = []  # by a loop: a generator would be a frame of its own, which a compiler refuses
+    for watch in watches:
+        if (watcher := watch.watcher_of(module)) is not None:
+            found.append(watcher)  # noqa: PERF401
+    return found
 
 
 class WatchHook:

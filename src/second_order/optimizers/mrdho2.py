@@ -30,7 +30,7 @@ from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer, PairKeywords
 from second_order.optimizers.keywords import Rate, settled, signed
-from second_order.options import picked
+from second_order.options import check_interval, picked
 from second_order.report import EpochReport
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class MRDHO2(EigenpairOptimizer):
 
     def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
         values, common = settled(MRDHO2, keywords)
+        check_interval("epoch_steps", values["epoch_steps"])
         values["curvature_interval"], closure = values["epoch_steps"], values["curvature_closure"]
         options = picked(EpochOptions, values)
         super().__init__(
