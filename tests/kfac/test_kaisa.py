@@ -26,7 +26,7 @@ from ranks import (
 from reference import ReferenceKFAC, cross_entropy, empirical_factors, weighted_mean
 from torch import Tensor, nn
 
-from second_order.kfac import solves
+from second_order.kfac import solve as solves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
