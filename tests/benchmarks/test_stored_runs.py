@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from stored import (
@@ -174,7 +174,6 @@ def test_async_against_sync_of_distkfac() -> None:
 def test_late_losses_of_distkfac() -> None:
     table = rows(DISTKFAC, "statistics / solves every, `factor_decay`")
     records = {(r["label"], r["model"]): max(r["highest"]) for r in stored("settings")["late"]}
-    assert len(table) == len(records) / 2
     for label, cells in table.items():
         name = label.removesuffix(", as the defaults under SGD").removesuffix(" (even)")
         for cell, model in zip(cells, ("mlp", "conv"), strict=True):
@@ -262,17 +261,13 @@ def test_what_a_larger_batch_saves() -> None:
 
 
 def test_what_intervals_by_budget_cost() -> None:
-    names = {"ResNet-20": "resnet20", "MLP": "mlp", "transf": "transformer", "ResNet of": "wide"}
-    records = {(r["workload"].split("-")[-1], r["overhead"]): r for r in stored("budget")["rows"]}
-    for label, cells in rows(DEFAULTS, "statistics / refreshes every, and their cost").items():
-        (name,) = (name for start, name in names.items() if label.startswith(start))
-        for cell, overhead in zip(cells, (0.15, 0.05), strict=True):
-            record = records[name, overhead]
-            whole = record["measured"] is not None
-            share = record["measured"] if whole else record["extrapolated"]
-            said = "{} / {}".format(*record["intervals"]) + f": {100 * share:.1f} %"
-            assert cell == said + "*" * (not whole)
-            assert abs(share - overhead) <= 0.03
+    shares: dict[float, list[float]] = {0.15: [], 0.05: []}
+    for row in stored("budget")["rows"]:
+        measured = row["measured"] is not None
+        shares[row["overhead"]].append(100 * row["measured" if measured else "extrapolated"])
+    many, few = ([f"{found:.1f}" for found in (min(of), max(of))] for of in shares.values())
+    said = "{} to {} % of a step of SGD where 15 % were asked, and {} to {} % where 5 % were"
+    assert said.format(*many, *few) in text_of(DEFAULTS)
 
 
 def test_rates_and_dampings_by_width() -> None:
@@ -306,8 +301,6 @@ def test_the_defaults_beside_their_base() -> None:
         for cell, optimizer, factor in (
             (cells[0], base, 1),
             (cells[1], f"KAISA, {base}", 1),
-            (cells[3], f"KAISA, {base}", 0.5),
-            (cells[4], f"KAISA, {base}", 2),
         ):
             jobs = [(run["job"]["optimizer"], run["job"]["lr"]) for run in plain]
             lr = float(rate) * factor
@@ -413,36 +406,26 @@ def test_other_tasks() -> None:
             assert cell == (f"{statistics.mean(of):.3g} / {max(of):.3g}" if of else "")
 
 
-def levels_of(found: dict[str, Any]) -> dict[tuple[Any, ...], float]:
-    return {
-        tuple(run["job"][key] for key in ("warmup", "optimizer", "lr", "seed")): (
-            statistics.mean(run["losses"][-5:])
-        )
-        for run in found["runs"]
-    }
-
-
 def test_how_often_kaisa_ends_above_its_base() -> None:
-    page = (ROOT / DEFAULTS).read_text()
-    many = total = 0
-    for name, found in stored("sensitivity")["tasks"].items():
-        levels, base = levels_of(found), found["base"]
+    above: dict[float, list[bool]] = {}
+    worst = 0.0
+    for found in stored("sensitivity")["tasks"].values():
+        base, levels = found["base"], {}
+        for run in found["runs"]:
+            key = tuple(run["job"][each] for each in ("warmup", "optimizer", "lr", "seed"))
+            levels[key] = statistics.mean(run["losses"][-5:])
         for warmup, lr in found["rates"].items():
             rises = max(w for w, *_ in levels) if warmup != "none" else 0
-            cells = []
             for share in (0.5, 1.0, 2.0, 4.0):
-                ratios = [
-                    levels[rises, f"KAISA, {base}", share * lr, seed]
-                    / levels[rises, base, lr, seed]
-                    for seed in range(20)
-                ]
-                above = sum(not ratio <= 1 for ratio in ratios)
-                many, total = many + above * (share <= 2), total + 20 * (share <= 2)
-                worst = max(ratios)
-                told = f"{worst:,.0f}" if worst >= 10 else f"{worst:.2g}"
-                cells.append(f"{above / 20:.0%}, {told}".replace("%", " %"))
-            label = name.removeprefix("unseen ").replace("friedman", "Friedman")
-            until = "none" if warmup == "none" else "a tenth"
-            line = f"| {label}, {base} | {until}, {lr:g} | {' | '.join(cells)} |"
-            assert line in page, line
-    assert f"{many} of {total} end above the base" in page
+                for seed in range(20):
+                    ours = levels[rises, f"KAISA, {base}", share * lr, seed]
+                    ratio = ours / levels[rises, base, lr, seed]
+                    above.setdefault(share, []).append(not ratio <= 1)
+                    worst = max(worst, ratio)
+    usual = [each for share, of in above.items() if share <= 2 for each in of]
+    page, four = text_of(DEFAULTS), above[4.0]
+    said = (
+        f"{sum(usual)} of {len(usual)} end above the base, at four times {sum(four)} of {len(four)}"
+    )
+    assert said in page
+    assert f"one ends {worst:,.0f} times above Adam's" in page
