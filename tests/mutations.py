@@ -167,7 +167,6 @@ MUTANTS = [
         "return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES",
         "return False",
         "shares::messages_of_many_ranks_go_by_a_sum",
-        "many_ranks::a_step_of_4096_ranks_agrees_and_sums_in_no_time",
     ),
     _mutant(
         "copies by a sum that lose the sign of a zero",
@@ -309,7 +308,7 @@ MUTANTS = [
         "kfac/solve.py",
         'if self.training.world.backend == "fake":',
         'if self.training.world.backend == "none":',
-        "benchmark_scaling::simulated_processes_send_and_keep_what_is_computed",
+        "planning_ranks::processes_send_what_is_recorded",
     ),
     _mutant(
         "silence outweighs pairs without an example",
@@ -547,21 +546,21 @@ MUTANTS = [
     ),
     _mutant(
         "the product of one tensor is formed for each layer",
-        "kronecker/block.py",
+        "kronecker/collector.py",
         "            known = last[2]\n",
         "            known = None\n",
         "sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing",
     ),
     _mutant(
         "layers of one tensor add to one sum",
-        "kronecker/block.py",
+        "kronecker/collector.py",
         'pair.factors["A"].clone()}',
         'pair.factors["A"]}',
         "sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing",
     ),
     _mutant(
         "an A with the bias's row for a layer without bias",
-        "kronecker/block.py",
+        "kronecker/collector.py",
         "block.trains_bias), self._last_a, None",
         "True), self._last_a, None",
         "sharing::layers_of_one_input_with_and_without_a_bias",
@@ -575,7 +574,7 @@ MUTANTS = [
     ),
     _mutant(
         "no scale of the loss",
-        "kronecker/block.py",
+        "kronecker/collector.py",
         "return self._accumulation_steps / scale",
         "return self._accumulation_steps / torch.ones_like(scale)",
         "invariants_factors::11_a_grad_scaler_changes_nothing",
@@ -616,13 +615,6 @@ MUTANTS = [
         "examples::two_losses_of_one_forward_are_no_micro_batches",
     ),
     _mutant(
-        "checkpoints inside others have passes of their own",
-        "kronecker/capture.py",
-        "if len(nodes) > 1 and self._pass != NO_PASS:",
-        "if False:",
-        "examples::a_checkpoint_inside_another_has_no_pass_of_its_own",
-    ),
-    _mutant(
         "padding tokens count",
         "kronecker/layers.py",
         "if embedding.padding_idx is not None:",
@@ -638,7 +630,7 @@ MUTANTS = [
     ),
     _mutant(
         "a convolution's G without the number of locations",
-        "kronecker/layers.py",
+        "kronecker/convolutions.py",
         "g = gram(rows_d, False, form.triangular).div_(locations)",
         "g = gram(rows_d, False, form.triangular)",
         "invariants_factors::6_every_convolution_has_the_factors_of_its_patches",
@@ -659,14 +651,14 @@ MUTANTS = [
     ),
     _mutant(
         "padding 'same' the other way round",
-        "kronecker/patches.py",
+        "kronecker/convolutions.py",
         "(total // 2, total - total // 2)",
         "(total - total // 2, total // 2)",
         "invariants_factors::6_weight_times_patches_is_the_convolution",
     ),
     _mutant(
         "one end of the window counts twice",
-        "kronecker/autocorrelation.py",
+        "kronecker/convolutions.py",
         "left = by_tap(-first, last)",
         "left = by_tap(first, last)",
         "autocorrelation::autocorrelations_equal_patches",
@@ -795,7 +787,7 @@ MUTANTS = [
     _mutant(
         "gradients beside the loss as examples",
         "kronecker/capture.py",
-        "if reaches_parameters(call.module, alive.fsdp):",
+        "if reaches_parameters(call.module, self.fsdp):",
         "if True:",
         "examples::gradients_beside_the_loss_are_no_examples",
     ),
@@ -808,7 +800,7 @@ MUTANTS = [
     ),
     _mutant(
         "gradients thrown away by the model kept as statistics",
-        "kronecker/block.py",
+        "kronecker/collector.py",
         "block.starts_anew(unreduced):",
         "False:",
         "examples::a_discriminator_counts_its_own_passes",
@@ -892,7 +884,7 @@ MUTANTS = [
     ),
     _mutant(
         "terms counted where a loss is a mean",
-        "kronecker/block.py",
+        "kronecker/collector.py",
         'self._counted(module) if self.reduction() == "step_mean" else []',
         "self._counted(module)",
         "loss_reduction::other_owners_layers_are_counted_at_most",
@@ -992,8 +984,8 @@ MUTANTS = [
     _mutant(
         "values taken for queries",
         "kronecker/attention.py",
-        "(0, 1, 2)[piece : piece + width]",
-        "(0, 1, 2)[:width]",
+        "(0, 1, 2)[piece : piece + count]",
+        "(0, 1, 2)[:count]",
         "attention::factors_are_those_of_separate_linears",
     ),
     _mutant(
@@ -1047,9 +1039,9 @@ MUTANTS = [
     ),
     _mutant(
         "a registered layer's own rows left out",
-        "kronecker/registration.py",
-        "x, d = rows(module, x, d)",
-        "pass",
+        "kronecker/kinds.py",
+        "return (x, d) if rows is None else rows(module, x, d)",
+        "return x, d",
         "kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute",
     ),
     _mutant(
@@ -1104,8 +1096,8 @@ MUTANTS = [
     _mutant(
         "the largest factor that is allowed is refused",
         "kronecker/model_blocks.py",
-        "if largest <= rules.max_factor_dim:",
-        "if largest < rules.max_factor_dim:",
+        "or largest <= self.max_factor_dim:",
+        "or largest < self.max_factor_dim:",
         "finding::layers_with_a_larger_factor_are_left_to_the_base",
     ),
     # Decompositions and solves.
@@ -2235,8 +2227,8 @@ MUTANTS = [
     _mutant(
         "a budget without what the hooks do",
         "kronecker/capture.py",
-        "    with alive.timed():\n        _take_gradient(alive, call, gradient)",
-        "    _take_gradient(alive, call, gradient)",
+        "    with alive.timed():\n        alive.take(call, gradient)",
+        "    alive.take(call, gradient)",
         "budget::what_is_chosen_is_what_is_computed_by_hand",
     ),
     _mutant(
@@ -2465,13 +2457,13 @@ MUTANTS = [
     _mutant(
         "a pass that draws labels silences those of other threads",
         "kronecker/autograd.py",
-        "return current_pass() in self._numbers",
-        "return bool(self._numbers)",
+        "return current_pass() in _drawing",
+        "return bool(_drawing)",
         "compiled_drawn::training_in_another_thread_keeps_its_pairs",
     ),
     _mutant(
         "torch's own layers are registered anew",
-        "kronecker/registration.py",
+        "kronecker/kinds.py",
         'if ruled and kind.__module__.startswith("torch."):',
         "if False:",
         "kinds::the_rules_of_torchs_own_layers_stay",
@@ -2762,13 +2754,6 @@ MUTANTS = [
         "drift::a_resumed_run_has_the_intervals",
     ),
     _mutant(
-        "a plan without what ranks tell each other after a refresh",
-        "planning/counts.py",
-        '[agreed("solve_exchange", self._world, self._told)] if self._told else []',
-        "[]",
-        "planning_ranks::processes_send_what_is_counted",
-    ),
-    _mutant(
         "layers that settle while costs are measured",
         "kfac/solve.py",
         "spared = {} if self.budget.measuring else spared",
@@ -2798,76 +2783,27 @@ MUTANTS = [
     ),
     # What is counted beforehand.
     _mutant(
-        "heads that are sent to one rank alone",
-        "planning/messages.py",
-        "handed = bucket.total + (among.size - 1) * bucket.common",
-        "handed = bucket.total",
-        "planning_counts::a_rank_sends_keeps_and_computes_what_is_counted",
-    ),
-    _mutant(
-        "shares of sums that go on to one rank alone",
-        "planning/messages.py",
-        "onward = size + (among.size - 1) * common",
-        "onward = size",
-        "planning_counts::sums_for_one_and_for_all_arrive_by_shares_too",
-    ),
-    _mutant(
-        "dampings that do not travel with decompositions",
-        "planning/counts.py",
-        'if self.planned.background and letter == "A":',
-        "if False:",
-        "planning_ranks::processes_send_what_is_counted",
-    ),
-    _mutant(
-        "ranks of unlike shares taken for equal",
-        "planning/messages.py",
-        "found[1], found[2:] = self._mine, self._shares",
-        "found[1] = self._mine",
-        "planning_counts::equal_ranks_are_counted_once_and_none_is_left_out",
-    ),
-    _mutant(
-        "a bias counted as a column of the product",
-        "planning/counts.py",
-        'n -= layer.homogeneous and letter == "A"',
-        "n -= 0",
-        "planning_counts::statistics_take_the_operations_that_are_counted",
-    ),
-    _mutant(
-        "gradients that travel when nothing else does",
-        "planning/memory.py",
-        "return gradients + max(",
-        "return max(gradients, 0) and max(",
-        "planning_memory::gradients_travel_beside_the_largest_of_the_other_messages",
-    ),
-    _mutant(
         "owners of lone gradients who do not grow",
         "kfac/plan.py",
         "(least + sizes[i], rank)",
         "(least, rank)",
         "planning_ranks::gradients_of_no_layer_go_where_there_is_least",
     ),
-    _mutant(
-        "ranks that solve unlike factors taken for equal",
-        "planning/counts.py",
-        "tuple((layer.shape, letter) for layer, letter in solved),",
-        "(),",
-        "planning_many_ranks::ranks_alike_cost_what_each_alone_would",
-    ),
-    _mutant(
-        "eigenvectors planned whole on every rank",
-        "planning/eigenpairs.py",
-        "return bounds[rank + 1] - bounds[rank], self.pairs",
-        "return self.size, self.pairs",
-        "planning_eigenpairs::the_plan_has_rows_columns_and_accelerators",
-    ),
-    _mutant(
-        "a step along eigenvectors that sends no sums",
-        "planning/eigenpairs.py",
-        "size = self.pairs if self._rows else self.size",
-        "size = 0",
-        "planning_eigenpairs::processes_send_and_keep_what_is_counted",
-    ),
     # Times and choices of plans.
+    _mutant(
+        "large products that take no time",
+        "planning/record.py",
+        "            self.operations += flops\n",
+        "",
+        "planning_plan::more_work_is_seen",
+    ),
+    _mutant(
+        "solves on threads that hold up the step",
+        "planning/record.py",
+        "        self.clock = before\n",
+        "",
+        "planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is",
+    ),
     _mutant(
         "solves on threads planned as free where no core is idle",
         "planning/machine.py",
@@ -2876,36 +2812,15 @@ MUTANTS = [
         "planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is",
     ),
     _mutant(
-        "refreshes without products",
-        "planning/eigenpairs.py",
-        "seconds = PRODUCT * passes * (case.products + 1)",
-        "seconds = PRODUCT * passes",
-        "planning_eigenpairs::a_refresh_takes_its_products_and_comes_as_its_budget_says",
-    ),
-    _mutant(
-        "workers that wait for no accelerator",
-        "planning/eigenpairs.py",
-        "StepTimes({} if a else d, hidden)",
-        "StepTimes({} if a else d)",
-        "planning_eigenpairs::workers_wait_for_accelerators_that_take_longer_than_an_epoch",
-    ),
-    _mutant(
         "sums between nodes of all the data",
-        "planning/interconnect.py",
+        "planning/machine.py",
         "                share /= g\n",
         "",
         "planning_times::sums_come_together_inside_of_nodes_first",
     ),
     _mutant(
-        "stages as fast as the quickest rank",
-        "planning/times.py",
-        "due[stage] = max(due.get(stage, 0.0), seconds)",
-        "due[stage] = min(due.get(stage, seconds), seconds)",
-        "planning_times::the_slowest_rank_decides_stage_by_stage",
-    ),
-    _mutant(
         "plans of settings that do not fit",
-        "planning/choices.py",
+        "planning/plan.py",
         "fitting = [choice for choice in choices if choice.fits]",
         "fitting = list(choices)",
         "planning_plan::memory_is_honoured",
@@ -2913,9 +2828,9 @@ MUTANTS = [
     _mutant(
         "one number of ranks for all plans",
         "planning/plan.py",
-        "map(planner.plan, dict.fromkeys(sizes))",
-        "map(planner.plan, [sizes[0]] * len(sizes))",
-        "planning_plan::several_numbers_of_ranks_are_planned_as_each_alone",
+        "planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes)",
+        "planner.plan(sizes[0], systems, solvers) for n in dict.fromkeys(sizes)",
+        "planning_plan::a_plan_is_json_and_several_numbers_of_ranks_are_planned_as_each_alone",
     ),
     _mutant(
         "a thread solves each factor in another's place",
@@ -2923,13 +2838,6 @@ MUTANTS = [
         "stored = [factor for k in problems if",
         "stored = [factor for k in reversed(problems) if",
         "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
-    ),
-    _mutant(
-        "plans that change the model",
-        "planning/observation.py",
-        "                    buffer.copy_(value)  # nobody",
-        "                    pass  # nobody",
-        "planning_plan::the_model_is_left_as_it_was",
     ),
     _mutant(
         "a fraction that each rank chooses for itself",

@@ -32,7 +32,7 @@ class Recorder:
     lost: list[nn.Module] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
-    def tell(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         self.told.append(message)
 
     def lose(self, module: nn.Module, reason: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from contract import each_kronecker, factors, make, same, take
+from contract import each_kronecker, factors, make, take
 from models import CLASSES, Pool
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -180,24 +180,6 @@ def test_training_is_that_of_separate_linears(
     assert moved.norm() > 1e-3 * vector(packed)[:start].norm()
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_the_step_is_the_dense_solve(solver: str) -> None:
-    packed, separate = pair("nothing")
-    x, y = batch_of(packed)
-    cross_entropy(separate(x), y).backward()
-    solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
-    expected = []
-    for name in ("q", "k", "v"):
-        A, G = ref.empirical_factors(separate, x, y, cross_entropy, f"attention.{name}")
-        layer = separate.attention.get_submodule(name)
-        assert layer.weight.grad is not None
-        expected.append(solve(A, G, ref.to_matrix(layer, layer.weight.grad, layer.bias.grad), 0.1))
-    take(packed, make(KAISA, packed, lr=1.0, solver=solver), (x, y))
-    attention: Any = packed.attention
-    found = [attention.in_proj_weight.grad, attention.in_proj_bias.grad[:, None]]
-    torch.testing.assert_close(torch.cat(found, 1), torch.cat(expected), rtol=1e-8, atol=1e-12)
-
-
 def test_padded_keys_and_an_unbatched_sequence() -> None:
     """A mask leaves keys without a gradient: they are no examples."""
     torch.manual_seed(0)
@@ -286,20 +268,6 @@ def test_forwards_without_a_backward_leave_nothing() -> None:
     gc.collect()
     assert [ref() for ref in inside] == [None] * 3
     assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
-
-
-def test_gradients_beside_the_loss_are_no_examples() -> None:
-    found = []
-    for beside in (False, True):
-        packed, _ = pair("nothing")
-        optimizer = make(KAISA, packed)
-        x, y = batch_of(packed)
-        if beside:
-            probe = x.clone().requires_grad_()
-            torch.autograd.grad(packed(probe).square().sum(), probe)
-        take(packed, optimizer, (x, y))
-        found.append(factors(optimizer))
-    assert all(same(found[0][name], found[1][name]) for name in found[0])
 
 
 ENCODER: dict[str, Callable[[], nn.Module]] = {

@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import conv_factors
 from torch import Tensor, nn
 
-from second_order.kronecker import autocorrelation, layers
-from second_order.kronecker.autocorrelation import patch_second_moment
+from second_order.kronecker import convolutions as conv_file
+from second_order.kronecker import layers
+from second_order.kronecker.convolutions import extract_patches, pad_input, patch_second_moment
 from second_order.kronecker.layers import PairStatistics
-from second_order.kronecker.patches import extract_patches, pad_input
 from second_order.kronecker.triangles import empty_symmetric, unpack_upper_triangular, write_band
 
 Conv = nn.Conv1d | nn.Conv2d
@@ -80,23 +79,10 @@ def error(found: Tensor, expected: Tensor) -> float:
 @given(case=convolutions(), longest_sum=st.sampled_from([1, 20, 2**14]))
 def test_autocorrelations_equal_patches(case: tuple[nn.Conv2d, Tensor], longest_sum: int) -> None:
     conv, x = case
-    with mock.patch.object(autocorrelation, "LONGEST_SUM", longest_sum):
+    with mock.patch.object(conv_file, "LONGEST_SUM", longest_sum):
         moment = moment_without(x, conv)
     assert error(moment, moment_of_patches(x, conv)) < 1e-12
     assert torch.equal(moment, moment.mT)
-
-
-@pytest.mark.parametrize("part", ["_row_change", "_column_change"])
-def test_both_ends_of_the_window_count(part: str) -> None:
-    conv, x = nn.Conv2d(2, 2, 3), torch.randn(2, 2, 9, 9)
-    change = getattr(autocorrelation, part)
-
-    def nothing(*args: object) -> Tensor:
-        return torch.zeros_like(change(*args))
-
-    assert error(moment_without(x, conv), moment_of_patches(x, conv)) < 1e-5
-    with mock.patch.object(autocorrelation, part, nothing):
-        assert error(moment_without(x, conv), moment_of_patches(x, conv)) > 0.01
 
 
 @pytest.mark.parametrize("shape", [(16, 8, 16, 16), (2, 64, 12, 12)], ids=["many", "few"])
@@ -125,27 +111,8 @@ def test_long_sums_are_split() -> None:
 def statistics(conv: Conv, x: Tensor, d: Tensor, least: float) -> layers.PairStatistics:
     """With autocorrelations for patch matrices of at least so many elements."""
     bias, dtype = conv.bias is not None, torch.float64
-    with mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", least):
+    with mock.patch.object(conv_file, "AUTOCORRELATION_ELEMENTS", least):
         return layers.pair_statistics(conv, x, d, bias=bias, approximation="expand", dtype=dtype)
-
-
-@given(
-    case=st.one_of(convolutions(1), convolutions(2), convolutions(2, max_stride=3)),
-    channels_last=st.booleans(),
-    least=st.sampled_from([0, math.inf]),
-)
-def test_a_layers_statistics_are_the_same_either_way(
-    case: tuple[Conv, Tensor], channels_last: bool, least: float
-) -> None:
-    """Invariant 6, through the function that chooses; the choice by shape is overruled."""
-    conv, x = case
-    if channels_last and x.dim() == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
-    d = torch.randn_like(conv(x).detach())
-    a, g = conv_factors(x, d, conv, "expand")
-    pair = statistics(conv, x, d, least)
-    assert error(pair.factors["A"] / pair.examples, a) < 1e-12
-    assert error(pair.factors["G"] * pair.examples, g) < 1e-12
 
 
 CHOICES = {
@@ -174,7 +141,7 @@ def test_the_choice_takes_both_ways(kind: str) -> None:
     conv = conv.double()
     x = torch.randn(2, 2, *[12] * len(conv.kernel_size)).double()
     d = torch.randn_like(conv(x).detach())
-    with mock.patch.object(layers, "extract_patches", wraps=extract_patches) as patches:
+    with mock.patch.object(conv_file, "extract_patches", wraps=extract_patches) as patches:
         found = statistics(conv, x, d, 0)
         assert patches.called is not chosen
         patches.reset_mock()
@@ -183,14 +150,6 @@ def test_the_choice_takes_both_ways(kind: str) -> None:
     assert error(found.factors["A"], expected.factors["A"]) < 1e-12
     assert torch.equal(found.factors["G"], expected.factors["G"])
     assert found.examples == expected.examples
-
-
-def test_small_layers_take_patches() -> None:
-    conv = nn.Conv2d(32, 3, 3, padding=1)
-    assert layers._spares_patches(conv, torch.randn(16, 32, 16, 16))
-    assert not layers._spares_patches(conv, torch.randn(8, 32, 16, 16))  # 0.6 million elements
-    wide = nn.Conv2d(512, 3, 3, padding=1)
-    assert not layers._spares_patches(wide, torch.randn(8, 512, 8, 8))  # 512 terms
 
 
 @given(
@@ -233,7 +192,7 @@ def test_triangles_of_statistics_are_those_of_the_whole(
         )
 
     with (
-        mock.patch.object(layers, "AUTOCORRELATION_ELEMENTS", 0 if spared else math.inf),
+        mock.patch.object(conv_file, "AUTOCORRELATION_ELEMENTS", 0 if spared else math.inf),
         mock.patch.object(layers, "GATHERED_UP_TO", 320 if gathered else 0),
     ):
         whole, triangles = statistics(False), statistics(True)

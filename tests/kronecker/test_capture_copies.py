@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from contract import hook_count
 from models import ZOO
-from recorders import Recorder, backward, linears, summed, watched
+from recorders import backward, linears, summed, watched
 from torch import nn
-
-from second_order.kronecker.capture import Capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,16 +34,6 @@ def test_attach_watches_exactly_the_layers_given() -> None:
     recorder.clear()
     backward(model)
     assert recorder.modules == [model[4], model[0]]
-
-
-def test_attaching_again_gives_each_pair_once() -> None:
-    model = MLP.model()
-    capture, recorder = watched(model)
-    for _ in range(3):
-        capture.attach(model, linears(model))
-    backward(model)
-    assert len(recorder.pairs) == 3
-    assert hook_count(model) == 3
 
 
 @pytest.mark.parametrize("sampler", [None, summed])
@@ -90,29 +78,6 @@ def test_pairs_in_flight_are_forgotten(sampler: Any, how: str) -> None:
         del capture
     loss.backward()
     assert not recorder.pairs
-
-
-@pytest.mark.parametrize("sampler", [None, summed])
-def test_pairs_in_flight_of_layers_let_go_are_forgotten(sampler: Any) -> None:
-    """By `attach`, whether those of a layer that stays are kept or not."""
-    model = MLP.model()
-    capture, recorder = watched(model, sampler)
-    loss = model(MLP.batch()[0]).mean()
-    capture.attach(model, [model[2]])
-    loss.backward()
-    assert model[0] not in recorder.modules
-    assert model[4] not in recorder.modules
-
-
-def test_a_detached_capture_can_be_attached_again() -> None:
-    model, other = MLP.model(), MLP.model()
-    capture, recorder = watched(model)
-    capture.detach()
-    capture.attach(other, linears(other))
-    backward(model)
-    assert not recorder.pairs
-    backward(other)
-    assert recorder.modules == linears(other)[::-1]
 
 
 def test_a_module_that_goes_does_not_stay_for_the_capture() -> None:
@@ -182,36 +147,3 @@ def test_two_captures_of_one_module_each_get_every_pair(samplers: tuple[Any, Any
     captures[0][0].enabled = False
     backward(model)
     assert [len(recorder.pairs) for _, recorder in captures] == [3, 6]
-
-
-@pytest.mark.parametrize("how", ["detach", "delete"])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("sampler", [None, summed])
-def test_of_two_captures_one_may_go(sampler: Any, first: int, how: str) -> None:
-    """Whichever it is, the other goes on; with the last the hooks go."""
-    model = MLP.model()
-    captures: list[Any] = [watched(model, sampler) for _ in range(2)]
-    gone, stays = captures[first], captures[1 - first]
-    captures.clear()
-    if how == "detach":
-        gone[0].detach()
-    else:
-        recorder = gone[1]
-        gone = (None, recorder)
-    backward(model)
-    assert not gone[1].pairs
-    assert len(stays[1].pairs) == 3
-    stays[0].detach()
-    assert hook_count(model) == 0
-
-
-def test_two_captures_of_different_layers() -> None:
-    model = MLP.model()
-    recorders = [Recorder(), Recorder()]
-    captures = [Capture(recorder) for recorder in recorders]
-    captures[0].attach(model, [model[0], model[2]])
-    captures[1].attach(model, [model[2], model[4]])
-    backward(model)
-    assert recorders[0].modules == [model[2], model[0]]
-    assert recorders[1].modules == [model[4], model[2]]
-    assert hook_count(model) == 3  # one a module

@@ -155,17 +155,6 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     assert (len(recorder.pairs), len(second.pairs)) == (6, 7)
 
 
-def test_a_copy_of_a_compiled_model_gives_nothing() -> None:
-    model = MLP.model()
-    _capture, recorder = watched(model)
-    compiled = whole(model)
-    backward(compiled)
-    recorder.clear()
-    backward(copy.deepcopy(compiled))
-    backward(whole(copy.deepcopy(model)))
-    assert not recorder.pairs
-
-
 def test_evaluation_attacks_and_frozen_layers_give_nothing() -> None:
     model = MLP.model()
     capture, recorder = watched(model)
@@ -262,16 +251,13 @@ def test_exports_and_traces_have_nothing_of_the_hooks() -> None:
 def test_scripting_names_the_remedy_and_works_with_it() -> None:
     model = MLP.model()
     capture, recorder = watched(model)
-    other, second = watched(model)
     with pytest.raises(AttributeError, match=r"with optimizer.hooks_removed\(\)"):
         torch.jit.script(model)
     with capture.unhooked():
         assert hook_count(model) == 0
         scripted = torch.jit.script(model)
         backward(model)
-        other.attach(model, [model[4]])
     torch.testing.assert_close(scripted(X), model(X))
     assert not recorder.pairs
     backward(model)
-    assert (len(recorder.pairs), len(second.pairs)) == (3, 1)
-    assert hook_count(model) == 3
+    assert len(recorder.pairs) == hook_count(model) == 3

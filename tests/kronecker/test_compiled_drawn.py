@@ -157,37 +157,6 @@ def test_they_are_not_those_of_the_datas_labels() -> None:
         assert_same_pairs(drawn, model, empirical, twin, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["container", "own class"])
-def test_backward_passes_that_do_not_count_and_second_ones(kind: str) -> None:
-    model = built(kind)
-    _capture, recorder = watched(model)
-    compiled = called(model)
-    x = X.clone().requires_grad_()
-    torch.autograd.grad(compiled(x).sum(), x)
-    with torch.no_grad():
-        compiled(X)
-    assert not recorder.pairs
-    loss = compiled(X).sum()
-    loss.backward(retain_graph=True)
-    once = len(recorder.pairs)
-    loss.backward()
-    assert once == len(recorder.pairs) == (3 if kind == "container" else 5)
-
-
-@pytest.mark.parametrize("kind", ["container", "own class"])
-def test_two_captures_get_their_own_gradients(kind: str) -> None:
-    """One of drawn labels, one of the data's: neither sees what the other's pass brings."""
-    model, twin = built(kind), built(kind)
-    captures = [watched(each, how) for how in ("categorical", None) for each in (model, twin)]
-    for each in (called(model), twin):
-        cross_entropy(each(X), Y).backward()
-    (_, drawn), (_, expected), (_, empirical), (_, its) = captures
-    assert_same_pairs(drawn, model, expected, twin)
-    for pair in (*empirical.pairs, *its.pairs):
-        pair.pass_id = 0
-    assert_same_pairs(empirical, model, its, twin)
-
-
 class Interrupted(Own):
     """Calls a function in the first backward pass that comes through."""
 
@@ -254,27 +223,6 @@ def test_what_a_graph_cannot_have_is_refused() -> None:
     part.first.compile(backend="eager")
     with pytest.raises(SecondOrderError, match=r"block.compile\(\)"):
         part(X)
-
-
-def test_a_forward_that_raises_leaves_the_compiler_as_it_was() -> None:
-    model, fails = built("own class"), [True]
-
-    def check(module: nn.Module, args: Any) -> None:
-        if fails:
-            raise ValueError("not this time")
-
-    model.head.register_forward_pre_hook(check)
-    capture, recorder = watched(model)
-    compiled = called(model, "function")
-    with pytest.raises(ValueError, match="not this time"):
-        compiled(X)
-    fails.clear()
-    cross_entropy(compiled(X), Y).backward()
-    assert len(recorder.pairs) == 5
-    capture.enabled = False
-    torch._dynamo.utils.counters.clear()
-    torch.compile(model, backend="eager", fullgraph=True)(X)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.works("compile", when="with drawn labels")

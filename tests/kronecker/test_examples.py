@@ -13,7 +13,6 @@ from contract import assert_same_factors, each_kronecker, factors, make, take
 from models import CLASSES, ZOO, Checkpointed
 from reference import cross_entropy
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA, SecondOrderWarning
 from second_order.kronecker.triangles import unpack_upper_triangular
@@ -80,34 +79,6 @@ def test_gradients_beside_the_loss_are_no_examples(
         assert_same_factors(found[1], expected())
 
 
-@each_fisher
-def test_a_graph_that_serves_an_attack_first_gives_its_pairs_to_the_loss(fisher: str) -> None:
-    x, y = MLP.batch()
-    found = []
-    for attacked in (False, True):
-        model = MLP.model()
-        optimizer = make(KAISA, model, fisher=fisher)
-        leaf = x.clone().requires_grad_()
-        loss = cross_entropy(model(leaf), y)
-        if attacked:
-            torch.autograd.grad(loss, leaf, retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert_same_factors(found[1], found[0])
-
-
-def test_a_pass_into_one_weight_is_of_that_layer() -> None:
-    model, (x, y) = MLP.model(), MLP.batch()
-    optimizer = make(KAISA, model)
-    cross_entropy(model(x), y).backward(inputs=[model[2].weight])
-    assert [block.staged.empty for block in optimizer._curvature.layers.blocks] == [
-        True,
-        False,
-        True,
-    ]
-
-
 @each_kronecker
 def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System: Any) -> None:
     """Of the three passes through the critic two end there: the loss and, through ∇ₓ, the penalty.
@@ -139,30 +110,6 @@ def test_a_gradient_penalty_counts_with_the_pass_that_ends_in_the_weights(System
             torch.testing.assert_close(g.squeeze(0) / sums.head[0], len(d) * d.T @ d)
 
 
-def test_a_network_of_a_differential_equation_trains() -> None:
-    """u'' = -π² sin πx on (0, 1): with the derivatives' passes as examples it stays at its loss."""
-    torch.manual_seed(0)
-    x = torch.linspace(0, 1, 24, dtype=F64)[:, None]
-    model = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
-    optimizer = KAISA(
-        model, lr=0.3, damping=1e-3, kl_clip=None, factor_update_steps=1, inv_update_steps=1
-    )
-
-    def loss() -> Tensor:
-        leaf = x.clone().requires_grad_()
-        u = leaf * (1 - leaf) * model(leaf)
-        (du,) = torch.autograd.grad(u.sum(), leaf, create_graph=True)
-        (ddu,) = torch.autograd.grad(du.sum(), leaf, create_graph=True)
-        return (ddu + torch.pi**2 * torch.sin(torch.pi * x)).square().mean()
-
-    start = loss().item()
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-    assert loss().item() < 0.02 * start
-
-
 @each_kronecker
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("zeroed_by", ["optimizer", "model"])
@@ -176,23 +123,6 @@ def test_a_discriminator_counts_its_own_passes(System: Any, zeroed_by: str, to_n
     cross_entropy(model(x), y).backward()
     optimizer.step()
     assert_same_factors(factors(optimizer), expected())
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_merely_accumulate_are_not_looked_at(
-    to_none: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device would be waited for."""
-    model, looked = MLP.model(), []
-    optimizer = make(KAISA, model)
-    plain = Tensor.any
-    monkeypatch.setattr(Tensor, "any", lambda t, *a, **k: (looked.append(t), plain(t, *a, **k))[1])
-    for batch in MLP.batches(2):
-        accumulate(model, batch, 3, 3)
-        optimizer.step()
-        model.zero_grad(set_to_none=to_none)
-    assert not [t for t in looked if t.dim() == 2]
 
 
 # Accumulation that nobody was told of.
@@ -222,28 +152,6 @@ def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
     assert "accumulation_steps=1" in line
 
 
-@each_kronecker
-def test_a_number_that_is_told_is_taken(System: Any) -> None:
-    """1: the losses of two passes are added up, each of them a mean."""
-    model = MLP.model()
-    optimizer = make(System, model, accumulation_steps=1)
-    accumulate(model, MLP.batch(), 2, 1)
-    optimizer.step()
-    torch.testing.assert_close(factors(optimizer)["4"][1], expected()["4"][1])
-
-
-@pytest.mark.parametrize("options", [{"loss_reduction": "sum"}, {"fisher": "sampled"}])
-def test_sums_and_drawn_labels_are_divided_by_nothing(options: dict[str, Any]) -> None:
-    found = []
-    for declared in ({}, {"accumulation_steps": 1}):
-        model = MLP.model()
-        optimizer = make(KAISA, model, **options, **declared)
-        accumulate(model, MLP.batch(), 2, 1)
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert_same_factors(*found)
-
-
 @pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) -> None:
@@ -260,51 +168,6 @@ def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) 
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     wanted = {n: ref.empirical_factors(plain, x, y, cross_entropy, n) for n in names}
     assert_same_factors(factors(optimizer), wanted)
-
-
-class Nested(nn.Module):
-    """A layer three times: in a checkpoint, in one inside that, and in one beside it."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.first, self.shared, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
-        self.reentrant = reentrant
-
-    def call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self.reentrant is None:
-            return function(x)
-        out: Tensor = checkpoint(function, x, use_reentrant=self.reentrant)
-        return out
-
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.shared(x))
-
-    def outer(self, x: Tensor) -> Tensor:
-        return self.call(self.inner, self.inner(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.call(self.outer, torch.tanh(self.first(x)))
-        return self.head(self.call(self.inner, x))
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_checkpoint_inside_another_has_no_pass_of_its_own(parts: int, passes: int) -> None:
-    found = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(0)
-        model = Nested(reentrant).double()
-        optimizer = make(KAISA, model)
-        x, y = MLP.batch()
-        for batch in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            loss = cross_entropy(model(batch[0]), batch[1]) / parts
-            for _ in range(passes):
-                loss.backward(retain_graph=True)
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert_same_factors(found[1], found[0])
-    assert_same_factors(found[2], found[0])
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")

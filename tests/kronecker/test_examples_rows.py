@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import assert_same_factors, each_kronecker, factors, make, take
+from contract import each_kronecker, factors, make, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CLASSES, ZOO
@@ -16,8 +16,6 @@ from torch.nn import functional
 
 from second_order import KAISA, DistKFAC
 from second_order.kronecker import examples
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.examples import live_rows
 from second_order.kronecker.factors import StagedStatistics
 from second_order.kronecker.layers import factor_shape, pair_statistics
@@ -148,37 +146,6 @@ def test_masks_of_a_device_give_what_picked_rows_give(
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows_where_it_has_no_gradient_either(
-    bad: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in the gradient of the weight, 0 times infinity."""
-    monkeypatch.setattr(examples, "_answers_at_once", lambda device: at_once)
-    for module, x, d in pairs_of_all_kinds(0):
-        if x.is_floating_point():
-            d[1], x[1] = 0, bad
-            pair = pair_statistics(module, x, d, bias=True, approximation="expand", dtype=F64)
-            assert not bool(pair.factors["A"].isfinite().all())
-
-
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_exact_and_doubly_factored_blocks_count_the_same_rows(approx: Any) -> None:
-    x, d = torch.randn(6, 5, 4, dtype=F64), torch.randn(6, 5, 4, dtype=F64)
-    d[[1, 4]] = 0
-    alive = [0, 2, 3, 5]
-    norm = nn.LayerNorm(4).double()
-    exact = ExactBlock("norm", norm, list(norm.parameters()), 64, F64, False)
-    doubly = DoublyFactoredBlock(["linear"], [nn.Linear(4, 4, dtype=F64)], 2, F64, False)
-    for block in (exact, doubly):
-        module = block.modules[0]
-        found = block.statistics(module, x, d, approx, F64)
-        without = block.statistics(module, x[alive], d[alive], approx, F64)
-        assert found.examples == without.examples
-        for a, b in zip(found.factors.values(), without.factors.values(), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("at_once", [False, True])
 def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell that is stepped beyond the end of every sequence; a pass without any is cut off."""
     monkeypatch.setattr(examples, "_answers_at_once", lambda device: at_once)
@@ -200,29 +167,6 @@ def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.M
     torch.testing.assert_close(sums([*steps, beyond, beyond]), sums(steps))
     halves = sums([*steps, beyond], [beyond, beyond])
     torch.testing.assert_close(halves, sums(steps, [beyond, beyond]))
-
-
-@pytest.mark.parametrize("critic", [nn.LeakyReLU, nn.ReLU])
-def test_the_derivative_of_a_gradient_penalty_counts_in_no_layer_that_it_has_no_value_for(
-    critic: type[nn.Module],
-) -> None:
-    """Of a critic with kinks the penalty's gradient with respect to the layers' outputs is zero."""
-    found = []
-    for penalised in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 8), critic(), nn.Linear(8, 1)).double()
-        optimizer = make(KAISA, model)
-        fake, real = torch.randn(6, 5, dtype=F64), torch.randn(6, 5, dtype=F64)
-        loss = model(fake).mean() - model(real).mean()
-        if penalised:
-            leaf = (fake + real).div(2).requires_grad_()
-            (slope,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
-            loss = loss + 10 * (slope.norm(dim=1) - 1).square().mean()
-        loss.backward()
-        blocks = optimizer._curvature.layers.blocks  # before pairs are compared with gradients
-        sums = [block.staged.sums() for block in blocks]
-        found.append([(each.head, *each.factors.values()) for each in sums])
-    assert_same_factors(*map(dict, map(enumerate, found)))
 
 
 class Dead(nn.Module):
@@ -280,28 +224,3 @@ def test_layers_of_one_input_share_its_factor_where_they_have_the_same_examples(
     for name, seen in rows.items():
         flat = functional.pad(seen.flatten(0, 1), (0, 1), value=1.0)
         torch.testing.assert_close(found[name][0].squeeze(0), flat.T @ flat / len(flat))
-
-
-@given(seed=SEEDS, dead=st.sets(st.integers(0, 11), max_size=11), parts=st.sampled_from([1, 2, 3]))
-def test_factors_do_not_depend_on_how_a_batch_with_dead_rows_is_cut(
-    seed: int, dead: set[int], parts: int
-) -> None:
-    """Micro-batches need not have equally many; a pair that is dropped takes its rows along."""
-    torch.manual_seed(seed)
-    module, x, d = nn.Linear(3, 2).double(), torch.randn(12, 3), torch.randn(12, 2)
-    x, d = x.double(), d.double()
-    d[list(dead)] = 0
-    staged = StagedStatistics(factor_shape(module, True), torch.device("cpu"), F64, False)
-    for index, (rows, gradients) in enumerate(zip(x.chunk(parts), d.chunk(parts), strict=True)):
-        pair = pair_statistics(
-            module, rows, gradients, bias=True, approximation="expand", dtype=F64
-        )
-        staged.add(pair, 1.0, index, reduction="mean")
-    broken = pair_statistics(
-        module, x * torch.nan, d + 1, bias=True, approximation="expand", dtype=F64
-    )
-    staged.add(broken, 1.0, parts, reduction="mean")
-    live, sums = 12 - len(dead), staged.sums(parts)
-    assert int(staged.dropped) == 1
-    assert float(sums.head[0]) == live
-    torch.testing.assert_close(sums.factors["G"].squeeze(0), live**2 * d.T @ d)

@@ -175,20 +175,6 @@ def test_each_rank_compares_its_own_gradients(world: World, how: str) -> None:
 
 
 @quiet
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_pass_that_is_thrown_away_is_no_part_of_the_gradient(to_none: bool) -> None:
-    case = ZOO["shared_linear"]
-    model, (x, y) = case.model(), case.batch()
-    with judged() as found:
-        optimizer = make(KAISA, model)
-        cross_entropy(model(x[:3]), y[:3]).backward()
-        model.zero_grad(set_to_none=to_none)
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-    assert max(found.values()) < 1e-9
-
-
-@quiet
 def test_what_is_known_to_be_incomplete_is_not_compared() -> None:
     """A gradient that the user's own hook changes, and a pair that is lost."""
     model: Any = ZOO["mlp"].model()
@@ -216,19 +202,6 @@ def test_what_is_known_to_be_incomplete_is_not_compared() -> None:
         take(changed, optimizer, (sequence()[0], torch.arange(6) % CLASSES))
     assert optimizer.summary().dropped == 1
     assert found.keys() == {"last"}
-
-
-@quiet
-def test_uses_that_cancel_in_low_precision_count_for_rounding() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
-    x = torch.randn(64, 10).bfloat16()
-    with judged() as found:
-        optimizer = KAISA(model, lr=0.1, factor_dtype=torch.float32)
-        near = x + 0.02 * torch.randn(64, 10).bfloat16()
-        (model(x) - model(near)).square().mean().backward()
-        optimizer.step()
-    assert max(found.values()) < TOLERANCE
 
 
 # What does not.
@@ -497,62 +470,6 @@ def test_it_is_looked_at_first_and_every_hundred_statistics() -> None:
             take(model, optimizer, case.batch(4, seed=step % 5))
         looks += [step] if found else []
     assert looks == [0, LOOK_EVERY, 2 * LOOK_EVERY]
-
-
-# Kinds do not depend on a call.
-
-
-class Logging(nn.Linear):
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.log: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.log.append(1)
-        return super().forward(x)
-
-
-class ByKeyword(nn.Module):
-    """Whose input has a name of its own, and is given by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = Named(5, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(rows=x)))
-
-
-class Named(nn.Linear):
-    def forward(self, rows: Tensor) -> Tensor:
-        return super().forward(rows)
-
-
-@each_kronecker
-def test_no_module_is_called_when_the_optimizer_is_made(System: Any) -> None:
-    model = nn.Sequential(Logging(5, 4), nn.Linear(4, CLASSES)).double()
-    make(System, model)
-    assert model[0].log == []
-    for training in (True, False):
-        model = nn.Sequential(Masked(5, 4), nn.Linear(4, CLASSES)).double().train(training)
-        rows = {row.name: row.status for row in make(System, model).summary().rows}
-        assert rows == {"0": "preconditioned", "1": "preconditioned"}
-
-
-@each_kronecker
-def test_an_input_may_have_any_name(System: Any) -> None:
-    torch.manual_seed(0)
-    model = ByKeyword().double()
-    plain = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
-    plain[0].load_state_dict(model.first.state_dict())
-    plain[2].load_state_dict(model.last.state_dict())
-    found = []
-    for net in (model, plain):
-        optimizer = make(System, net)
-        take(net, optimizer, ZOO["mlp"].batch())
-        found.append([f for pair in factors(optimizer).values() for f in pair])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 # Operations in place.

@@ -81,38 +81,6 @@ def test_every_parameter_is_in_one_block_or_row(name: str) -> None:
         assert len(held) == len(set(held))
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "not exact"])
-@pytest.mark.parametrize("name", MIXED)
-def test_the_summary_counts_every_parameter_once(name: str, exact: bool) -> None:
-    model = ZOO[name].model()
-    optimizer = distkfac(model, exact_blocks=exact)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert sum(row.parameters for row in optimizer.summary().rows) == trained
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"exact_blocks": False}, {"max_factor_dim": 7}, {"doubly_factored": None}],
-    ids=str,
-)
-def test_the_summary_counts_a_doubly_factored_linear_and_its_bias(options: dict[str, Any]) -> None:
-    model = vgg()
-    del model[1]  # the norm
-    optimizer = distkfac(model, **{"max_factor_dim": 20, **options})
-    rows = optimizer.summary().rows
-    assert sum(row.parameters for row in rows) == sum(p.numel() for p in model.parameters())
-
-
-def test_the_summary_counts_the_bias_of_a_frozen_weight_once() -> None:
-    model = ZOO["conv"].model()
-    model[0].weight.requires_grad_(False)
-    optimizer = distkfac(model.parameters(), model=model)
-    for _ in range(2):
-        counted = sum(row.parameters for row in optimizer.summary().rows)
-        assert counted == sum(p.numel() for p in model.parameters())
-        model[0].weight.requires_grad_(True)  # and when it thaws
-
-
 # Kinds.
 
 
@@ -220,15 +188,9 @@ def test_norms_that_share_a_gain_are_left_to_the_base() -> None:
     """The block of one would not see what the other does with it."""
     blocks, left = find(Sharing(tied=True))
     assert kinds(blocks) == {"head": KroneckerBlock}
-    assert {name: row.parameters for name, row in left.items()} == {"first": 8, "second": 4}
-    assert "tied" in left["first"].reason
-
-
-@pytest.mark.parametrize("skipped", ["first", "second"])
-def test_a_gain_that_is_shared_with_a_skipped_norm_is_left_too(skipped: str) -> None:
-    blocks, left = find(Sharing(tied=True), skip=(skipped,))
-    assert kinds(blocks) == {"head": KroneckerBlock}
+    assert sum(row.parameters for row in left.values()) == 12
     assert left.keys() == {"first", "second"}
+    assert "tied" in left["first"].reason
 
 
 def test_an_embedding_with_sparse_gradients_is_left_to_the_base() -> None:
@@ -262,15 +224,6 @@ def test_skip_layers(pattern: str, skipped: set[str]) -> None:
     assert all(row.reason == f"skip_layers: {pattern!r}" for row in left.values())
 
 
-def test_a_skipped_layers_bias_is_skipped_too() -> None:
-    model = vgg()
-    model[8].weight.requires_grad_(False)
-    for rules in (EXACT, BlockRules(20, "auto", 256)):
-        blocks, left = find(model, rules, skip=("8",))
-        assert not {"8", "8.bias"} & blocks.keys()
-        assert left["8"].parameters == 24 * 8 + 8
-
-
 @pytest.mark.parametrize(("bound", "large"), [(37, set()), (36, {"4"}), (24, {"4", "8"})])
 def test_layers_with_a_larger_factor_are_left_to_the_base(bound: int, large: set[str]) -> None:
     """Of the conv, 4 channels of 3 x 3 and 1; of the Linear, 24 inputs and 1."""
@@ -281,14 +234,6 @@ def test_layers_with_a_larger_factor_are_left_to_the_base(bound: int, large: set
         if name in large:
             reason = f"a factor of {size} rows exceeds max_factor_dim={bound}"
             assert left[name].reason == reason
-
-
-def test_the_summary_tells_of_large_factors() -> None:
-    optimizer = distkfac(vgg(), max_factor_dim=36)
-    (row,) = (row for row in optimizer.summary().rows if row.name == "4")
-    assert row.status == "base"
-    assert "max_factor_dim=36" in row.detail
-    assert "a factor of 37 rows" in str(optimizer.summary())
 
 
 def test_a_large_g_is_too_large_and_a_diagonal_a_is_not() -> None:
@@ -342,18 +287,6 @@ def test_auto_leaves_what_it_cannot_factor_to_the_base(model: nn.Sequential) -> 
     assert any("max_factor_dim=23" in row.reason for row in left.values())
 
 
-def test_auto_leaves_a_linear_whose_small_factors_are_too_large() -> None:
-    _, left = find(vgg(), BlockRules(7, "auto", 256))
-    assert left["8"].reason == "a factor of 8 rows exceeds max_factor_dim=7"
-
-
-def test_by_name_whatever_its_size() -> None:
-    blocks, _ = find(vgg(), BlockRules(None, {"8": (4, 6)}, 256))
-    assert kinds(blocks)["8"] is DoublyFactoredBlock
-    assert kinds(blocks)["8.bias"] is ExactBlock
-    assert blocks["8"].shape.locations == 4
-
-
 def test_without_exact_blocks_its_bias_is_left_to_the_base() -> None:
     blocks, left = find(vgg(), BlockRules(None, {"8": (4, 6)}, None))
     assert kinds(blocks)["8"] is DoublyFactoredBlock
@@ -380,10 +313,3 @@ def test_what_does_not_fit_is_refused_with_the_remedy(chosen: Any, said: str) ->
     with pytest.raises(ValueError, match="doubly_factored") as raised:
         distkfac(vgg(), doubly_factored=chosen)
     assert said in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["max_factor_dim", "max_exact_dim"])
-@pytest.mark.parametrize("value", [0, -1, 2.5])
-def test_bounds_that_are_no_counts_are_refused(name: str, value: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=name):
-        distkfac(vgg(), **{name: value})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +9,7 @@ import reference as ref
 import torch
 from contract import each_kronecker, factors, make, same, take
 from models import CLASSES
-from ranks import agreed, assert_same_trajectory, go, shard, vector
+from ranks import agreed, assert_same_trajectory, go, shard
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -168,21 +167,6 @@ def test_a_long_side_has_its_diagonal(System: Any, solver: str) -> None:
 # What it is for.
 
 
-def test_the_summary_names_each_matrix_and_what_is_left() -> None:
-    model = made(Lone)
-    optimizer = make(KAISA, model, **GRADIENT)
-    rows = {row.name: row for row in optimizer.summary().rows}
-    assert {name: row.status for name, row in rows.items()} == {
-        "matrix": "preconditioned",
-        "stack": "preconditioned",
-        "row": "base",
-        "vector": "base",
-    }
-    assert rows["matrix"].detail == "of gradients: A 4², G 5²"
-    assert rows["stack"].detail == "of gradients: A 3², G 8²"
-    assert sum(row.parameters for row in rows.values()) == 20 + 24 + 7
-
-
 def test_off_unless_asked_for() -> None:
     model = made(Recurrent)
     assert {row.name for row in make(KAISA, model).summary().rows} == {"cell", "head"}
@@ -236,23 +220,6 @@ def test_gradients_that_are_missing_zero_or_not_finite_change_nothing(System: An
     assert optimizer.summary().dropped == 1
 
 
-@each_kronecker
-def test_a_checkpoint_continues_the_same_trajectory(System: Any) -> None:
-    found = []
-    for saved in (False, True):
-        model = made(Recurrent)
-        optimizer = make(System, model, inv_update_steps=1, **GRADIENT)
-        for i, batch in enumerate(batches((2, 3))):
-            if saved and i == 2:
-                state = copy.deepcopy(optimizer.state_dict())
-                model = copy.deepcopy(model)
-                optimizer = make(System, model, inv_update_steps=1, **GRADIENT)
-                optimizer.load_state_dict(state)
-            take(model, optimizer, batch)
-        found.append(vector(model))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-14)
-
-
 def on_ranks(rank: int, size: int, name: str, options: dict[str, Any]) -> list[Tensor]:
     """The parameters after each step on a rank's share of the batches."""
     System = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}[name]
@@ -279,43 +246,3 @@ def test_processes_agree_and_do_what_one_does(
     assert_same_trajectory(found, on_ranks(0, 1, name, chosen))
     without = on_ranks(0, 1, name, {**chosen, "other_matrices": "base"})
     assert (found[-1] - without[-1]).norm() > 1e-4 * without[-1].norm()
-
-
-class Everything(nn.Module):
-    """A tied embedding, attention, a norm, a transposed convolution and a recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
-        self.head.weight = self.embedding.weight
-        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
-        self.up, self.cell = nn.ConvTranspose1d(4, 4, 1), nn.GRU(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.embedding(x))
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.head(self.cell(torch.tanh(self.up(x.mT).mT))[0])
-
-
-def everything_on_ranks(rank: int, size: int, name: str) -> list[Tensor]:
-    """The parameters after each step on a rank's share of sequences of words."""
-    System = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}[name]
-    options = {"grad_worker_fraction": 0.5, "factor_exchange": "reduce"} if name == "KAISA" else {}
-    model = made(Everything)
-    chosen: dict[str, Any] = {**options, **GRADIENT, "exact_blocks": True}
-    optimizer = make(System, model, relative_damping=True, damping=0.5, kl_clip=1e-2, **chosen)
-    assert optimizer.summary().preconditioned_share > 0.9  # but the biases of the GRU
-    generator = torch.Generator().manual_seed(2)
-    words = [torch.randint(5, (2, 4, 3), generator=generator) for _ in range(3)]
-    case: Any = type("Case", (), {"loss": staticmethod(cross_entropy)})
-    return go(model, optimizer, case, [shard((x, y), rank, size) for x, y in words])
-
-
-@pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DistKFAC"])
-def test_every_kind_on_two_processes(world: World, name: str) -> None:
-    found = agreed(world.run(everything_on_ranks, 2, name))
-    alone = everything_on_ranks(0, 1, name)
-    if name == "DPKFAC":  # its owners take factors from their own batches
-        assert 0 < (found[-1] - alone[-1]).norm() < 0.5 * alone[-1].norm()
-    else:
-        assert_same_trajectory(found, alone)

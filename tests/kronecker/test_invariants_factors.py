@@ -14,15 +14,12 @@ import pytest
 import reference as ref
 import torch
 from blocks import WIDTHS, block, close, empirical, error, exact, network
-from contract import make, take
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CLASSES, FACTORED, ZOO, Pool
 from reference import cross_entropy, half_squared_error
 from torch import Tensor, nn
 from torch.nn import functional
-
-from second_order import KAISA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -256,46 +253,6 @@ def test_7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows(
     if padded:
         counts[rows // 2] = 0
     close([found["1"].a[0]], [counts])
-
-
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("pooled", [False, True])
-@given(**LOOKUPS)
-def test_7_an_embedding_takes_the_steps_of_a_linear_on_one_hot_rows(
-    solver: str, pooled: bool, rows: int, width: int, padded: bool, n: int, t: int, seed: int
-) -> None:
-    """Solves, relative damping and the clip included."""
-    torch.manual_seed(seed)
-    pair = lookups(rows, width, rows // 2 if padded else None, pooled)
-    options = {"solver": solver, "relative_damping": True, "damping": 0.5, "kl_clip": 1e-3}
-    optimizers = [make(KAISA, model, momentum=0.9, **options) for model in pair]
-    for _ in range(3):
-        batch = tokens(rows, n, t, pooled)
-        for model, optimizer in zip(pair, optimizers, strict=True):
-            take(model, optimizer, batch)
-        found, expected = (list(model.parameters()) for model in pair)
-        close([found[0].T, *found[1:]], expected, rtol=1e-8)
-
-
-def test_7_one_token_is_exact() -> None:
-    """Invariant 1, of an embedding."""
-    model = ZOO["language_model"].model()
-    x = torch.tensor([[4]])
-    found = exact(model, x, "categorical")["0"]
-    close([block(found)], [ref.exact_fisher(model, x, "categorical", "0")])
-
-
-@given(seed=SEEDS)
-def test_7_not_a_linear_on_the_token_numbers_of_others(seed: int) -> None:
-    """Other tokens, other counts: the diagonal is seen."""
-    torch.manual_seed(seed)
-    model = ZOO["language_model"].model()
-    x, y = ZOO["language_model"].batch(8, seed=seed)
-    other = (x + 1) % 6
-    counts = [torch.bincount(each.flatten(), minlength=6) for each in (x, other)]
-    assume(not torch.equal(*counts))
-    found, moved = (empirical(model, (each, y))["0"].a for each in (x, other))
-    assert error(moved, found) > 1e-3
 
 
 # Every layer of the zoo, so that no kind is left out of the above.

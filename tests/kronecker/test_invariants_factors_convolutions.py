@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from second_order.kronecker import layers as kinds
-from second_order.kronecker import patches as windows
+from second_order.kronecker import convolutions as windows
+from second_order.kronecker.convolutions import extract_patches
 from second_order.kronecker.layers import pair_statistics
-from second_order.kronecker.patches import extract_patches
 
 if TYPE_CHECKING:
     from reference import Approx, Factors
@@ -144,7 +143,7 @@ def test_6_plain_convolutions_of_inputs_much_larger_than_their_kernel(
     x = laid_out(torch.randn(n, channels[0], max(size[0], 2), max(size[1], 2), dtype=F64), layout)
     with torch.no_grad():
         d = laid_out(torch.randn_like(conv(x)), layout)
-    with patch.object(kinds, "AUTOCORRELATION_ELEMENTS", math.inf if patches else 0):
+    with patch.object(windows, "AUTOCORRELATION_ELEMENTS", math.inf if patches else 0):
         found = conv_statistics(conv, x, d, "expand")
     close(found, ref.conv_factors(x, d, conv, "expand"))
 

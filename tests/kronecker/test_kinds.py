@@ -14,7 +14,7 @@ import pytest
 import reference as ref
 import torch
 from contract import each_kronecker, factors, make, take
-from models import CLASSES, ZOO, LoRALinear, TransposedLinear
+from models import CLASSES, LoRALinear, TransposedLinear
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -22,7 +22,6 @@ import second_order
 from second_order import KAISA
 from second_order.kronecker.exact import is_normalisation
 from second_order.kronecker.kinds import found_kind
-from second_order.kronecker.layers import gradient_to_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
 
 
 def close(actual: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
@@ -85,11 +83,6 @@ class FakeQuantised(nn.Linear):
 class Noisy(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout(x, 0.5))
-
-
-class Clipped(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).relu()
 
 
 def network(first: nn.Module, second: nn.Module) -> nn.Module:
@@ -278,12 +271,6 @@ def test_norms_have_exact_blocks(System: Any, build: Callable[[], nn.Module], mo
     assert optimizer.summary().preconditioned_share == 1.0
 
 
-def test_norms_are_the_bases_unless_exact_blocks_are_asked_for() -> None:
-    model = nn.Sequential(LlamaNorm(4), nn.LayerNorm(4), nn.Linear(4, CLASSES))
-    rows = {row.name: row.status for row in make(KAISA, model).summary().rows}
-    assert rows == {"0": "base", "1": "base", "2": "preconditioned"}
-
-
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
@@ -356,52 +343,6 @@ def test_a_transposed_convolution_has_the_factors_of_its_patches(name: str, appr
     take(model, optimizer, batch)
     for one, other in zip(factors(optimizer)["0"], expected, strict=True):
         close(one, other)
-
-
-@each_kronecker
-@each_solver
-@pytest.mark.parametrize("name", ["1d", "2d, grouped"])
-def test_its_step_is_the_dense_solve(System: Any, name: str, solver: str) -> None:
-    model, batch = transposed(name)
-    layer: Any = model[0]
-    A, G = transposed_factors(model, batch, "expand")
-    optimizer = make(System, model, solver=solver, exact_blocks=True)
-    take(model, optimizer, batch)
-    plain, _ = transposed(name)
-    cross_entropy(plain(batch[0]), batch[1]).backward()
-    (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "0")
-    weight: Any = plain[0].weight
-    gradient = gradient_to_matrix(weight.grad, None, block.shape, F64)
-    found = gradient_to_matrix(layer.weight.grad, None, block.shape, F64)
-    solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
-    for g in range(len(A)):
-        close(found[g], solve(A[g : g + 1], G[g : g + 1], gradient[g], 0.1), 1e-8)
-    assert (found - gradient).norm() > 0.1 * gradient.norm()
-    rows = {row.name: row for row in optimizer.summary().rows}
-    assert rows["0"].status == rows["0.bias"].status == "preconditioned"
-
-
-def test_a_single_location_is_exact() -> None:
-    torch.manual_seed(0)
-    layer = nn.ConvTranspose2d(3, 2, 2, bias=False)
-    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(8, CLASSES)).double()
-    x, y = torch.randn(1, 3, 1, 1, dtype=F64), torch.randint(CLASSES, (1,))
-    optimizer = make(KAISA, model, lr=0.0)
-    take(model, optimizer, (x, y))
-    assert layer.weight.grad is not None
-    A, G = factors(optimizer)["0"]
-    cross_entropy(copy.deepcopy(model)(x), y)
-    (gradient,) = torch.autograd.grad(cross_entropy(model(x), y), layer.weight)
-    vector = gradient.reshape(3, -1).T.flatten()
-    close(torch.kron(G[0], A[0]), torch.outer(vector, vector))
-
-
-def test_without_exact_blocks_its_bias_is_the_bases() -> None:
-    model, _ = transposed("2d")
-    rows = {row.name: row for row in make(KAISA, model).summary().rows}
-    assert rows["0.bias"].status == "base"
-    assert "multiplied at other positions" in rows["0.bias"].detail
-    assert sum(r.parameters for r in rows.values()) == sum(p.numel() for p in model.parameters())
 
 
 # Embeddings that are scaled, or tied to the output layer.
@@ -491,28 +432,6 @@ def test_a_tied_embedding_has_the_partial_traces_of_both_uses(
     close(A[0], entries / entries.sum())
     close(G[0], width)
     close(entries.sum(), width.trace())
-
-
-@each_kronecker
-@each_solver
-def test_its_step_is_the_dense_solve_of_both_together(System: Any, solver: str) -> None:
-    model, (x, y) = tied()
-    plain, _ = tied()
-    entries, width = partial_traces(model, (x, y))
-    cross_entropy(plain(x), y).backward()
-    gradient = plain.embedding.weight.grad
-    assert gradient is not None
-    solve = ref.damped_dense_solve if solver == "eigen" else ref.damped_factored_solve
-    expected = solve(torch.diag(entries / entries.sum())[None], width[None], gradient.T, 0.1).T
-    optimizer = make(System, model, solver=solver, exact_blocks=True)
-    take(model, optimizer, (x, y))
-    assert model.embedding.weight.grad is not None
-    close(model.embedding.weight.grad, expected, 1e-8)
-    assert (expected - gradient).norm() > 0.1 * gradient.norm()
-    assert optimizer.summary().preconditioned_share == 1.0
-    assert {row.name for row in optimizer.summary().rows} == {
-        "embedding = head", "hidden", "head.bias",
-    }  # fmt: skip
 
 
 def test_micro_batches_of_a_tied_embedding_are_one_batch() -> None:
@@ -625,18 +544,6 @@ def test_what_cannot_be_registered_is_refused() -> None:
     for kind in (nn.Module, int, nn.Linear(2, 2), "Linear"):
         with pytest.raises(TypeError, match="is not a class of modules"):
             register(kind)
-    with pytest.raises(TypeError, match="rows= and gain= are functions"):
-        register(Untold, rows=3)
-    with pytest.raises(TypeError, match="are names of parameters"):
-        register(Untold, weight=None)
     with pytest.raises(ValueError, match="give one or the other"):
         register(Untold, gain=lambda module, x: x, transposed=True)
     assert found_kind(Untold(3)) == (None, "Untold has no Kronecker factors here")
-
-
-def test_a_case_of_the_zoo_still_goes_where_it_went() -> None:
-    """Nothing of what was known before is looked at anew."""
-    for name in ("mlp", "conv_grouped", "embedding", "lora"):
-        for module in ZOO[name].model().modules():
-            if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
-                assert found_kind(module)[1] is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from contract import KRONECKER, factors, make, take
 from models import Attention
-from ranks import kaisa, replaced, shard
+from ranks import replaced
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from second_order.kronecker import layers
 from second_order.kronecker.layers import gram
 
 if TYPE_CHECKING:
-    from pool import World
+    pass
 
 WIDTH = 6
 
@@ -87,53 +87,6 @@ def test_layers_of_one_input_with_and_without_a_bias() -> None:
     for name, pair in factors(optimizer).items():
         for found, right in zip(pair, expected[name], strict=True):
             torch.testing.assert_close(found, right)
-
-
-class Meeting(nn.Module):
-    """Two layers whose inputs are one only when they are told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.together = nn.Linear(4, 3), nn.Linear(4, 3), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) + self.b(x if self.together else x.sin())
-
-
-def test_layers_that_come_together_keep_their_own_pasts() -> None:
-    model = Meeting().double()
-    optimizer = make(KAISA, model, lr=0.0, factor_decay=0.5)
-    expected: dict[str, Tensor] = {}
-    for step, weight in enumerate((1.0, 2.0 / 3.0)):
-        model.together = step == 1
-        x = torch.randn(6, 4, dtype=torch.float64)
-        take(model, optimizer, (x, torch.randint(3, (6,))))
-        for name, inputs in {"a": x, "b": x if model.together else x.sin()}.items():
-            rows = torch.cat([inputs, torch.ones(6, 1, dtype=torch.float64)], 1)
-            new = (rows.T @ rows / 6).unsqueeze(0)
-            old = expected.get(name, torch.zeros_like(new))
-            expected[name] = torch.lerp(old, new, weight)
-    for name, (A, _) in factors(optimizer).items():
-        torch.testing.assert_close(A, expected[name])
-
-
-def meet_on_the_first(rank: int, world_size: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Meeting().double()
-    model.together = rank == 0
-    optimizer = kaisa(model, lr=0.0)
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
-    take(model, optimizer, shard((x, y), rank, world_size))
-    return {name: A for name, (A, _) in factors(optimizer).items()} | {"x": x}
-
-
-def test_inputs_that_differ_on_another_process_have_an_a_each(world: World) -> None:
-    for found in world.run(meet_on_the_first, 2):
-        x = found["x"]
-        inputs = {"a": x, "b": torch.cat([x[:3], x[3:].sin()])}
-        for name, each in inputs.items():
-            rows = torch.cat([each, torch.ones(6, 1, dtype=torch.float64)], 1)
-            torch.testing.assert_close(found[name], (rows.T @ rows / 6).unsqueeze(0))
 
 
 class InPlace(nn.Module):

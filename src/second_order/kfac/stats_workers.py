@@ -39,7 +39,8 @@ from second_order.distributed.roles import Roles, assign_roles, endless, whole_m
 from second_order.errors import SecondOrderError
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import ACCOUNTS, NAMES
-from second_order.kronecker.block import GradientScale, KroneckerBlock
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.collector import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 

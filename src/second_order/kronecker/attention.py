@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from second_order.kronecker.autograd import current_node, saving_hooks
 
 __all__ = [
     "Assembly",
-    "Place",
     "Projection",
     "hosts",
+    "input_of",
     "inputs_of",
     "is_attention",
     "is_checkpointed",
@@ -36,6 +36,14 @@ PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 LONGEST_PATH = 8  # nodes between a product and its weight: transpose, split, a cast by autocast
 
 
+class Projection(NamedTuple):
+    """A product with a weight of an attention, in a call."""
+
+    owner: nn.Module  # the module whose weight it is: the attention, or its `out_proj`
+    node: Any  # in autograd's graph
+    thirds: tuple[int, ...]  # of the in-projection, which of queries, keys, values: 0, 1 or 2
+
+
 def is_attention(module: nn.Module) -> bool:
     """Whether a module projects as ``nn.MultiheadAttention`` does."""
     return (
@@ -45,30 +53,10 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def hosts(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules whose calls are those of the layers: of an ``out_proj`` its attention's.
-
-    Args:
-        root: The model.
-        layers: Some of its modules.
-    """
+    """The modules whose calls are those of a model's layers: of an ``out_proj`` its attention's."""
     attention = [module for module in root.modules() if is_attention(module)]
     of = {cast(nn.Module, module.out_proj): module for module in attention}
     return list(dict.fromkeys(of.get(layer, layer) for layer in layers))
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A product with a weight of an attention, in a call.
-
-    Attributes:
-        owner: The module whose weight it is: the attention, or its ``out_proj``.
-        node: The product's node in autograd's graph.
-        thirds: Of the in-projection, which of queries, keys and values: 0, 1 or 2.
-    """
-
-    owner: nn.Module
-    node: Any
-    thirds: tuple[int, ...]
 
 
 def projections(
@@ -82,22 +70,21 @@ def projections(
         given: The arguments of the call: the search does not go beyond them.
         owners: The attention or its ``out_proj``, by their parameters as the call has them.
     """
-    beyond = {t.grad_fn for t in given if isinstance(t, Tensor)}
-    attention = cast(nn.MultiheadAttention, module)
+    width = cast(nn.MultiheadAttention, module).embed_dim
     found: list[Projection] = []
-    todo, seen = [output.grad_fn], set(beyond)
+    todo, seen = [output.grad_fn], {t.grad_fn for t in given if isinstance(t, Tensor)}
     while todo:
-        node = todo.pop()
+        node = cast(Any, todo.pop())
         if node is None or node in seen:
             continue
         seen.add(node)
         todo += [following for following, _ in node.next_functions]
-        if node.name() in PRODUCTS:
-            weight, part = _weight_of(node)
-            owner = None if weight is None else owners.get(weight)
-            if owner is not None:
-                thirds = _thirds(node, part, attention) if owner is module else ()
-                found.append(Projection(owner, node, thirds))
+        weight, piece = _weight_of(node) if node.name() in PRODUCTS else (None, 0)
+        owner = None if weight is None else owners.get(weight)
+        if owner is not None:
+            count = node._input_metadata[0].shape[-1] // width
+            thirds = (0, 1, 2)[piece : piece + count] if owner is module else ()
+            found.append(Projection(owner, node, thirds))
     return found
 
 
@@ -115,25 +102,13 @@ def _weight_of(product: Any) -> tuple[Tensor | None, int]:
     return None, 0
 
 
-def _thirds(product: Any, piece: int, attention: nn.MultiheadAttention) -> tuple[int, ...]:
-    """Which of queries, keys and values a product makes, from the width of its output."""
-    width = product._input_metadata[0].shape[-1] // attention.embed_dim
-    return (0, 1, 2)[piece : piece + width]
-
-
-def inputs_of(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Queries, keys and values of a call, each ``(batch, positions, in)``; views of those given."""
     given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-    q, k, v = (_batched(module, given[name]) for name in ("query", "key", "value"))
-    return q, k, v
-
-
-def _batched(module: nn.Module, x: Tensor) -> Tensor:
-    if x.dim() == 2:
-        return x.unsqueeze(0)
-    return x if module.batch_first else x.transpose(0, 1)
+    each = [given[name] for name in ("query", "key", "value")]
+    if each[0].dim() == 2:
+        return [x.unsqueeze(0) for x in each]
+    return each if module.batch_first else [x.transpose(0, 1) for x in each]
 
 
 def is_checkpointed() -> bool:
@@ -142,22 +117,13 @@ def is_checkpointed() -> bool:
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-class Place:
-    """Where the input of ``out_proj`` is to be found, in the manner of a node that saves it.
+def input_of(node: Any = None) -> Tensor:
+    """The input of a product, as long as autograd has it; of that whose hook is running if None.
 
-    Args:
-        node: The product's node; None for that whose gradient is being computed. A hook of a node
-            must not hold it: nothing would free the two.
+    A hook of a node must not hold it: nothing would free the two.
     """
-
-    def __init__(self, node: Any = None) -> None:
-        self._node = node
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor]:
-        """The input, ``(positions batch, in)``, as long as autograd has it."""
-        node = current_node() if self._node is None else self._node
-        return (getattr(node, PRODUCTS[node.name()]),)
+    node = current_node() if node is None else node
+    return cast(Tensor, getattr(node, PRODUCTS[node.name()]))
 
 
 @dataclass
@@ -196,11 +162,9 @@ class Assembly:
         if len(self.parts) < 3:
             return None
         parts, self.parts = [self.parts[third] for third in range(3)], {}
-        longest = max(x.shape[1] for x, _ in parts)
-        xs, ds = zip(*parts, strict=True)
-        return _stacked(xs, longest), _stacked(ds, longest)
-
-
-def _stacked(tensors: Sequence[Tensor], positions: int) -> Tensor:
-    pad = nn.functional.pad
-    return torch.stack([pad(t, (0, 0, 0, positions - t.shape[1])) for t in tensors])
+        longest, pad = max(x.shape[1] for x, _ in parts), nn.functional.pad
+        xs, ds = (
+            torch.stack([pad(t, (0, 0, 0, longest - t.shape[1])) for t in each])
+            for each in zip(*parts, strict=True)
+        )
+        return xs, ds

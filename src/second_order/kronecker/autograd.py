@@ -6,11 +6,8 @@ them; there is no public way to ask.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,25 +15,22 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.eval_frame import skip_code
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction
 
 from second_order.sharded import FSDPParams
 
 __all__ = [
     "NO_PASS",
-    "Kept",
-    "Passes",
     "as_used",
     "current_node",
     "current_pass",
-    "device_type",
     "differentiable_tensors",
+    "drawing_from",
+    "is_drawing",
     "is_reached",
+    "keep",
     "keeps_graph",
     "params_in_pass",
     "reaches_parameters",
-    "repeating_checkpoints",
-    "save",
     "saving_hooks",
     "set_eval_frame",
     "skip_code",
@@ -54,7 +48,7 @@ saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # a checkpoi
 transformed = torch._C._are_functorch_transforms_active  # torch.func hides gradients
 # set_eval_frame and skip_code (above): a hook ends a graph, and the model runs without a compiler.
 
-_REPEAT = CheckpointFunction.backward.__code__
+_drawing: set[int] = set()
 
 
 class _SavedInput(torch.autograd.Function):
@@ -70,65 +64,36 @@ class _SavedInput(torch.autograd.Function):
         raise AssertionError("this node is not part of any graph")
 
 
-@dataclass
-class Kept:
-    """An input that is kept for a moment, in the manner of a node that saves it."""
-
-    x: Tensor
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor]:
-        """The input."""
-        return (self.x,)
-
-
-class Passes:
-    """Backward passes of one kind, known by the numbers that autograd gives them.
-
-    A backward pass runs in the thread that asks for it, and in one for each device; others may run
-    beside it in other threads, which a flag would take for it.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: set[int] = set()
-
-    @contextmanager
-    def beginning_at(self, root: Tensor) -> Iterator[None]:
-        """A block whose backward passes from a tensor are of this kind."""
-        begun: list[int] = []
-
-        def begin(_: Tensor) -> None:
-            begun.append(current_pass())
-            self._numbers.update(begun)
-
-        hook = root.register_hook(begin)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._numbers.difference_update(begun)
-
-    @property
-    def running(self) -> bool:
-        """Whether the pass that calls is one of them."""
-        return current_pass() in self._numbers
-
-
-def save(x: Tensor) -> Any:
-    """A node beside the graph that keeps an input as autograd keeps its own."""
+def keep(x: Tensor) -> Callable[[], Tensor]:
+    """Keep an input as autograd keeps its own; what is returned reads it."""
     anchor = torch.empty(0, requires_grad=True)
-    return _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
+    node: Any = _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
+    return lambda: node.saved_tensors[0]
 
 
-def repeating_checkpoints() -> list[Any]:
-    """The nodes of the reentrant checkpoints now repeating a forward, the outermost last."""
-    frame: FrameType | None = sys._getframe(1)
-    found: list[Any] = []
-    while frame is not None:
-        if frame.f_code is _REPEAT:
-            found.append(frame.f_locals["ctx"])
-        frame = frame.f_back
-    return found or [current_node()]  # of another library's checkpoint
+@contextmanager
+def drawing_from(loss: Tensor) -> Iterator[None]:
+    """A block whose backward passes from a loss are those of drawn labels.
+
+    They are known by their numbers: other passes may run beside them, in other threads.
+    """
+    begun: list[int] = []
+
+    def begin(_: Tensor) -> None:
+        begun.append(current_pass())
+        _drawing.update(begun)
+
+    hook = loss.register_hook(begin)
+    try:
+        yield
+    finally:
+        hook.remove()
+        _drawing.difference_update(begun)
+
+
+def is_drawing() -> bool:
+    """Whether the pass that calls is one of drawn labels, whose gradients are nobody else's."""
+    return current_pass() in _drawing
 
 
 def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
@@ -152,22 +117,15 @@ def is_reached(p: Tensor) -> bool:
         return False
 
 
-def device_type(tensor: Tensor) -> str:
-    """The kind of device that a tensor is on."""
-    return tensor.device.type
-
-
 def differentiable_tensors(output: Any) -> list[Tensor]:
     """The tensors of a model's output that a backward can start from."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
     if isinstance(output, Mapping):
-        parts = list(output.values())
-    elif isinstance(output, (list, tuple)):
-        parts = list(output)
-    else:
-        parts = list(getattr(output, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in differentiable_tensors(part)]
+        output = list(output.values())
+    elif not isinstance(output, (list, tuple)):
+        output = list(getattr(output, "__dict__", {}).values())
+    return [tensor for part in output for tensor in differentiable_tensors(part)]
 
 
 def as_used(x: Tensor) -> Tensor:
@@ -176,7 +134,7 @@ def as_used(x: Tensor) -> Tensor:
     Under autocast autograd keeps a copy in that precision too: the tensor itself may be changed in
     place, or be freed, before the backward.
     """
-    device = device_type(x)
+    device = x.device.type
     if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
         return x.detach().to(torch.get_autocast_dtype(device))
     return x

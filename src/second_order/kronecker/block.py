@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from second_order.errors import SecondOrderWarning
 from second_order.kronecker.autograd import params_in_pass
-from second_order.kronecker.decompositions import ieee_matmul
-from second_order.kronecker.examples import live_rows
 from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
-    Reduction,
     StagedStatistics,
     mean_eigenvalue,
 )
@@ -32,20 +27,16 @@ from second_order.kronecker.layers import (
     factor_shape,
     gradient_from_matrix,
     gradient_to_matrix,
-    is_convolution,
     key_of,
     pair_statistics,
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.sharded import FSDPParams, is_dtensor, local
-from second_order.stages import span
 
 __all__ = [
-    "GradientScale",
     "KroneckerBlock",
     "LayerState",
-    "StatisticsCollector",
 ]
 
 
@@ -55,30 +46,17 @@ LOOK_EVERY = 100
 
 @dataclass
 class LayerState:
-    """The history of a layer's statistics and refreshes; only its block writes it.
+    """The history of a layer's statistics and refreshes; only its block writes it."""
 
-    Attributes:
-        solved: Whether the layer's gradient workers, whichever ranks, hold an inverse.
-        silent: Whether the last refresh found that no statistic had ever arrived.
-        asked: Whether statistics have ever been due since the block was made.
-        heard: Whether a pair has ever been captured, be it one without an example.
-        failures: Number of refreshes in a row that gave no sound decomposition.
-        complaint: Why the last refresh gave none, where an error tells; "" otherwise.
-        unexplained: The share of the gradient that the pairs leave unexplained, where that is too
-            much, so that they are not used; 0.0 otherwise.
-        unlooked: Number of steps with statistics since the two were compared, that one included.
-        work: Operations of the layer's passes in the last step with statistics on this process.
-    """
-
-    solved: bool = False
-    silent: bool = False
-    asked: bool = False
-    heard: bool = False
-    failures: int = 0
-    complaint: str = ""
-    unexplained: float = 0.0
-    unlooked: int = LOOK_EVERY
-    work: int = 0
+    solved: bool = False  # the layer's gradient workers, whichever ranks, hold an inverse
+    silent: bool = False  # the last refresh found that no statistic had ever arrived
+    asked: bool = False  # statistics have been due since the block was made
+    heard: bool = False  # a pair has been captured, be it one without an example
+    failures: int = 0  # refreshes in a row that gave no sound decomposition
+    complaint: str = ""  # the error of the last of these, if there was one
+    unexplained: float = 0.0  # share of the gradient, if too much for the pairs to be used
+    unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
+    work: int = 0  # operations of the passes in the last step with statistics, on this process
 
 
 class KroneckerBlock:
@@ -158,6 +136,11 @@ class KroneckerBlock:
         return self.weight.requires_grad
 
     @property
+    def trains_bias(self) -> bool:
+        """Whether A has the homogeneous coordinate now."""
+        return self.bias is not None and self.bias.requires_grad
+
+    @property
     def training(self) -> tuple[bool, ...]:
         """Whether the weight trains now, and whether the bias does."""
         return self.trainable, self.trains_bias
@@ -165,11 +148,8 @@ class KroneckerBlock:
     @property
     def params(self) -> list[nn.Parameter]:
         """The weight, and the bias if it trains with it."""
-        return (
-            [self.weight, self.bias]
-            if self.trains_bias and self.bias is not None
-            else [self.weight]
-        )
+        bias = self.bias if self.trains_bias else None
+        return [self.weight] if bias is None else [self.weight, bias]
 
     @property
     def without_gradient(self) -> bool:
@@ -179,13 +159,9 @@ class KroneckerBlock:
     def starts_anew(self, unreduced: bool = False) -> bool:
         """Whether gradients of staged statistics have been thrown away: set to None, or to zero.
 
-        Call this once at the beginning of each pass. An accumulation adds 1 to a gradient's
-        version, so that only gradients that something else has changed are looked at: a device is
-        not waited for in a loop that merely accumulates. Of a sharded gradient the rows that are
-        here tell, if there are any: other ranks may not be asked in a pass.
-
-        Args:
-            unreduced: Whether FSDP2 keeps gradients of earlier passes that it has yet to average.
+        To be asked once at the beginning of each pass. An accumulation adds 1 to a gradient's
+        version: a device is not waited for in a loop that merely accumulates. Of a sharded gradient
+        the rows that are here tell. ``unreduced``: FSDP2 has yet to average earlier passes' ones.
         """
         gradient, expected = self.weight.grad, self._expected_version
         gradient = None if gradient is None else local(gradient)
@@ -207,12 +183,7 @@ class KroneckerBlock:
 
     @contextmanager
     def lent(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
-        """Let the block work on whole gradients of its parameters instead of on ``p.grad``.
-
-        Args:
-            gradients: The whole gradient of each parameter that trains; those of parameters without
-                a gradient do not count.
-        """
+        """Let the block work on whole gradients of its parameters instead of on ``p.grad``."""
         others: dict[Tensor, Tensor] = {}
         for p in self.params:
             whole = gradients[p]
@@ -226,20 +197,13 @@ class KroneckerBlock:
         finally:
             self.replace_params({stand_in: p for p, stand_in in others.items()})
 
-    @property
-    def trains_bias(self) -> bool:
-        """Whether A has the homogeneous coordinate now."""
-        return self.bias is not None and self.bias.requires_grad
-
     def follow_requires_grad(self) -> None:
         """Start anew if the bias was frozen or unfrozen, or the layer moved: A has another size.
 
         A layer that is frozen as a whole keeps its averages until it thaws.
         """
-        if not self.trainable:
-            return
         moved = self.weight.device != self.staged.device
-        if moved or self._current_shape() != self.shape:
+        if self.trainable and (moved or self._current_shape() != self.shape):
             self._reset()
 
     def _current_shape(self) -> FactorShape:
@@ -293,19 +257,21 @@ class KroneckerBlock:
         """Compare a pair with the gradient that is about to arrive."""
         weight = params_in_pass(module, fsdp).get(self.looked_at(module))
         if weight is not None:
-            if self.staged.explanation is None:
-                self.staged.explanation = Explanation()
-            self.staged.explanation.add(self.product(module, x, d), x, d, weight)
+            self.explanation.add(self.product(module, x, d), x, d, weight)
+
+    @property
+    def explanation(self) -> Explanation:
+        """The gradient in these passes beside the pairs, from the first one that is compared."""
+        if self.staged.explanation is None:
+            self.staged.explanation = Explanation()
+        return self.staged.explanation
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer."""
         return self._kind_of(module).fits(module, x, d)
 
     def judge(self, residual: float) -> None:
-        """Note how much of the gradient the step's pairs leave unexplained, if they were compared.
-
-        Pairs that leave too much are dropped, and so are those to come, until they explain it.
-        """
+        """Note how much of the gradient the step's pairs leave unexplained; drop what does."""
         state, self.state.unlooked = self.state, 1
         state.unexplained = residual if residual > TOLERANCE else 0.0
         if state.unexplained:
@@ -348,11 +314,8 @@ class KroneckerBlock:
     def saved_factors(self) -> dict[str, Tensor]:
         """The factors kept here, as a checkpoint has them; tensors are shared, not copied."""
         factors = self._blank_factors() if self.factors is None else self.factors
-        parts = {
-            "average_weight": factors.weight,
-            "mean_eigenvalues": factors.means,
-            "examples": factors.examples,
-        }
+        scalars = (factors.weight, factors.means, factors.examples)
+        parts = dict(zip(("average_weight", "mean_eigenvalues", "examples"), scalars, strict=True))
         kept = factors.stored.items()
         return parts | {name: factor for name, factor in kept if factor is not None}
 
@@ -366,29 +329,23 @@ class KroneckerBlock:
             ValueError: If their sizes are not this layer's.
         """
         self.check_factors(saved)
-        factors = self._blank_factors()
+        factors, shape = self._blank_factors(), self.shape
         factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
         factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
-        letters = self.shape.letters
-        matrices = {k: self._as_matrix(k, saved[k]) for k in letters if k in saved}
+        matrices = {k: saved[k] for k in shape.letters if k in saved}
+        for k, stored in matrices.items():
+            if stored.dim() < 3 and not shape.is_diagonal(k):
+                matrices[k] = unpack_upper_triangular(stored, shape.dim(k))
         if "mean_eigenvalues" in saved:
             factors.means.copy_(saved["mean_eigenvalues"])
-        elif len(matrices) == len(letters):
+        elif len(matrices) == len(shape.letters):
             means = [mean_eigenvalue(m, m.shape[-1]) for m in matrices.values()]
             factors.means.copy_(torch.stack(means))
-        for name in letters:
-            matrix = matrices.get(name)
-            stored = None
-            if self.held[name == "G"] and matrix is not None:
-                stored = factors.store(matrix).to(self.weight.device, copy=True)
-            factors.stored[name] = stored
+        for k in shape.letters:
+            here = self.held[k == "G"] and k in matrices
+            kept = factors.store(matrices[k]).to(self.weight.device, copy=True) if here else None
+            factors.stored[k] = kept
         self.factors = factors
-
-    def _as_matrix(self, which: str, stored: Tensor) -> Tensor:
-        """A saved factor as ``(groups, n, n)``, or as the diagonal it is."""
-        if stored.dim() == 3 or self.shape.is_diagonal(which):
-            return stored
-        return unpack_upper_triangular(stored, self.shape.dim(which))
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """Whether saved factors have this layer's sizes as it is now."""
@@ -400,16 +357,13 @@ class KroneckerBlock:
 
     def check_factors(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless saved factors have this layer's sizes."""
-        for letter in self.shape.letters:
-            if letter not in saved:
-                continue
-            full, triangle = (self.shape.stored_shape(letter, packed) for packed in (False, True))
-            allowed = {full, triangle}
+        for letter in filter(saved.__contains__, self.shape.letters):
+            allowed = [self.shape.stored_shape(letter, packed) for packed in (False, True)]
             if tuple(saved[letter].shape) not in allowed:
                 raise ValueError(
                     f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
-                    f"{tuple(saved[letter].shape)}, the model needs {full} or, as a triangle, "
-                    f"{triangle}; load it into the model that it was saved from"
+                    f"{tuple(saved[letter].shape)}, the model needs {allowed[0]} or, as a "
+                    f"triangle, {allowed[1]}; load it into the model that it was saved from"
                 )
 
     def forget(self) -> None:
@@ -440,12 +394,9 @@ class KroneckerBlock:
         self.state.failures += 1
 
     def install(self, inverse: Inverse | None, dtype: torch.dtype | None = None) -> None:
-        """Mark the layer as solved.
+        """Mark the layer as solved, by an inverse if this rank is a gradient worker.
 
-        Args:
-            inverse: The inverse; None where this rank is no gradient worker.
-            dtype: Dtype of the inverses, for what the next :meth:`precondition` tells of the change
-                to this one from the last; None if nobody asks.
+        A dtype is that of inverses, if :meth:`take_change` is to tell of the change to this one.
         """
         if dtype is not None:
             self._before = self._preconditioned_before(dtype)
@@ -524,175 +475,10 @@ class KroneckerBlock:
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of the running averages on this process."""
+        """Bytes of the running averages here."""
         return 0 if self.factors is None else self.factors.nbytes
 
     @property
     def inverse_bytes(self) -> int:
-        """Bytes of the inverse on this process."""
+        """Bytes of the inverse here."""
         return 0 if self.inverse is None else sum(t.nbytes for t in self.inverse.tensors)
-
-
-class GradientScale:
-    """The factor for captured gradients that undoes a GradScaler and accumulation."""
-
-    def __init__(self, accumulation_steps: int, scaler: Any) -> None:
-        self._accumulation_steps = accumulation_steps
-        self._scaler = scaler
-
-    def __call__(self, gradient: Tensor) -> Tensor | float:
-        """The factor, as a number or as a scalar on the gradient's device."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return float(self._accumulation_steps)
-        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
-        one = torch.ones((), dtype=torch.float32, device=gradient.device)
-        scale: Tensor = self._scaler.scale(one)
-        return self._accumulation_steps / scale
-
-
-@dataclass
-class StatisticsCollector:
-    """Turns captured pairs into staged statistics.
-
-    Attributes:
-        approximation: "expand" or "reduce".
-        factor_dtype: Dtype in which statistics are formed, or float32 if that is wider.
-        reduction: Tells what the loss of a pass is, asked at every pair.
-        gradient_scale: Gives a further factor of the captured gradients, called at every pair.
-        conv_approximation: The approximation for convolutions; None for the same.
-        warn: Issues a warning of statistics that cannot be had.
-        blocks: The blocks of each module.
-        counted: The block whose terms are counted, whether it gets pairs or not; None for none.
-        fsdp: What FSDP2 does with the model's parameters; None for nothing.
-        heard: Hears of each block whose staged statistics have grown.
-        sampled: Whether the pairs are of drawn labels, and say nothing of the gradient.
-    """
-
-    approximation: Approximation
-    factor_dtype: torch.dtype
-    reduction: Callable[[], Reduction]
-    gradient_scale: Callable[[Tensor], Tensor | float]
-    conv_approximation: Approximation | None = None
-    warn: Callable[[str], None] = lambda message: warnings.warn(
-        message, SecondOrderWarning, stacklevel=3
-    )
-    blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
-    counted: KroneckerBlock | None = None
-    fsdp: FSDPParams | None = None
-    heard: Callable[[KroneckerBlock], None] = lambda block: None
-    sampled: bool = False
-    _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
-
-    def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Set the blocks that get the pairs of their modules from now on."""
-        self.blocks.clear()
-        for block in blocks:
-            for module in block.watched:
-                self.blocks.setdefault(module, []).append(block)
-
-    def settle(self) -> None:
-        """Forget the backward passes so far."""
-        self._last_a = None
-
-    def wants(self, module: nn.Module) -> bool:
-        """Whether any block of a module trains now."""
-        blocks = [*self.blocks.get(module, ()), *self._counted(module)]
-        return any(block.trainable for block in blocks)
-
-    def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
-        """The block whose terms are counted, if it is a module's and trains."""
-        block = self.counted
-        if block is None or not block.trainable or module not in block.watched:
-            return []
-        return [block]
-
-    def tell(self, message: str) -> None:
-        """Warn the user."""
-        self.warn(message)
-
-    def lose(self, module: nn.Module, reason: str) -> None:
-        """Count a pair that cannot be had, and warn of its layer once."""
-        for block in self.blocks.get(module, ()):
-            if block.looks:
-                if block.staged.explanation is None:
-                    block.staged.explanation = Explanation()
-                block.staged.explanation.complete = False
-            if not bool(block.staged.dropped):
-                self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")
-            block.staged.dropped += 1
-
-    def looks(self, module: nn.Module) -> bool:
-        """Whether the pairs of a module are compared with its gradient now."""
-        return any(block.trainable and block.looks for block in self.blocks.get(module, ()))
-
-    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        """Compare a pair of the user's own loss with the gradient, if that is due."""
-        for block in self.blocks.get(module, ()):
-            if block.trainable and block.looks and block.fits_pair(module, x, d):
-                with span("capture"), ieee_matmul(d.device):
-                    block.look(module, x, d, self.fsdp)
-
-    def consume(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        pass_id: int,
-        source: int = -1,
-        again: bool = False,
-    ) -> None:
-        """Add one pair to the staged statistics of its blocks."""
-        counted = self._counted(module) if self.reduction() == "step_mean" else []
-        for block in {*self.blocks.get(module, ()), *counted}:
-            if block.trainable and not block.staged.knows(pass_id):
-                block.follow_requires_grad()
-                unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
-                if block.starts_anew(unreduced):
-                    block.staged.clear()
-        for block in counted:
-            block.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
-        if not self.sampled:
-            self.look(module, x, d)
-        for block in self.blocks.get(module, ()):
-            if block.trainable and not block.fits_pair(module, x, d):
-                block.judge(1.0)
-            elif block.trainable and not block.state.unexplained:
-                with span("capture"), ieee_matmul(d.device):
-                    pair = self._statistics(block, module, x, d, pass_id, source)
-                    block.staged.add(
-                        pair,
-                        self.gradient_scale(d),
-                        pass_id,
-                        again=again,
-                        reduction=self.reduction(),
-                    )
-                inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-                block.staged.work += 6 * d.numel() * inputs
-                block.state.work = block.staged.work
-                block.hear()
-                self.heard(block)
-
-    def _statistics(
-        self,
-        block: KroneckerBlock,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        pass_id: int,
-        source: int,
-    ) -> PairStatistics:
-        approximation = self.approximation
-        if self.conv_approximation is not None and is_convolution(module):
-            approximation = self.conv_approximation
-        # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
-        plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and source >= 0
-        plain = plain and not block.shape.marginal
-        key, last, known = (source, pass_id, block.trains_bias), self._last_a, None
-        if plain and last is not None and last[0] == key and last[1] is not block:
-            known = last[2]
-        pair = block.statistics(module, x, d, approximation, self.factor_dtype, known)
-        if known is not None and pair.factors["A"] is known.factors["A"]:
-            return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
-        if plain:
-            self._last_a = (key, block, pair)
-        return pair

@@ -14,22 +14,21 @@ The input is kept the way autograd keeps its own inputs, through the saved-tenso
 activation checkpointing and offloading keep their memory savings.
 
 In a model under ``torch.compile`` the hooks are traced with it, and the graph's backward hands the
-pairs over (:mod:`second_order.kronecker.compiled`). Drawn labels need another backward pass before
-the user's, which graphs do not allow: where they are due, the model runs without the compiler.
+pairs over (:mod:`second_order.kronecker.hooks`). Drawn labels need another backward pass before the
+user's, which graphs do not allow: where they are due, the model runs without the compiler.
 
-Hooks find their :class:`Capture` through weak references, and copies of a hook are idle: a pickled
-or deep-copied model takes no optimizer along, and its copies capture nothing. A model that is
-exported or traced is not watched meanwhile.
+Hooks find their :class:`Capture` through weak references. A model that is exported or traced is not
+watched meanwhile.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +36,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from second_order.kronecker.attention import (
     Assembly,
-    Place,
-    Projection,
     hosts,
+    input_of,
     inputs_of,
     is_attention,
     is_checkpointed,
@@ -47,24 +45,21 @@ from second_order.kronecker.attention import (
 )
 from second_order.kronecker.autograd import (
     NO_PASS,
-    Kept,
-    Passes,
     as_used,
     current_node,
     current_pass,
-    device_type,
     differentiable_tensors,
+    drawing_from,
+    is_drawing,
+    keep,
     keeps_graph,
     params_in_pass,
     reaches_parameters,
-    repeating_checkpoints,
-    save,
     set_eval_frame,
     skip_code,
     transformed,
 )
 from second_order.kronecker.hooks import (
-    AttentionHook,
     Gate,
     LayerHook,
     RootHook,
@@ -72,13 +67,12 @@ from second_order.kronecker.hooks import (
     Watch,
     WatchHook,
     hook_of,
-    put_back,
+    input_in,
     release,
-    take_off,
 )
 from second_order.sharded import FSDPParams
 
-__all__ = ["Capture", "PairConsumer"]
+__all__ = ["Capture"]
 
 Sampler = Callable[[Any, int], Tensor]
 ALONE = -1  # the number of an input of which it is not known what else is called on it
@@ -108,76 +102,28 @@ COMPILED = (
     "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
 )
 
-
-class PairConsumer(Protocol):
-    """The receiver of pairs, which turns them into statistics."""
-
-    def consume(
-        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
-    ) -> None:
-        """Take one pair.
-
-        Args:
-            module: The layer that was called.
-            x: The layer's input.
-            d: The gradient with respect to the layer's output.
-            pass_id: A number of the backward pass, the same for all its pairs.
-            source: A number of the input, the same for layers called in a row on the same tensor;
-                -1 if that is not known.
-            again: Whether a backward pass has come through this call of the layer before.
-        """
-
-    def tell(self, message: str) -> None:
-        """Warn the user, once."""
-
-    def lose(self, module: nn.Module, reason: str) -> None:
-        """Note that a pair of a module cannot be had, for a reason."""
-
-    def looks(self, module: nn.Module) -> bool:
-        """Whether pairs of a module are wanted that have the gradients of the user's own loss."""
-
-    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        """Take a pair that has the gradient of the user's own loss, beside those of drawn labels.
-
-        The gradient of the module's weight is about to arrive.
-        """
-
-
-SAMPLING = Passes()
-"""The passes for the sampled Fisher, whoever runs them: their gradients are nobody else's."""
-
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
 
 
 @dataclass
 class _Call:
-    """A call of a layer whose output's gradient is awaited.
-
-    Attributes:
-        module: The layer that was called.
-        saved: The node that holds the input; empty once autograd has freed its own.
-        source: A number of the input, as for :meth:`PairConsumer.consume`.
-        outer: The id of the backward pass in which the layer was called, if any.
-        used: Whether a backward pass has come through this call.
-        shape: The output's shape, which a gradient of the node that makes it need not have.
-        thirds: Of an attention, the product whose output's gradient is awaited.
-        assembly: Puts an attention's pair together from those of its products.
-        looks: Whether the pair is one beside those of drawn labels.
-    """
+    """A call of a layer whose output's gradient is awaited."""
 
     module: nn.Module
-    saved: list[Any]
-    source: int
-    outer: int
-    used: bool = False
-    shape: torch.Size | None = None
-    thirds: tuple[int, ...] = ()
-    assembly: Assembly | None = None
-    looks: bool = False
+    read: Callable[[], Tensor] | None  # the input; None once autograd has freed its own
+    source: int  # a number of the input, as in `StatisticsCollector.consume`
+    outer: int = NO_PASS  # the id of the backward pass in which the layer was called, if any
+    used: bool = False  # a backward pass has come through this call
+    looks: bool = False  # the pair is one beside those of drawn labels
+    shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
+    thirds: tuple[int, ...] = ()  # of an attention, the product whose gradient is awaited
+    assembly: Assembly | None = None  # puts an attention's pair together
 
-    def pair(self, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
+    def pair(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
+        assert self.read is not None
+        x, d = self.read().detach(), gradient.detach()
         if self.assembly is not None:
             return self.assembly.add(self.thirds, x, d)
         return x, d if self.shape is None else d.reshape(self.shape)
@@ -187,10 +133,10 @@ def _node_hook(
     capture: weakref.ref[Capture], call: _Call, output: int, gradients: tuple[Any, ...]
 ) -> None:
     alive, gradient = capture(), gradients[output]
-    if alive is None or SAMPLING.running or not call.saved or gradient is None:
+    if alive is None or call.read is None or gradient is None or is_drawing():
         return
     with alive.timed():
-        _take_gradient(alive, call, gradient)
+        alive.take(call, gradient)
 
 
 def _node_of(output: Tensor) -> GradientEdge:
@@ -208,34 +154,6 @@ def _node_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, number)
 
 
-def _take_gradient(alive: Capture, call: _Call, gradient: Tensor) -> None:
-    if reaches_parameters(call.module, alive.fsdp):
-        # The id names the backward pass that is running. A reentrant checkpoint runs one inside
-        # another, in which the forward was repeated: the outer one is meant.
-        if call.outer == NO_PASS:
-            alive._pass = current_pass()
-        pass_id = alive._pass if call.outer == NO_PASS else call.outer
-        try:
-            x = call.saved[0].saved_tensors[0]
-        except RuntimeError as error:
-            if "inplace operation" not in str(error):
-                raise
-            # Legal where the layer worked on a copy, as of a transposed input; our input is gone.
-            alive._consumer.lose(call.module, "its input was changed in place after its forward")
-            return
-        again, call.used = call.used, True
-        pair = call.pair(x.detach(), gradient.detach())
-        if pair is not None and call.looks:
-            with torch.no_grad(), torch.autocast(device_type(gradient), enabled=False):
-                alive._consumer.look(call.module, *pair)
-        elif pair is not None:
-            alive._emit(call.module, *pair, pass_id, call.source, again)
-    else:
-        alive.missed[call.module] = NOT_ACCUMULATED
-    if not keeps_graph():
-        call.saved.clear()  # autograd frees its own inputs now, however long the loss is kept
-
-
 def _delivery_hook(
     capture: weakref.ref[Capture],
     pairs: list[tuple[nn.Module, Tensor, int, Tensor]],
@@ -243,21 +161,35 @@ def _delivery_hook(
     gradient: Tensor,
 ) -> None:
     alive = capture()
-    if alive is None or SAMPLING.running:
+    if alive is None or is_drawing():
         return
     with alive.timed():
         reached = {module: reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
         delivered = [pair for pair in pairs if reached[pair[0]]]
         pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
         for module, x, source, d in delivered:
-            alive._emit(module, x, d, pass_id, source, False)
+            alive.emit(module, x, d, pass_id, source, False)
+
+
+def _repeated_in() -> tuple[int, bool]:
+    """The id of the backward pass that repeats this forward, and if an earlier pass has.
+
+    A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
+    same.
+    """
+    outer = current_pass()
+    if outer == NO_PASS:
+        return outer, False
+    metadata = getattr(current_node(), "metadata", {})
+    return outer, bool(metadata.setdefault(_FIRST_REPEATED, outer) != outer)
 
 
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
     Args:
-        consumer: Receives every pair, under ``no_grad`` and without autocast.
+        consumer: Receives every pair, under ``no_grad`` and without autocast: a
+            :class:`~second_order.kronecker.collector.StatisticsCollector`.
         sampler: The sampled Fisher's: ``sampler(model_output, call)`` draws labels from the
             model's output and returns the summed negative log-likelihood. The pairs then carry that
             loss's gradients, taken as soon as the root module's forward returns and delivered when
@@ -267,16 +199,12 @@ class Capture:
         timed: Makes a context manager around the work of a hook, to measure it.
         fsdp: What FSDP2 does with the model's parameters; None for nothing.
 
-    Attributes:
-        timed: Makes the context manager around the work of a hook.
-        fsdp: What FSDP2 does with the model's parameters.
-        root_calls: Number of outputs of the root that labels were drawn from.
-        missed: By layer, why its last lost pair did not count.
+    ``missed`` has, by layer, why its last lost pair did not count.
     """
 
     def __init__(
         self,
-        consumer: PairConsumer,
+        consumer: Any,
         sampler: Sampler | None = None,
         wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -285,20 +213,20 @@ class Capture:
         self._gate = Gate()
         self.timed = timed
         self.fsdp = fsdp
-        self._wanted = _weight_trains if wanted is None else wanted
+        self._wanted = wanted or (lambda module: cast(Tensor, module.weight).requires_grad)
         self.root_calls = 0
         self._told = False
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._consumer = consumer
         self._sampler = sampler
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._root: weakref.ref[nn.Module] | None = None
+        self._model: weakref.ref[nn.Module] | None = None  # whose layers are observed
+        self._root: weakref.ref[nn.Module] | None = None  # that labels are drawn for
         self._inside_root = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
-        self._pass = NO_PASS  # the last that was seen from outside of nested checkpoints
         self._watches: list[Watch] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, _let_go, self._watches, self._hooked)
@@ -322,20 +250,18 @@ class Capture:
         if layers and set(layers) == set(self._observed):
             return
         self._dismiss()
-        self._observed = weakref.WeakSet(layers)
-        for module in hosts(root, layers):
-            self._watch(module, AttentionHook if is_attention(module) else LayerHook)
+        self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
+        kinds: list[tuple[nn.Module, type[WatchHook]]] = [
+            (module, LayerHook) for module in hosts(root, layers)
+        ]
         if self._sampler is not None and layers:
-            self._root = weakref.ref(root)
-            for root_kind in (RootPreHook, RootHook):
-                self._watch(root, root_kind)
-
-    def _watch(self, module: nn.Module, kind: type[WatchHook]) -> None:
-        """Watch a module by its hook of a kind."""
-        watch = Watch(self, module, self._gate, self._sampler is not None)
-        hook_of(module, kind).watches.append(watch)
-        self._watches.append(watch)
-        self._hooked.add(module)
+            self._root = self._model
+            kinds += [(root, RootPreHook), (root, RootHook)]
+        for module, kind in kinds:
+            watch = Watch(self, module, self._gate, self._sampler is not None)
+            hook_of(module, kind).watches.append(watch)
+            self._watches.append(watch)
+            self._hooked.add(module)
 
     def detach(self) -> None:
         """Remove every hook and forget pairs in flight."""
@@ -345,12 +271,14 @@ class Capture:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Take the hooks off the watched modules for a block, those of other captures too."""
-        away = take_off(self._hooked)
+        """Take the hooks off the watched modules for a block."""
+        root, layers = self._model, list(self._observed)
+        self.detach()
         try:
             yield
         finally:
-            put_back(away)
+            if root is not None and (model := root()) is not None:
+                self.attach(model, layers)
 
     def _dismiss(self) -> None:
         """Watch nothing any more; the hooks stay."""
@@ -362,118 +290,86 @@ class Capture:
         self._root = None
         self._pending.clear()
 
-    def observe(self, module: nn.Module, x: Any, output: Any) -> None:
+    # --------------------------------------------------------------------------- what hooks see
+
+    def observe(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
         """See a call of a layer; in a training pass, wait for the gradient of its output."""
-        if cast(Any, torch.jit).is_tracing():
+        attention = is_attention(module)
+        both = (module, cast(nn.Module, module.out_proj)) if attention else (module,)
+        layers = [layer for layer in both if layer in self._observed]
+        if not (self.enabled and layers) or cast(Any, torch.jit).is_tracing():
             return
         if transformed():
-            if self.enabled and module in self._observed:
-                self.missed[module] = TRANSFORMED
+            self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
-        if not (
-            self.enabled
-            and module in self._observed
-            and torch.is_grad_enabled()
-            and self._wanted(module)
-        ):
+        wanted = [layer for layer in layers if self._wanted(layer)]
+        if not (wanted and torch.is_grad_enabled()):
             return
+        if attention:
+            if output[0].requires_grad:
+                with self.timed():
+                    self._observe_attention(module, args, kwargs, output[0], wanted)
+            return
+        x = input_in(args, kwargs)
         if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
-            return
-        if not output.requires_grad:
-            return
-        with self.timed():
-            self._remember(module, x, output)
+        elif output.requires_grad:
+            with self.timed():
+                source = self._source_of(x)
+                self._remember(module, _node_of(output), as_used(x), source, shape=output.shape)
 
-    def _remember(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        source, x, shape = self._source_of(x), as_used(x), output.shape
-        if self._sampler is None:
-            outer, again = self._repeated_in()
-            self._await_at(_node_of(output), _Call(module, [save(x)], source, outer, again, shape))
-        elif self._inside_root:
-            call = _Call(module, [Kept(x.detach())], source, NO_PASS, False, shape)
-            self._pending.append((call, _node_of(output)))
-            if self._consumer.looks(module):
-                outer, again = self._repeated_in()
-                call = _Call(module, [Kept(x.detach())], source, outer, again, shape, looks=True)
-                self._await_at(_node_of(output), call)
-
-    def _await_at(self, edge: GradientEdge, call: _Call) -> None:
-        """Wait for the gradient that comes to a node."""
-        hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
-        cast(Any, edge.node).register_prehook(hook)
+    def _observe_attention(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Tensor,
+        wanted: Sequence[nn.Module],
+    ) -> None:
+        """Wait for the gradients of an attention's products."""
+        inputs = inputs_of(module, args, kwargs)
+        whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
+        both = (module, cast(nn.Module, module.out_proj))
+        owners = {p: owner for owner in both for p in params_in_pass(owner, self.fsdp).values()}
+        products = projections(module, output, (*args, *kwargs.values()), owners)
+        unseen = set(wanted).difference(product.owner for product in products)
+        self.missed.update(dict.fromkeys(unseen, UNSEEN))
+        for owner, node, thirds in products:
+            if owner not in wanted:
+                continue
+            if owner is not module and is_checkpointed():
+                self.missed[owner] = CHECKPOINTED
+                continue
+            # Of the output's projection autograd alone has the input.
+            x = as_used(inputs[thirds[0]]) if owner is module else None
+            assembly, edge = whole if owner is module else apart, GradientEdge(node, 0)
+            self._sources += 1
+            self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
 
     def miss_attention(self, module: nn.Module) -> None:
         """Note a call of an attention inside a graph, where nobody sees its products."""
         layers = module, cast(nn.Module, module.out_proj)
         self.missed.update(dict.fromkeys(layers, COMPILED))
 
-    def observe_attention(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    def _remember(
+        self, module: nn.Module, edge: GradientEdge, x: Tensor | None, source: int, **more: Any
     ) -> None:
-        """See a call of an attention; in a training pass, wait for its products' gradients."""
-        both = module, cast(nn.Module, module.out_proj)
-        layers = [layer for layer in both if layer in self._observed]
-        if transformed():
-            self.missed.update(dict.fromkeys(layers if self.enabled else [], TRANSFORMED))
-            return
-        wanted = [layer for layer in layers if self.enabled and self._wanted(layer)]
-        if not (wanted and torch.is_grad_enabled() and output.requires_grad):
-            return
-        with self.timed():
-            inputs = inputs_of(module, args, kwargs)
-            whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-            owners = {p: owner for owner in both for p in params_in_pass(owner, self.fsdp).values()}
-            products = projections(module, output, (*args, *kwargs.values()), owners)
-            unseen = set(wanted).difference(product.owner for product in products)
-            self.missed.update(dict.fromkeys(unseen, UNSEEN))
-            for product in products:
-                if product.owner not in wanted:
-                    continue
-                if product.owner is module:
-                    self._await(product, whole, inputs[product.thirds[0]])
-                elif is_checkpointed():
-                    self.missed[product.owner] = CHECKPOINTED
-                else:
-                    self._await(product, apart, None)
-
-    def _await(self, product: Projection, assembly: Assembly, x: Tensor | None) -> None:
-        """Wait for the gradient of a product's output.
-
-        Args:
-            product: The product.
-            assembly: Puts its call's pair together.
-            x: Its input; None where only autograd has it.
-        """
-        self._sources += 1
-        layer, parts = product.owner, (product.thirds, assembly)
+        """Wait for the gradient that comes to a node; with drawn labels, until they are drawn."""
         if self._sampler is None:
-            # A hook of a node must not hold it.
-            saved: Any = Place() if x is None else save(as_used(x))
-            outer, again = self._repeated_in()
-            call = _Call(layer, [saved], self._sources, outer, again, None, *parts)
-            self._await_at(GradientEdge(product.node, 0), call)
+            read = input_of if x is None else keep(x)  # a hook of a node must not hold it
+            self._await(edge, _Call(module, read, source, *_repeated_in(), **more))
         elif self._inside_root:
-            kept: Any = Place(product.node) if x is None else Kept(as_used(x).detach())
-            call = _Call(layer, [kept], self._sources, NO_PASS, False, None, *parts)
-            self._pending.append((call, GradientEdge(product.node, 0)))
+            read = partial(input_of, edge.node) if x is None else x.detach
+            self._pending.append((_Call(module, read, source, **more), edge))
+            if "assembly" not in more and self._consumer.looks(module):
+                call = _Call(module, read, source, *_repeated_in(), looks=True, **more)
+                self._await(edge, call)
 
-    def _repeated_in(self) -> tuple[int, bool]:
-        """The id of the backward pass that repeats this forward, and if an earlier pass has.
-
-        A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
-        same. A nested checkpoint runs in a pass of its own, inside the pass that is meant: the one
-        last seen at a layer outside of all checkpoints, such as a head.
-        """
-        outer = current_pass()
-        if outer == NO_PASS:
-            return outer, False
-        nodes = repeating_checkpoints()
-        if len(nodes) > 1 and self._pass != NO_PASS:
-            outer = self._pass
-        self._pass = outer
-        metadata = getattr(nodes[-1], "metadata", {})
-        return outer, bool(metadata.setdefault(_FIRST_REPEATED, outer) != outer)
+    def _await(self, edge: GradientEdge, call: _Call) -> None:
+        hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
+        cast(Any, edge.node).register_prehook(hook)
 
     def _source_of(self, x: Tensor) -> int:
         """A number for an input as it is now, the same if the last layer had the same input."""
@@ -482,6 +378,59 @@ class Capture:
             self._sources += 1
             self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
         return self._sources
+
+    # --------------------------------------------------------------------------------- gradients
+
+    def take(self, call: _Call, gradient: Tensor) -> None:
+        """Take the gradient that a call has waited for."""
+        if reaches_parameters(call.module, self.fsdp):
+            # A reentrant checkpoint runs a backward pass inside another, in which the forward was
+            # repeated: the outer one is meant.
+            pass_id = current_pass() if call.outer == NO_PASS else call.outer
+            try:
+                pair = call.pair(gradient)
+            except RuntimeError as error:
+                if "inplace operation" not in str(error):
+                    raise
+                # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
+                reason = "its input was changed in place after its forward"
+                self._consumer.lose(call.module, reason)
+                return
+            again, call.used = call.used, True
+            if pair is not None and call.looks:
+                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                    self._consumer.look(call.module, *pair)
+            elif pair is not None:
+                self.emit(call.module, *pair, pass_id, call.source, again)
+        else:
+            self.missed[call.module] = NOT_ACCUMULATED
+        if not keeps_graph():
+            call.read = None  # autograd frees its own inputs now, however long the loss is kept
+
+    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
+        """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
+        if is_drawing():
+            return
+        with self.timed():
+            if not reaches_parameters(module, self.fsdp):
+                self.missed[module] = NOT_ACCUMULATED
+                return
+            # The node is the whole graph's; a forward makes a new one, a second backward does not.
+            # A backward that is compiled as a whole has no nodes, and runs once.
+            pass_id = current_pass()
+            metadata = getattr(current_node(), "metadata", {})
+            again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+            self.emit(module, x, gradient, pass_id, ALONE, again)
+
+    def emit(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
+    ) -> None:
+        """Hand a pair to the consumer, unless its layer was let go while it was in flight."""
+        if module in self._observed:
+            with torch.no_grad(), torch.autocast(d.device.type, enabled=False):
+                self._consumer.consume(module, x, d.detach(), pass_id, source, again)
+
+    # ------------------------------------------------------------------------------ drawn labels
 
     def enter_root(self, module: nn.Module) -> None:
         """See the beginning of the model's forward, and let it run without a compiler."""
@@ -493,7 +442,7 @@ class Capture:
             self._compiler = compiler  # which puts itself back, too, where the forward raises
             if not self._told:
                 self._told = True
-                self._consumer.tell(RUNS_EAGERLY)
+                self._consumer.warn(RUNS_EAGERLY)
 
     def leave_root(self, module: nn.Module, output: Any) -> None:
         """See the model's output: draw labels from it, and take the gradients of their loss."""
@@ -516,13 +465,13 @@ class Capture:
         output: Any,
     ) -> None:
         """Take the gradients of the loss on labels drawn from the root's output."""
-        with torch.autocast(device_type(next(root.parameters())), enabled=False):
+        with torch.autocast(next(root.parameters()).device.type, enabled=False):
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
         ends = [edge for *_, edge in pending]
         try:
-            with SAMPLING.beginning_at(loss):
+            with drawing_from(loss):
                 gradients: Sequence[Tensor | None] = torch.autograd.grad(
                     loss, ends, retain_graph=True, allow_unused=True
                 )
@@ -534,7 +483,7 @@ class Capture:
                 "checkpoint(..., use_reentrant=False), or fisher='empirical'"
             ) from error
         found = [
-            (call, call.pair(call.saved[0].saved_tensors[0].detach(), gradient))
+            (call, call.pair(gradient))
             for (call, _), gradient in zip(pending, gradients, strict=True)
             if gradient is not None
         ]
@@ -544,29 +493,6 @@ class Capture:
         for tensor in differentiable_tensors(output):
             tensor.register_hook(deliver)
         self.root_calls += 1
-
-    def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        """Take a pair that the backward of a compiled graph delivers."""
-        if SAMPLING.running:
-            return
-        with self.timed():
-            if not reaches_parameters(module, self.fsdp):
-                self.missed[module] = NOT_ACCUMULATED
-                return
-            # The node is the whole graph's; a forward makes a new one, a second backward does not.
-            # A backward that is compiled as a whole has no nodes, and runs once.
-            pass_id = current_pass()
-            metadata = getattr(current_node(), "metadata", {})
-            again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
-            self._emit(module, x, gradient, pass_id, ALONE, again)
-
-    def _emit(
-        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
-    ) -> None:
-        if module not in self._observed:  # let go while its pair was in flight
-            return
-        with torch.no_grad(), torch.autocast(device_type(d), enabled=False):
-            self._consumer.consume(module, x, d.detach(), pass_id, source, again)
 
 
 for _function in (Capture.enter_root, Capture.leave_root):
@@ -578,7 +504,3 @@ def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
     for watch in watches:
         watch.gone = True
     release(modules)
-
-
-def _weight_trains(module: nn.Module) -> bool:
-    return cast(Tensor, module.weight).requires_grad

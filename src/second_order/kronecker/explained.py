@@ -37,10 +37,8 @@ class Explanation:
     """The gradient of one weight in the passes of a step, beside what the layer's pairs make of it.
 
     It hangs a hook on the weight from a pair until the gradient arrives, in the same pass.
-
-    Attributes:
-        complete: Whether all is seen: no pair is known to be lost, and no hook of the user's
-            changes the gradient before it arrives.
+    ``complete``: all is seen, as no pair is known to be lost, and no hook of the user's changes the
+    gradient before it arrives.
     """
 
     def __init__(self) -> None:
@@ -52,25 +50,19 @@ class Explanation:
         self._hook: RemovableHandle | None = None
 
     def add(self, product: Tensor, x: Tensor, d: Tensor, weight: Tensor) -> None:
-        """Add a pair.
-
-        Args:
-            product: The pair's part of the weight's gradient, of its shape.
-            x: The layer's input.
-            d: The gradient of the layer's output.
-            weight: The leaf that the backward pass accumulates into.
-        """
+        """Add a pair, whose part of the gradient of a leaf is a product of the leaf's shape."""
         if self._hook is None and weight._backward_hooks:
             self.complete = False
         if not self.complete:
             return
         part = _sketch(product)
         self._pairs = self._pairs + part
-        self._noise = self._noise + torch.finfo(d.dtype).eps * part.norm()  # of adding up
-        least = torch.finfo(d.dtype).smallest_normal * torch.finfo(d.dtype).eps
-        size = x.float().norm() if x.is_floating_point() else float(x.numel()) ** 0.5
-        self._noise = self._noise + _rounding(d) * d.float().norm() * size
-        self._noise = self._noise + least * weight.numel() ** 0.5
+        number, size = torch.finfo(d.dtype), float(x.numel()) ** 0.5
+        tf32 = d.device.type == "cuda" and d.dtype is torch.float32
+        rounding = (TF32_ROUNDING if tf32 else ROUNDING) * d.float().norm()
+        rounding = rounding * (x.float().norm() if x.is_floating_point() else size)
+        least = number.smallest_normal * number.eps * weight.numel() ** 0.5
+        self._noise = self._noise + number.eps * part.norm() + rounding + least  # of adding up
         if self._hook is None:
             hook = partial(_arrive, weakref.ref(self), weakref.ref(weight))
             self._hook = weight.register_hook(hook)
@@ -109,10 +101,6 @@ def _arrive(
     if alive is not None and leaf is not None and is_reached(leaf):
         with torch.no_grad():
             alive.take(gradient.detach(), leaf)
-
-
-def _rounding(d: Tensor) -> float:
-    return TF32_ROUNDING if d.device.type == "cuda" and d.dtype is torch.float32 else ROUNDING
 
 
 def _sketch(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ with respect to one example's output is that of the example's own loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +51,13 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 def _logits(output: Any) -> Tensor | None:
     """The tensor of an output that the named likelihoods read, None if there is none."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
-        return cast(Tensor, output["logits"])
-    if isinstance(getattr(output, "logits", None), Tensor):
-        return cast(Tensor, output.logits)
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return output[0]
-    return None
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
 
 
 def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
@@ -72,9 +70,6 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
             variance.
         likelihood: A name, or a callable ``output -> loss`` that does its own drawing.
         seed: Labels depend on this alone; the global random state is left as it is.
-
-    Returns:
-        A scalar with a graph back to ``output``.
 
     Raises:
         TypeError: If no tensor can be found in the output.
@@ -97,21 +92,18 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
 class LabelSampler:
     """Draws labels whose seed is a function of the step, the pass and the rank alone.
 
-    Attributes:
-        step: Number of the step, set by the optimizer before the step's passes.
+    The optimizer sets ``step``, the number of the step, before the step's passes.
     """
 
     def __init__(self, likelihood: Likelihood, rank: int) -> None:
         self.step = 0
-        self._likelihood = likelihood
-        self._rank = rank
-        self._last = (0, 0)
+        self._likelihood, self._rank = likelihood, rank
+        self._last = (0, 0)  # the last step, and its first call
 
     def __call__(self, output: Any, call: int) -> Tensor:
         """The loss on labels drawn for the ``call``-th pass since the beginning."""
-        step, first_call = self._last
-        if step != self.step:
+        if self._last[0] != self.step:
             self._last = (self.step, call)
-            first_call = call
+        first_call = self._last[1]
         seed = hash((self.step, call - first_call, self._rank)) % 2**63
         return sampled_loss(output, self._likelihood, seed)

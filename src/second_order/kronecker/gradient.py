@@ -41,15 +41,9 @@ def folded(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class GradientBlock(KroneckerBlock):
-    """A matrix whose factors are made of its gradient, without hooks.
+    """A matrix, of two dimensions or more, whose factors are made of its gradient, without hooks.
 
-    Args:
-        name: Name of the parameter.
-        module: The module that has the parameter.
-        parameter: The matrix, of two dimensions or more.
-        most: Largest size of a factor that is no diagonal; None for no bound.
-        factor_dtype: Dtype in which factors are kept.
-        triangular: Whether to keep upper triangles of factors.
+    ``most`` is the largest size of a factor that is no diagonal; None for no bound.
     """
 
     def __init__(
@@ -79,16 +73,13 @@ class GradientBlock(KroneckerBlock):
             rows, columns = sorted((rows, columns))
         return FactorShape(1, columns, rows, diagonal_a=wide, marginal=True)
 
-    def _folded(self, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as a view ``(out, in)`` where that is possible."""
-        matrix = tensor.reshape(folded(tensor.shape))
-        return matrix if matrix.shape == self.shape.gradient_size[1:] else matrix.mT
-
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """The gradient as a matrix ``(1, out, in)``; None if the parameter has none."""
         if self.owned.grad is None:
             return None
-        return self._folded(self.owned.grad).unsqueeze(0).to(dtype)
+        matrix = self.owned.grad.reshape(folded(self.owned.shape))
+        matrix = matrix if matrix.shape == self.shape.gradient_size[1:] else matrix.mT
+        return matrix.unsqueeze(0).to(dtype)
 
     def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
         """Overwrite the gradient by a preconditioned matrix times a coefficient."""
@@ -100,15 +91,11 @@ class GradientBlock(KroneckerBlock):
         grad.copy_(flat.reshape(grad.shape))
 
     def sums(self, examples: Tensor, scale: Tensor) -> StatisticsSums | None:
-        """The statistics of the gradient that is here; None if there is none.
+        """The statistics of the gradient that is here, for so many examples; None without one.
 
         A gradient that is zero, or so small that its squares lose their digits, counts no example,
-        nor does one that is not finite, which is counted as dropped.
-
-        Args:
-            examples: Number of examples that the step counts for in the averages; a scalar.
-            scale: Factor that brings M Mᵀ to the scale of an example's, a scalar: N where the loss
-                is a mean.
+        nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to that
+        of an example's: N where the loss is a mean.
         """
         found = self.gradient(self.staged.dtype)
         if found is None:

@@ -1,30 +1,41 @@
 """Hooks on modules: what they tell whom, eagerly and inside graphs of ``torch.compile``.
 
 A hook holds weak references only, and its copies are idle, so that a pickled or deep-copied model
-takes no optimizer along. Hooks step aside while a model is exported, and inside a graph they become
-a part of it (:mod:`second_order.kronecker.compiled`). A graph does not look for hooks that are new:
-hooks stay on their modules while anybody watches the model, and what a graph depends on is who
-watches, and whether it is wanted now. Drawn labels need a model that is not compiled: the hook
-before the model's forward ends the graph, where they are due.
+takes no optimizer along. Hooks step aside while a model is exported, and a compiler traces them
+with their modules. A graph does not look for hooks that are new: hooks stay on their modules while
+anybody watches the model, and what a graph depends on is who watches, and whether it is wanted now.
+
+No hook can be hung on a tensor inside a graph; there the layer's output goes through an operator
+that gives it on as it is, and whose derivative hands the pair over:
+
+    forward     output = second_order::watch(x, output, anchor)
+    backward    gradient of anchor = second_order::deliver(x, d, anchor), which is 0
+
+``watch`` is made of operators that compilers know, and costs no copy; ``deliver`` is opaque to them
+and runs Python. The anchor is a scalar with two tasks. Its value is the number of a watch: as an
+input of the graph, so that blocks of one kind share a graph. And it asks for a gradient: as a
+result of the backward graph that keeps the call, which would be dropped as dead code otherwise.
+
+Drawn labels need a model that is not compiled: the hook before the model's forward ends the graph,
+where they are due.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
+from second_order.kronecker.attention import is_attention
 from second_order.kronecker.autograd import as_used, skip_code, transformed
-from second_order.kronecker.compiled import Outlet, watched
 
 __all__ = [
-    "AttentionHook",
     "Gate",
     "LayerHook",
     "RootHook",
@@ -32,9 +43,8 @@ __all__ = [
     "Watch",
     "WatchHook",
     "hook_of",
-    "put_back",
+    "input_in",
     "release",
-    "take_off",
 ]
 
 SCRIPTED = (
@@ -55,65 +65,35 @@ ATTENTION = (
     "name the attention in skip_layers"
 )
 
+_numbers = itertools.count()
+_watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
-@dataclass
+
 class Gate:
     """Whether calls are wanted now; a condition of every graph that has the hooks in it."""
 
-    open: bool = True
+    open = True
 
 
 class Watch:
-    """A watcher's interest in a module, as the module's hooks and compiled graphs see it.
+    """A capture's interest in a module, as the module's hooks and compiled graphs see it.
 
-    Args:
-        watcher: The :class:`~second_order.kronecker.capture.Capture` that is told, while it lives.
-        module: The module.
-        gate: Open while the watcher wants calls.
-        drawn: Whether gradients are those of drawn labels, of which graphs know nothing.
-
-    Attributes:
-        outlet: Where compiled graphs deliver the module's pairs.
-        gone: Whether the interest is over.
+    ``drawn``: gradients are those of drawn labels, of which graphs know nothing. ``anchor`` is the
+    scalar that graphs know the watch by; ``gone`` tells that the interest is over.
     """
 
-    def __init__(self, watcher: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
-        self._watcher, self._module = weakref.ref(watcher), weakref.ref(module)
+    def __init__(self, capture: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
+        self.capture, self.module = weakref.ref(capture), weakref.ref(module)
         self.gate, self.drawn, self.gone = gate, drawn, False
-        self.outlet = Outlet(partial(_receive, self._watcher, self._module))
-
-    def watcher_of(self, module: nn.Module) -> Any:
-        """The watcher, if it is there and means this module and not one that shares its hooks."""
-        return self._watcher() if self._module() is module else None
-
-
-def _receive(
-    watcher: weakref.ref[Any], module: weakref.ref[nn.Module], x: Tensor, gradient: Tensor
-) -> None:
-    alive, layer = watcher(), module()
-    if alive is not None and layer is not None:
-        alive.receive(layer, x, gradient)
-
-
-def _watchers(watches: Sequence[Watch], module: nn.Module) -> list[Any]:
-    found = []  # by a loop: a generator would be a frame of its own, which a compiler refuses
-    for watch in watches:
-        if (watcher := watch.watcher_of(module)) is not None:
-            found.append(watcher)  # noqa: PERF401
-    return found
+        number = next(_numbers)
+        with torch.inference_mode(False):
+            anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
+            self.anchor = anchor.requires_grad_()
+        _watches[number] = self
 
 
 class WatchHook:
-    """A hook on a module, which tells all that watch it; its copies, pickled ones too, are idle.
-
-    Attributes:
-        watches: Who is told, and when.
-    """
-
-    before: ClassVar[bool] = False
-    """Whether the hook runs before the module's forward."""
-    with_kwargs: ClassVar[bool] = False
-    """Whether the hook is given keyword arguments."""
+    """A hook on a module, which tells all that watch it; its copies, pickled ones too, are idle."""
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []
@@ -123,28 +103,23 @@ class WatchHook:
         """Not there: torch.jit.script asks for it first, and this is what it gets to say."""
         raise AttributeError(SCRIPTED)
 
-    def __deepcopy__(self: H, memo: Any) -> H:
-        return type(self)()
-
     def __reduce__(self) -> Any:
         return type(self), ()
 
-    def hang(self, module: nn.Module) -> None:
-        """Hook a module."""
-        hook = cast(Callable[..., Any], self)
-        if self.before:
-            module.register_forward_pre_hook(hook, with_kwargs=self.with_kwargs)
-        else:
-            module.register_forward_hook(hook, with_kwargs=self.with_kwargs)
+    def captures(self) -> list[Any]:
+        """The captures that are told."""
+        return [found for watch in self.watches if (found := watch.capture()) is not None]
+
+    def wanted(self) -> bool:
+        """Whether any capture wants calls now."""
+        return torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches)
 
 
 H = TypeVar("H", bound=WatchHook)
 
 
 class LayerHook(WatchHook):
-    """The hook on a layer."""
-
-    with_kwargs = True
+    """The hook on a layer, or on an ``nn.MultiheadAttention``, which calls none of its layers."""
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -152,49 +127,30 @@ class LayerHook(WatchHook):
         """Tell of a call; inside a graph, return the output as a watched one."""
         if torch.compiler.is_exporting():
             return None
-        # By keyword whatever its name is.
-        x = args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
         if torch.compiler.is_dynamo_compiling():
-            return _traced(self.watches, module, x, output)
-        for watcher in _watchers(self.watches, module):
-            watcher.observe(module, x, output)
+            if not is_attention(module):
+                return _traced(self.watches, module, input_in(args, kwargs), output)
+            if self.wanted():
+                _miss(self, module)
+            return None
+        for capture in self.captures():
+            capture.observe(module, args, kwargs, output)
         return None
-
-
-class AttentionHook(WatchHook):
-    """The hook on an ``nn.MultiheadAttention``, which calls none of its layers."""
-
-    with_kwargs = True
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Tell of a call."""
-        if torch.compiler.is_exporting():
-            return
-        if torch.compiler.is_dynamo_compiling():
-            if _is_open(self.watches):
-                _miss(self.watches, module)
-            return
-        for watcher in _watchers(self.watches, module):
-            watcher.observe_attention(module, args, kwargs, output[0])
 
 
 class RootPreHook(WatchHook):
     """The hook before the model's forward, for drawn labels."""
-
-    before = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Tell of the beginning; a graph ends here, so that Python calls the model."""
         if torch.compiler.is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
-            if _is_open(self.watches):
+            if self.wanted():
                 _end_graph()
             return
-        for watcher in _watchers(self.watches, module):
-            watcher.enter_root(module)
+        for capture in self.captures():
+            capture.enter_root(module)
 
 
 class RootHook(WatchHook):
@@ -204,17 +160,18 @@ class RootHook(WatchHook):
         """Tell of the output."""
         if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
             return
-        for watcher in _watchers(self.watches, module):
-            watcher.leave_root(module, output)
+        for capture in self.captures():
+            capture.leave_root(module, output)
 
 
 # Python runs them, as what they do to the compiler is to last beyond their calls.
-for _function in (RootPreHook.__call__, RootHook.__call__, _watchers):
+for _function in (RootPreHook.__call__, RootHook.__call__, WatchHook.captures):
     skip_code(_function.__code__)
 
 
-def _is_open(watches: Sequence[Watch]) -> bool:
-    return torch.is_grad_enabled() and any(watch.gate.open for watch in watches)
+def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A layer's input among the arguments of its call, by keyword whatever its name is."""
+    return args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
 
 
 def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) -> Any:
@@ -223,7 +180,7 @@ def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) ->
         if watch.gate.open and _is_watchable(module, x, output):
             if watch.drawn:
                 _refuse()
-            output = watched(as_used(x).detach(), output, watch.outlet.anchor)
+            output = torch.ops.second_order.watch(as_used(x).detach(), output, watch.anchor)
     return output
 
 
@@ -250,9 +207,58 @@ def _refuse() -> None:
 
 
 @partial(torch.compiler.disable, reason=ATTENTION)
-def _miss(watches: Sequence[Watch], module: nn.Module) -> None:
-    for watcher in _watchers(watches, module):
-        watcher.miss_attention(module)
+def _miss(hook: LayerHook, module: nn.Module) -> None:
+    for capture in hook.captures():
+        capture.miss_attention(module)
+
+
+# ------------------------------------------------------------------------- operators inside graphs
+
+
+def _deliver(x: Tensor, d: Tensor, anchor: Tensor) -> Tensor:
+    watch = _watches.get(int(anchor))
+    if watch is not None:
+        capture, module = watch.capture(), watch.module()
+        if capture is not None and module is not None:
+            capture.receive(module, x, d)
+    return torch.zeros_like(anchor)
+
+
+class _Watch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, anchor)
+        return output.clone()  # a view could not be changed in place; compilers spare the copy
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        x, anchor = ctx.saved_tensors
+        return None, d, torch.ops.second_order.deliver(x, d, anchor)
+
+
+def _watch(x: Tensor, output: Tensor, anchor: Tensor) -> Tensor:
+    return cast(Tensor, _Watch.apply(x, output, anchor))  # type: ignore[no-untyped-call]
+
+
+# Inductor keeps compiled graphs on disk by the operators' names: a change of what `deliver`
+# returns, in number, shape or dtype, needs another name.
+_library = torch.library.Library("second_order", "FRAGMENT")
+_library.define(
+    "deliver(Tensor x, Tensor d, Tensor anchor) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,)
+)
+# Not by torch.library.custom_op, below whose kernels there is no autograd to ask about its graph.
+# What takes a pair in is not compiled, where the function around `backward` is.
+_library.impl("deliver", torch.compiler.disable(_deliver), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "second_order::deliver", lambda x, d, anchor: torch.empty_like(anchor), lib=_library
+)
+# Decomposed by compilers, where autograd.Function by itself would be a graph of its own within the
+# graph, which DistributedDataParallel's splitting of graphs refuses.
+_library.define("watch(Tensor x, Tensor output, Tensor anchor) -> Tensor")
+_library.impl("watch", _watch, "CompositeImplicitAutograd")
+
+
+# ------------------------------------------------------------------------------ hooks come and go
 
 
 def _hooks(module: nn.Module) -> Iterable[tuple[dict[int, Any], int, WatchHook]]:
@@ -268,7 +274,11 @@ def hook_of(module: nn.Module, kind: type[H]) -> H:
     if found is not None:
         return found
     hook = kind()
-    hook.hang(module)
+    called = cast(Any, hook)
+    if kind is RootPreHook:
+        module.register_forward_pre_hook(called)
+    else:
+        module.register_forward_hook(called, with_kwargs=kind is LayerHook)
     return hook
 
 
@@ -278,27 +288,5 @@ def release(modules: Iterable[nn.Module], *, keep: bool = False) -> None:
         for hooks, key, hook in _hooks(module):
             hook.watches[:] = [watch for watch in hook.watches if not watch.gone]
             if not (hook.watches or keep):
-                _drop(module, hooks, key)
-
-
-def take_off(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, WatchHook]]:
-    """Take the hooks off modules, whoever watches them; returns them for :func:`put_back`."""
-    away = []
-    for module in modules:
-        for hooks, key, hook in _hooks(module):
-            _drop(module, hooks, key)
-            away.append((module, hook))
-    return away
-
-
-def put_back(away: Iterable[tuple[nn.Module, WatchHook]]) -> None:
-    """Put hooks back that were taken off, but for those that nobody watches by any more."""
-    for module, hook in away:
-        watches = [watch for watch in hook.watches if not watch.gone]
-        if watches or not hook.watches:
-            hook_of(module, type(hook)).watches.extend(watches)
-
-
-def _drop(module: nn.Module, hooks: dict[int, Any], key: int) -> None:
-    del hooks[key]
-    module._forward_hooks_with_kwargs.pop(key, None)
+                del hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)

@@ -1,4 +1,4 @@
-"""Further kinds of layers, and the way to the kind of any module.
+"""Further kinds of layers, the way to the kind of any module, and layers of users' own classes.
 
 | kind                      | weight            | A                       | G                    |
 |---------------------------|-------------------|-------------------------|----------------------|
@@ -8,10 +8,6 @@
 | scaled embedding          | (entries, width)  | entries, a diagonal     | width                |
 | tied embedding and output | (entries, width)  | entries, a diagonal     | width                |
 
-A transposed convolution multiplies each location of its input by the weight and adds the products
-to a patch of its output. So it is a Linear whose output is that patch, at each location of the
-input; its bias, which is added at locations of the output, is apart.
-
 Of a weight that is an embedding's and an output layer's, a token has a gradient in either use: e gᵀ
 where it is looked up, e its one-hot row, and d hᵀ where it is predicted. Their second moment has
 two partial traces, Σ ‖g‖² e + Σ ‖h‖² d² of the entries, a diagonal, and Σ g gᵀ + Σ ‖d‖² h hᵀ of the
@@ -20,13 +16,16 @@ width. The block is the product of the two over the trace that both have.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
+import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
+from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
 from second_order.kronecker.examples import live_rows
 from second_order.kronecker.layers import (
     KINDS,
@@ -36,8 +35,6 @@ from second_order.kronecker.layers import (
     LayerKind,
     PairStatistics,
     at_least_one,
-    conv_fits,
-    conv_gradient,
     embedding_fits,
     embedding_gradient,
     embedding_statistics,
@@ -46,58 +43,20 @@ from second_order.kronecker.layers import (
     linear_fits,
     linear_gradient,
     linear_statistics,
-    live_images,
     reduced,
     rows_of_embedding,
     unsupported_reason,
 )
-from second_order.kronecker.patches import extract_patches
 
-__all__ = ["found_kind", "ties_of"]
+__all__ = ["found_kind", "register_layer", "ties_of"]
 
 TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
 TRANSPOSED, SCALED = "transposed linear", "scaled embedding"
-
-
 TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
 """Classes of Linears whose weight is (in, out), by their full names."""
 
-
-def _transposed_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    return linear_gradient(module, d, x)
-
-
-def _columns_of_weight(module: nn.Module, bias: bool) -> FactorShape:
-    weight = cast(Tensor, module.weight)
-    return FactorShape(1, weight.shape[0] + int(bias), weight.shape[1], transposed=True)
-
-
-# ------------------------------------------------------------------------- transposed convolutions
-
-
-def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
-    weight, groups = cast(Tensor, module.weight), cast(int, module.groups)
-    return FactorShape(groups, weight.shape[0] // groups, weight.shape[1:].numel(), transposed=True)
-
-
-def _transposed_conv_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, form: Form
-) -> PairStatistics:
-    conv = cast(nn.Conv2d, module)
-    dims = len(conv.kernel_size)
-    x, d, live, rows = live_images(x, d, dims)
-    patches = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
-    for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
-        patches = patches.narrow(3 + dims + i, 0, size)
-    d = patches.flatten(3 + dims).flatten(2, 2 + dims)  # (N, groups, out, T)
-    x = x.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, in, T)
-    locations = x.shape[-1]
-    if form.approximation == "reduce":
-        parts = [t.transpose(0, 1) for t in (x.mean(-1), d.sum(-1))]
-        a, g = (gram(part, False, form.triangular) for part in parts)
-        return PairStatistics({"A": a, "G": g}, live.count, rows)
-    a, g = (gram(t.permute(1, 0, 3, 2).flatten(1, 2), False, form.triangular) for t in (x, d))
-    return PairStatistics({"A": a, "G": g.div_(locations)}, live.count, rows)
+Rows: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+Factor: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -148,13 +107,6 @@ def _scaled_embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tenso
     return embedding_gradient(module, x, d * _scale_of(module))
 
 
-def _scaled_embedding_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, form: Form
-) -> PairStatistics:
-    d = d * _scale_of(module)
-    return embedding_statistics(module, x, d, form)
-
-
 def _entries_by_width(module: nn.Module, bias: bool) -> FactorShape:
     entries, width = cast(Tensor, module.weight).shape
     return FactorShape(1, entries, width, diagonal_a=True, marginal=True)
@@ -188,44 +140,12 @@ def _tied_output_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form)
     return PairStatistics(factors, live.count, len(d))
 
 
-def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
-    """The modules that use one weight both as an embedding and as an output layer, and how."""
-    sharing: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        uninitialised = isinstance(weight, nn.parameter.UninitializedParameter)
-        if weight is not None and not uninitialised and weight.dim() == 2:
-            sharing.setdefault(id(weight), []).append(module)
-    found: dict[nn.Module, Key] = {}
-    for modules in sharing.values():
-        if len(modules) < 2:
-            continue
-        keys = [found_kind(module)[0] for module in modules]
-        kinds = dict.fromkeys((nn.Embedding, SCALED), TIED_EMBEDDING)
-        kinds |= dict.fromkeys((nn.Linear, "linear"), TIED_OUTPUT)
-        if len(set(keys)) > 1 and all(key in kinds for key in keys):
-            both = [kinds[key] for key in keys if key is not None]
-            found |= dict(zip(modules, both, strict=True)) if len(set(both)) > 1 else {}
-    return found
-
-
-# --------------------------------------------------------------------------------- what is what
-
-
 KINDS[TRANSPOSED] = LayerKind(
     linear_statistics,
-    _columns_of_weight,
-    gradient=_transposed_gradient,
+    lambda module, bias: _sizes("weight", True, module, bias),
+    gradient=lambda module, x, d: linear_gradient(module, d, x),
     fits=partial(linear_fits, transposed=True),
 )
-for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    KINDS[_transposed] = LayerKind(
-        _transposed_conv_statistics,
-        _patches_of_output,
-        with_bias=False,
-        gradient=conv_gradient,
-        fits=conv_fits,
-    )
 KINDS[nn.MultiheadAttention] = LayerKind(
     _attention_statistics,
     _thirds_of_weight,
@@ -235,7 +155,7 @@ KINDS[nn.MultiheadAttention] = LayerKind(
     fits=lambda module, x, d: True,  # put together from its own products
 )
 KINDS[SCALED] = LayerKind(
-    _scaled_embedding_statistics,
+    lambda module, x, d, form: embedding_statistics(module, x, d * _scale_of(module), form),
     rows_of_embedding,
     gradient=_scaled_embedding_gradient,
     fits=embedding_fits,
@@ -248,6 +168,23 @@ KINDS[TIED_EMBEDDING] = LayerKind(
     fits=embedding_fits,
 )
 KINDS[TIED_OUTPUT] = LayerKind(_tied_output_statistics, _entries_by_width, with_bias=False)
+
+
+# ------------------------------------------------------------------------------------ what is what
+
+
+def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
+    """The modules that use one weight both as an embedding and as an output layer, and how."""
+    uses: dict[Key | None, Key] = dict.fromkeys((nn.Embedding, SCALED), TIED_EMBEDDING)
+    uses |= dict.fromkeys((nn.Linear, "linear"), TIED_OUTPUT)
+    sharing: dict[int, dict[nn.Module, Key | None]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            sharing.setdefault(id(weight), {})[module] = uses.get(found_kind(module)[0])
+    both = {TIED_EMBEDDING, TIED_OUTPUT}
+    tied = [how for how in sharing.values() if set(how.values()) == both]
+    return {module: cast(Key, key) for how in tied for module, key in how.items()}
 
 
 def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
@@ -270,11 +207,10 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
 
 def _supposed_kind(module: nn.Module) -> Key | None:
     """The kind that a module of an unknown class, or with a forward of its own, may be of."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return None
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if (
-        not isinstance(weight, nn.Parameter)
+        isinstance(module, torch.jit.ScriptModule)
+        or not isinstance(weight, nn.Parameter)
         or isinstance(weight, nn.parameter.UninitializedParameter)
         or weight.dim() != 2
         or min(weight.shape) < 2
@@ -289,7 +225,93 @@ def _supposed_kind(module: nn.Module) -> Key | None:
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
     if any(name in TRANSPOSED_CLASSES for name in names):
         return TRANSPOSED
-    sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    if tuple(weight.shape) == sizes:
+    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
+    if list(weight.shape) == sizes:
         return "linear"
-    return TRANSPOSED if tuple(weight.shape) == sizes[::-1] else None
+    return TRANSPOSED if list(weight.shape) == sizes[::-1] else None
+
+
+# ------------------------------------------------------------------------- users' own classes
+
+
+def register_layer(
+    kind: type[nn.Module],
+    *,
+    rows: Rows | None = None,
+    gain: Factor | None = None,
+    transposed: bool = False,
+    weight: str = "weight",
+    bias: str | None = "bias",
+) -> None:
+    """Tell how a class of modules computes, so that KAISA, DPKFAC and DistKFAC precondition it.
+
+    Subclasses are taken for it if they keep its ``forward``. A later call replaces an earlier one;
+    torch's own layers that have a rule keep it. Register on every process, before the optimizer is
+    made.
+
+    A product: the output's rows are ``W x + b`` of rows x, so that the weight's gradient is the sum
+    of d xᵀ over rows. It gets Kronecker factors, as a Linear has.
+
+    A gain: the output is ``gain * factor(x) + b``, the gain along its last dimensions. It gets an
+    exact block, where the optimizer has ``exact_blocks=True``.
+
+    Args:
+        kind: The class.
+        rows: ``rows(module, input, output_gradient)`` gives x and d, ``(..., in)`` and
+            ``(..., out)``, of the same leading dimensions; None: the input and the gradient as they
+            are. The first leading dimension counts examples.
+        gain: ``gain(module, input)`` gives what the gain multiplies, of the output's shape; None
+            for a product.
+        transposed: Whether the weight is stored ``(in, out)``.
+        weight: Name of the weight, of two dimensions; or of the gain.
+        bias: Name of the bias; None if the class has none.
+
+    Raises:
+        TypeError: If ``kind`` is no class of modules.
+        ValueError: If the class is both a product and a gain, or one of torch's with a rule.
+    """
+    given: Any = kind
+    if not (isinstance(given, type) and issubclass(given, nn.Module)) or given is nn.Module:
+        raise TypeError(
+            f"register_layer: {kind!r} is not a class of modules; pass the class itself"
+        )
+    ruled = kind in KINDS or issubclass(kind, NORMALISATIONS)
+    if ruled and kind.__module__.startswith("torch."):
+        raise ValueError(
+            f"register_layer: torch's {kind.__name__} has a rule, which every optimizer of this "
+            f"process uses; register a class of your own, with a forward of its own"
+        )
+    if gain is not None and (rows is not None or transposed):
+        raise ValueError(
+            "register_layer: gain= is for a layer that multiplies its input by a vector, rows= and "
+            "transposed= for one that multiplies it by a matrix; give one or the other"
+        )
+    if gain is not None:
+        KINDS.pop(kind, None)
+        GAINS[kind] = Gain(gain, weight, bias)
+        return
+
+    def rows_of(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, d) if rows is None else rows(module, x, d)
+
+    def gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        x, d = rows_of(module, x, d)
+        return linear_gradient(module, *((d, x) if transposed else (x, d)))
+
+    GAINS.pop(kind, None)
+    KINDS[kind] = LayerKind(
+        lambda module, x, d, form: linear_statistics(
+            module, *rows_of(module, x, d), replace(form, known=None)
+        ),
+        partial(_sizes, weight, transposed),
+        weight,
+        "" if bias is None else bias,
+        gradient=gradient,
+        fits=lambda module, x, d: True,  # who tells of rows has told of their sizes
+    )
+
+
+def _sizes(weight: str, transposed: bool, module: nn.Module, bias: bool) -> FactorShape:
+    size = cast(Tensor, getattr(module, weight)).shape
+    out_dim, in_dim = (size[1], size[0]) if transposed else (size[0], size[1:].numel())
+    return FactorShape(1, in_dim + int(bias), out_dim, transposed=transposed)

@@ -7,15 +7,14 @@ gradient is ``(groups, out, in)``. An embedding is the Linear on one-hot rows: i
 kept as ``(groups, in)``.
 
 Rows whose output gradient is exactly zero are no examples (:mod:`second_order.kronecker.examples`):
-padded tokens, ignored labels. Of a convolution the rows are whole images or signals.
+padded tokens, ignored labels.
 
-Sources: Martens & Grosse 2015 (Linear), Grosse & Martens 2016, eq. 30-35 (convolutions, KFC),
-Eschenhagen et al. 2023 (expand and reduce), Ba et al. 2017, appendix A (reduce for convolutions).
+Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 (expand and reduce). Convolutions
+are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.kronecker.kinds`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
@@ -23,15 +22,7 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autocorrelation import patch_second_moment
 from second_order.kronecker.examples import LiveRows, live_rows
-from second_order.kronecker.patches import (
-    Convolution,
-    extract_patches,
-    pad_input,
-    padding_per_side,
-    sum_patches,
-)
 from second_order.kronecker.triangles import (
     GATHERED_UP_TO,
     empty_symmetric,
@@ -49,10 +40,7 @@ __all__ = [
     "Key",
     "LayerKind",
     "PairStatistics",
-    "Statistics",
     "at_least_one",
-    "conv_fits",
-    "conv_gradient",
     "embedding_fits",
     "embedding_gradient",
     "embedding_statistics",
@@ -65,16 +53,14 @@ __all__ = [
     "linear_fits",
     "linear_gradient",
     "linear_statistics",
-    "live_images",
     "pair_statistics",
     "reduced",
     "rows_of_embedding",
+    "symmetric",
     "unsupported_reason",
 ]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
-
-AUTOCORRELATION_ELEMENTS = 2**20  # least elements of a patch matrix spared
 
 
 @dataclass(frozen=True)
@@ -129,21 +115,33 @@ class FactorShape:
 class PairStatistics:
     """Sums over one captured pair.
 
-    Attributes:
-        factors: The sums, by letter. A ``(groups, in, in)``, or that as triangles, or
-            ``(groups, in)`` where it is diagonal; divided by ``examples`` it is this pair's
-            estimate of A, and so with L. G ``(groups, out, out)``, or that as triangles; times
-            ``examples`` it is the estimate of G when the loss is a mean over the examples, divided
-            by them when it is a sum.
-        examples: Number of examples; on a device a scalar tensor, which the host does not read.
-        rows: Number of rows, those without a gradient included.
-        live: The rows that A is a sum over, if another layer with the same input may use A.
+    A, divided by ``examples``, is this pair's estimate of A, and so with L. G, times ``examples``,
+    is the estimate of G when the loss is a mean over the examples; divided by them, when a sum.
     """
 
-    factors: dict[str, Tensor]
-    examples: int | Tensor
-    rows: int
-    live: LiveRows | None = None
+    factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), triangles, or diagonals
+    examples: int | Tensor  # on a device a scalar tensor, which the host does not read
+    rows: int  # those without a gradient included
+    live: LiveRows | None = None  # the rows that A is a sum over, if another layer may use it
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the statistics of a pair are formed: see :func:`pair_statistics`."""
+
+    bias: bool
+    approximation: Approximation
+    triangular: bool
+    known: PairStatistics | None = None
+
+
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+# --------------------------------------------------------------------------- sums of outer products
 
 
 def gram(
@@ -169,10 +167,10 @@ def gram(
     bands = (
         (start, x[..., start : start + strip].mT @ x[..., start:]) for start in range(0, dim, strip)
     )
-    return _symmetric(bands, x, dim, column, rows if ones is None else ones, triangular)
+    return symmetric(bands, x, dim, column, rows if ones is None else ones, triangular)
 
 
-def _symmetric(
+def symmetric(
     bands: Iterable[tuple[int, Tensor]],
     x: Tensor,
     dim: int,
@@ -182,66 +180,32 @@ def _symmetric(
 ) -> Tensor:
     """Assemble a symmetric matrix from bands of its rows and the homogeneous coordinate.
 
-    Args:
-        bands: First row and values of each band, as for :func:`write_band`.
-        x: A tensor with the dtype and the device of the result.
-        dim: Size of the matrix without the homogeneous coordinate.
-        column: ``(groups, dim)``, the sum of the rows; None without that coordinate.
-        rows: Number of rows summed over; a scalar tensor on a device.
-        triangular: Whether to return upper triangles.
+    The bands are as for :func:`write_band`, of the dtype of ``x``. The column, ``(groups, dim)``,
+    is the sum of the rows, None without that coordinate; ``rows`` is their number.
     """
     total, matrix = dim + (column is not None), None
-    if triangular and total <= GATHERED_UP_TO:
-        return _small_triangle(bands, x, dim, column, rows)
+    small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
     for start, band in bands:
+        if small and matrix is None and band.shape[-2] == total:
+            return pack_from_upper(band)
         if matrix is None:
-            matrix = empty_symmetric(x, band.shape[0], total, triangular)
-        write_band(matrix, total, start, band)
+            matrix = empty_symmetric(x, band.shape[0], total, triangular and not small)
+        if small:
+            matrix[:, start : start + band.shape[-2], start:dim] = band
+        else:
+            write_band(matrix, total, start, band)
     assert matrix is not None
     if column is not None:
         last = nn.functional.pad(column, (0, 1))
         last[:, -1] = rows
-        write_last_row(matrix, total, last)
-    return matrix
+        if small:
+            matrix[..., -1] = last
+        else:
+            write_last_row(matrix, total, last)
+    return pack_from_upper(matrix) if small else matrix
 
 
-def _small_triangle(
-    bands: Iterable[tuple[int, Tensor]],
-    x: Tensor,
-    dim: int,
-    column: Tensor | None,
-    rows: int | Tensor,
-) -> Tensor:
-    """The triangle of :func:`_symmetric` by way of the whole matrix, where it is small."""
-    upper, total = None, dim + (column is not None)
-    for start, band in bands:
-        if upper is None and band.shape[-2] == total:
-            return pack_from_upper(band)
-        if upper is None:
-            upper = x.new_empty(band.shape[0], total, total)
-        upper[:, start : start + band.shape[-2], start:dim] = band
-    assert upper is not None
-    if column is not None:
-        upper[:, :dim, dim] = column
-        upper[:, dim, dim] = rows
-    return pack_from_upper(upper)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How the statistics of a pair are formed: see :func:`pair_statistics`.
-
-    Attributes:
-        bias: Whether the homogeneous coordinate belongs to A.
-        approximation: How dimensions that share the weight are treated.
-        triangular: Whether symmetric sums are upper triangles.
-        known: Statistics of another Linear with the same input, or None.
-    """
-
-    bias: bool
-    approximation: Approximation
-    triangular: bool
-    known: PairStatistics | None = None
+# ------------------------------------------------------------------------------------------ Linears
 
 
 def linear_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
@@ -264,8 +228,64 @@ def reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     if live.mask is None:
         return x.mean(1), d.sum(1)
     mask = live.mask.view(-1, length, 1)
-    counts = mask.sum(1).clamp_min(1)
-    return (x * mask).sum(1) / counts, d.sum(1)
+    return (x * mask).sum(1) / mask.sum(1).clamp_min(1), d.sum(1)
+
+
+def linear_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    """The sum of d xᵀ over all rows of a pair, ``(out, in)``."""
+    return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+
+
+def linear_fits(module: nn.Module, x: Tensor, d: Tensor, transposed: bool = False) -> bool:
+    """Whether a pair has the sizes of a Linear's weight, and as many rows of x as of d."""
+    out_dim, in_dim = cast(Tensor, module.weight).shape[:: -1 if transposed else 1]
+    sizes = (d.shape[-1], x.shape[-1]) == (out_dim, in_dim)
+    dense = x.layout is torch.strided and x.is_floating_point()
+    return sizes and dense and d.numel() * in_dim == x.numel() * out_dim
+
+
+def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
+    weight, groups = cast(Tensor, module.weight), cast(int, getattr(module, "groups", 1))
+    return FactorShape(groups, weight.shape[1:].numel() + int(bias), weight.shape[0] // groups)
+
+
+# -------------------------------------------------------------------------------- kinds of layers
+
+
+Key: TypeAlias = type[nn.Module] | str
+"""The name of a kind of layer: a class, or a word for what is known by what it computes."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The rules for one kind of layer.
+
+    Attributes:
+        statistics: Makes the statistics of a pair: see :func:`pair_statistics`.
+        shape: Gives the sizes of a module's factors, with or without the homogeneous coordinate.
+        weight: Name of the weight.
+        bias: Name of the bias.
+        with_bias: Whether the bias is the homogeneous coordinate of A.
+        gradient: Gives a pair's part of the weight's gradient, of the weight's shape.
+        fits: Tells whether a pair has sizes that the layer's can have.
+    """
+
+    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
+    shape: Callable[[nn.Module, bool], FactorShape] = _rows_of_weight
+    weight: str = "weight"
+    bias: str = "bias"
+    with_bias: bool = True
+    gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
+    fits: Callable[[nn.Module, Tensor, Tensor], bool] = linear_fits
+
+
+KINDS: dict[Key, LayerKind] = {}
+"""All kinds of layers, those of users among them."""
+
+KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics)
+
+
+# --------------------------------------------------------------------------------------- embeddings
 
 
 def embedding_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
@@ -295,128 +315,6 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
-def _spares_patches(conv: Convolution, x: Tensor) -> bool:
-    """Whether the second moment of the patches is taken without them.
-
-    Only at stride 1, on the CPU and in one or two dimensions. A larger stride shares next to
-    nothing between taps: 3 x 3 at stride 2 has 8 distinct pairs of taps out of 9 in each dimension
-    and a patch matrix of only 2.25 times the input. A strided convolution for each tap took 1.5
-    times as long as patches. On CUDA neither is measured, and float32 convolutions round to TF32.
-
-    Measured on one core, float32, 3 x 3, times faster than patches: 2.4 to 4.9 at 16 x 16 positions
-    and above with 16 to 128 channels, 1.7 at 8 x 8; 1.3 to 2.8 with a dilation of 2 or 4; 1.7 to
-    3.7 with groups, but 0.65 for groups of two channels at 8 x 8. Below a million patch elements
-    the many small operations are the slower way. Where A is large, copies of it dominate below a
-    thousand positions, and so do the ends of the window where it is not more than twice as long as
-    the kernel's reach: 0.6 to 1.1 at 4 x 4 positions.
-    """
-    if x.device.type != "cpu" or isinstance(conv, nn.Conv3d) or any(s > 1 for s in conv.stride):
-        return False
-    padded = [n + sum(p) for n, p in zip(x.shape[2:], padding_per_side(conv), strict=True)]
-    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-    outputs = [n - r for n, r in zip(padded, reach, strict=True)]
-    positions, taps = x.shape[0] * math.prod(outputs), math.prod(conv.kernel_size)
-    return (
-        taps > 1
-        and all(n > 2 * r for n, r in zip(outputs, reach, strict=True))
-        and positions * min(x.shape[1] * taps, 1024) >= AUTOCORRELATION_ELEMENTS
-    )
-
-
-def _autocorrelation_gram(
-    x: Tensor, conv: Convolution, homogeneous: bool, triangular: bool, examples: int | Tensor
-) -> Tensor:
-    """:func:`gram` of the patches of the padded input ``x``, computed without patches."""
-    if x.dim() == 3:  # of one dimension: an image of one row
-        x = x.unsqueeze(2)
-    (k1, k2), (d1, d2) = (1, *conv.kernel_size)[-2:], (1, *conv.dilation)[-2:]
-    dim, column = conv.weight[0].numel(), None
-    height, width = x.shape[2] - (k1 - 1) * d1, x.shape[3] - (k2 - 1) * d2
-    if homogeneous:
-        windows = x.sum(0).unfold(1, height, d1).unfold(2, width, d2)  # (C, k₁, k₂, H, W)
-        column = windows.sum((-2, -1)).view(conv.groups, dim)
-    bands = patch_second_moment(x, (k1, k2), (d1, d2), conv.groups)
-    return _symmetric(bands, x, dim, column, examples * (height * width), triangular)
-
-
-def live_images(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor, LiveRows, int]:
-    """Inputs and output gradients of images, those without a gradient left out as far as that pays.
-
-    Args:
-        x: Inputs ``(N, C, ...)``, or of one image without the first dimension.
-        d: Output gradients, with as many dimensions.
-        dims: Number of spatial dimensions.
-
-    Returns:
-        Inputs and gradients, of one image of zeros at least; who has a gradient; N.
-    """
-    if x.dim() == dims + 1:  # a single example without a batch dimension
-        x, d = x.unsqueeze(0), d.unsqueeze(0)
-    live, rows = live_rows(d), len(d)
-    if live.mask is not None:
-        x = live.pick(x)
-        d = live.pick(d) if len(x) < rows else d  # d is zero where x is not left out
-    if len(d) == 0:
-        x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
-    return x, d, live, rows
-
-
-def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    conv = cast(Convolution, module)
-    dims = len(conv.kernel_size)
-    x, d, live, rows = live_images(x, d, dims)
-    count, examples = len(d), live.count
-    d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
-    locations = d.shape[-1]
-    if form.approximation == "expand":
-        # Copied along the locations, which lie next to each other in most inputs.
-        rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, count * locations).mT
-        g = gram(rows_d, False, form.triangular).div_(locations)
-        if _spares_patches(conv, x):
-            padded = pad_input(x, conv)
-            a = _autocorrelation_gram(padded, conv, form.bias, form.triangular, examples)
-        else:
-            patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
-            order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
-            columns = patches.permute(order).reshape(conv.groups, -1, count * locations)
-            a = gram(columns.mT, form.bias, form.triangular, examples * locations)
-        return PairStatistics({"A": a, "G": g}, examples, rows)
-    rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
-    rows_d = d.sum(-1).transpose(0, 1)
-    a, g = gram(rows_x, form.bias, form.triangular, examples), gram(rows_d, False, form.triangular)
-    return PairStatistics({"A": a, "G": g}, examples, rows)
-
-
-# ----------------------------------------------------------- a pair's part of the weight's gradient
-
-
-def linear_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """The sum of d xᵀ over all rows of a pair, ``(out, in)``."""
-    return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
-
-
-def conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """The gradient of the weight of a convolution, transposed or not, of its shape."""
-    conv = cast(Convolution, module)
-    dims, transposed = len(conv.kernel_size), conv.transposed
-    if x.dim() == dims + 1:
-        x, d = x.unsqueeze(0), d.unsqueeze(0)
-    _, gradient, _ = torch.ops.aten.convolution_backward(
-        d,
-        x if transposed else pad_input(x, conv),
-        x.new_empty(conv.weight.shape),  # its values do not matter
-        None,
-        conv.stride,
-        conv.padding if transposed else [0] * dims,
-        conv.dilation,
-        transposed,
-        conv.output_padding,
-        conv.groups,
-        (False, True, False),
-    )
-    return cast(Tensor, gradient)
-
-
 def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     """The sum of d at the entries looked up, ``(entries, width)``."""
     embedding, tokens, rows = cast(nn.Embedding, module), x.reshape(-1), d.flatten(0, -2)
@@ -426,102 +324,24 @@ def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     return found
 
 
-# ------------------------------------------------------------- whether a pair can be of the layer
-
-
-def linear_fits(module: nn.Module, x: Tensor, d: Tensor, transposed: bool = False) -> bool:
-    """Whether a pair has the sizes of a Linear's weight, and as many rows of x as of d."""
-    out_dim, in_dim = cast(Tensor, module.weight).shape[:: -1 if transposed else 1]
-    fits = x.layout is torch.strided and x.is_floating_point()
-    return (
-        fits
-        and (d.shape[-1], x.shape[-1]) == (out_dim, in_dim)
-        and d.numel() * in_dim == x.numel() * out_dim
-    )
-
-
-def conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
-    """Whether a pair has the sizes of a convolution's input and output, transposed or not."""
-    conv = cast(Convolution, module)
-    dims = len(conv.kernel_size)
-    sizes = (x.shape[-dims - 1], d.shape[-dims - 1]) == (conv.in_channels, conv.out_channels)
-    if x.dim() != d.dim() or x.shape[: -dims - 1] != d.shape[: -dims - 1] or not sizes:
-        return False
-    narrow, wide = (x, d) if conv.transposed else (d, x)
-    ends = zip(wide.shape[-dims:], narrow.shape[-dims:], padding_per_side(conv), strict=True)
-    for i, (n, out, sides) in enumerate(ends):
-        reach = conv.dilation[i] * (conv.kernel_size[i] - 1) + 1
-        more = (n + sum(sides) - reach) // conv.stride[i] + 1 - out
-        # A transposed one may add to its output's end.
-        if not 0 <= more <= (conv.dilation[i] if conv.transposed else 0):
-            return False
-    return True
-
-
 def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
     """Whether a pair has a row for each index."""
     width = cast(Tensor, module.weight).shape[1]
     return not x.is_floating_point() and d.shape == (*x.shape, width)
 
 
-Statistics: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
-Fits: TypeAlias = Callable[[nn.Module, Tensor, Tensor], bool]
-Gradient: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
-Key: TypeAlias = type[nn.Module] | str
-"""The name of a kind of layer: a class, or a word for what is known by what it computes."""
-
-
-def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
-    weight = cast(Tensor, module.weight)
-    groups = cast(int, getattr(module, "groups", 1))
-    return FactorShape(groups, weight.shape[1:].numel() + int(bias), weight.shape[0] // groups)
-
-
 def rows_of_embedding(module: nn.Module, bias: bool) -> FactorShape:
     """Sizes of an embedding's factors."""
-    weight = cast(Tensor, module.weight)
-    return FactorShape(1, weight.shape[0], weight.shape[1], diagonal_a=True)
+    entries, width = cast(Tensor, module.weight).shape
+    return FactorShape(1, entries, width, diagonal_a=True)
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """The rules for one kind of layer.
-
-    Attributes:
-        statistics: Makes the statistics of a pair: see :func:`pair_statistics`.
-        shape: Gives the sizes of a module's factors, with or without the homogeneous coordinate.
-        weight: Name of the weight.
-        bias: Name of the bias.
-        with_bias: Whether the bias is the homogeneous coordinate of A.
-        gradient: Gives a pair's part of the weight's gradient, of the weight's shape.
-        fits: Tells whether a pair has sizes that the layer's can have.
-    """
-
-    statistics: Statistics
-    shape: Callable[[nn.Module, bool], FactorShape] = _rows_of_weight
-    weight: str = "weight"
-    bias: str = "bias"
-    with_bias: bool = True
-    gradient: Gradient = linear_gradient
-    fits: Fits = linear_fits
-
-
-KINDS: dict[Key, LayerKind] = {
-    nn.Linear: LayerKind(linear_statistics),
-    nn.Conv1d: LayerKind(_conv_statistics, gradient=conv_gradient, fits=conv_fits),
-    nn.Conv2d: LayerKind(_conv_statistics, gradient=conv_gradient, fits=conv_fits),
-    nn.Conv3d: LayerKind(_conv_statistics, gradient=conv_gradient, fits=conv_fits),
-    nn.Embedding: LayerKind(
-        embedding_statistics, rows_of_embedding, gradient=embedding_gradient, fits=embedding_fits
-    ),
-    "linear": LayerKind(linear_statistics),
-}
-"""All kinds of layers, those of users among them."""
-
-CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+KINDS[nn.Embedding] = LayerKind(
+    embedding_statistics, rows_of_embedding, gradient=embedding_gradient, fits=embedding_fits
 )
+
+
+# ---------------------------------------------------------------------------------------- any layer
 
 
 def key_of(module: nn.Module) -> Key | None:
@@ -531,7 +351,7 @@ def key_of(module: nn.Module) -> Key | None:
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether a module is one of the convolutions that have Kronecker factors."""
-    return isinstance(module, CONVOLUTIONS) and key_of(module) is not None
+    return isinstance(module, CONVOLUTIONS)
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
@@ -585,10 +405,9 @@ def pair_statistics(
         key: The layer's kind; None for that of its class.
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    if x.is_floating_point():
-        x = x.to(dtype)
-    statistics = _kind(module, key).statistics
-    return statistics(module, x, d.to(dtype), Form(bias, approximation, triangular, known))
+    x = x.to(dtype) if x.is_floating_point() else x
+    form = Form(bias, approximation, triangular, known)
+    return _kind(module, key).statistics(module, x, d.to(dtype), form)
 
 
 def _kind(module: nn.Module, key: Key | None) -> LayerKind:

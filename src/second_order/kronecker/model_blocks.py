@@ -19,7 +19,6 @@ from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
     Key,
-    LayerKind,
     factor_shape,
     is_convolution,
 )
@@ -30,27 +29,19 @@ __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
 LONE = "Parameter"  # in the place of a class, of what no layer has
 MUCH = 0.1  # of the parameters: the share of matrices without a rule that "auto" does not leave
+TIED = "its weight is tied to a module left to the base"
 
 
 @dataclass(frozen=True)
 class LeftToBase:
-    """Parameters that the base optimizer trains alone, and why.
+    """Parameters that the base optimizer trains alone, and why."""
 
-    Attributes:
-        name: Name of the parameters' module; of a lone parameter its own.
-        kind: Class of the module; "Parameter" for a lone one.
-        reason: Why the module has no block.
-        parameters: Number of scalar parameters.
-        unexpected: Whether the module would have a block, but for its size or its state.
-        norm: Whether the module is a norm layer.
-    """
-
-    name: str
-    kind: str
+    name: str  # of the parameters' module; of a lone parameter its own
+    kind: str  # class of the module; "Parameter" for a lone one
     reason: str
-    parameters: int
-    unexpected: bool = False
-    norm: bool = False
+    parameters: int  # number of scalars
+    unexpected: bool = False  # it would have a block, but for its size or its state
+    norm: bool = False  # a norm layer
 
     def __str__(self) -> str:
         if self.kind == LONE:
@@ -82,10 +73,7 @@ class BlockRules:
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
         """Number T of locations of a Linear to be doubly factored; 0 for any other module.
 
-        Args:
-            name: Name of the module.
-            module: The module.
-            channels: Output channels of the last convolution before the module, or None.
+        ``channels`` are the output channels of the last convolution before it.
         """
         if not isinstance(module, nn.Linear):
             return 0
@@ -111,6 +99,13 @@ class BlockRules:
                     f"doubly_factored: {name!r} has {module.in_features} inputs, not {locations} "
                     f"locations x {channels} channels; give (locations, channels) of its input"
                 )
+
+    def too_large(self, shape: FactorShape) -> str | None:
+        """Why a layer's factors are too large to be kept; None if they are not."""
+        largest = max(shape.dim(k) for k in shape.letters if not shape.is_diagonal(k))
+        if self.max_factor_dim is None or largest <= self.max_factor_dim:
+            return None
+        return f"a factor of {largest} rows exceeds max_factor_dim={self.max_factor_dim}"
 
 
 def find_blocks(
@@ -142,203 +137,211 @@ def find_blocks(
     """
     rules = BlockRules() if rules is None else rules
     rules.check(model)
+    search = _Search(model, owned, known, (factor_dtype, triangular), rules)
     patterns, everything = list(skip), dict(model.named_modules(remove_duplicate=False))
-    sharing: dict[int, list[tuple[str, nn.Module]]] = {}
-    left: list[LeftToBase] = []
-    unexpected: set[str] = set()  # reasons that make a row an unexpected one
-    counted: set[int] = set()
-    locations: dict[nn.Module, int] = {}
-    exact: dict[int, ExactBlock] = {}  # by what they come after
     channels: int | None = None
-    keys: dict[nn.Module, Key | None] = {}
-    ties = ties_of(model)
-    kinds_found = {module: found_kind(module) for module in model.modules()}
-    layers_own = _owned_by_layers(kinds_found)
-    barred_modules: set[nn.Module] = set()  # whose parameters are the base's, whatever the rules
-    counted_in: dict[int, int] = {}  # by parameter, the row that counts it
-
-    def leave(name: str, module: nn.Module, reason: str) -> None:
-        own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) in owned}
-        count = sum(size for key, size in own.items() if key not in counted)
-        counted_in.update({key: len(left) for key in own if key not in counted})
-        counted.update(own)
-        kind, odd = plain_type(module).__name__, reason in unexpected
-        norm = _is_norm(module)
-        left.append(LeftToBase(name or "(model)", kind, reason, count, odd, norm))
-
-    def leave_alone(name: str, module: nn.Module, reason: str) -> None:
-        """Leave each parameter of a module to the base by its own name."""
-        for letter, p in module.named_parameters(recurse=False):
-            if id(p) in owned and id(p) not in counted:
-                counted_in[id(p)] = len(left)
-                counted.add(id(p))
-                full = f"{name}.{letter}".lstrip(".")
-                left.append(LeftToBase(full, LONE, reason, p.numel()))
-
-    def add_exact(name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
-        """Add an exact block of some of a module's parameters, if the rules ask for one."""
-        named = [module._parameters.get(letter) for letter in letters]
-        params = [p for p in named if p is not None and id(p) in owned and id(p) not in counted]
-        if rules.max_exact_dim is None or not params:
-            return False
-        block = known.get(id(params[0]))
-        if not isinstance(block, ExactBlock) or block.owned != params:
-            block = ExactBlock(name, module, params, rules.max_exact_dim, factor_dtype, triangular)
-        exact[after] = block
-        counted.update(map(id, params))
-        return True
-
     for name, module in model.named_modules():
         if is_convolution(module):
             channels = cast(int, module.out_channels)
         fed_by, channels = channels, None if isinstance(module, nn.Linear) else channels
-        own = dict(module.named_parameters(recurse=False))
-        if not any(id(p) in owned for p in own.values()):
-            continue
-        pattern = first_match(patterns, everything, name)
-        known_as: Key | None = None
+        if any(id(p) in owned for p in module.parameters(recurse=False)):
+            search.sort(name, module, first_match(patterns, everything, name), fed_by)
+    blocks = [block for key in search.sharing for block in search.blocks_of(key)]
+    return search.with_others(blocks)
+
+
+class _Search:
+    """What is found of a model's modules, one after the other."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owned: Mapping[int, int],
+        known: Mapping[int, KroneckerBlock],
+        stored: tuple[torch.dtype, bool],
+        rules: BlockRules,
+    ) -> None:
+        self.model, self.owned, self.known = model, owned, known
+        self.stored, self.rules = stored, rules
+        # By weight, the modules that have it; nothing in the place of exact blocks.
+        self.sharing: dict[int, list[tuple[str, nn.Module]]] = {}
+        self.exact: dict[int, ExactBlock] = {}  # by what they come after
+        self.in_exact: set[int] = set()
+        self.rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters that each may have
+        self.left: set[nn.Module] = set()
+        self.barred: set[nn.Module] = set()  # their parameters are the base's, whatever the rules
+        self.keys: dict[nn.Module, Key | None] = {}
+        self.locations: dict[nn.Module, int] = {}
+        self.ties = ties_of(model)
+        self.kinds = {module: found_kind(module) for module in model.modules()}
+        named = [(m, KINDS[key]) for m, (key, _) in self.kinds.items() if key is not None]
+        tensors = [m._parameters.get(n) for m, kind in named for n in (kind.weight, kind.bias)]
+        self.layers_own = {id(p) for p in tensors if p is not None}
+
+    def leave(self, name: str, module: nn.Module, reason: str, unexpected: bool = False) -> None:
+        """Leave a module's parameters to the base."""
+        kind = plain_type(module).__name__
+        row = LeftToBase(name or "(model)", kind, reason, 0, unexpected, _is_norm(module))
+        self.rows.append((row, list(map(id, module.parameters(recurse=False)))))
+        self.left.add(module)
+
+    def leave_alone(self, name: str, kind: str, reason: str, *params: Tensor) -> None:
+        """Leave parameters to the base by a name of their own."""
+        self.rows.append((LeftToBase(name.lstrip("."), kind, reason, 0), list(map(id, params))))
+
+    def add_exact(self, name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
+        """Add an exact block of some of a module's parameters, if the rules ask for one."""
+        named = [module._parameters.get(letter) for letter in letters]
+        params = [p for p in named if p is not None and id(p) in self.owned]
+        params = [p for p in params if id(p) not in self.in_exact]
+        if self.rules.max_exact_dim is None or not params:
+            return False
+        block = self.known.get(id(params[0]))
+        if not isinstance(block, ExactBlock) or block.owned != params:
+            block = ExactBlock(name, module, params, self.rules.max_exact_dim, *self.stored)
+        self.exact[after] = block
+        self.in_exact.update(map(id, params))
+        return True
+
+    def sort(self, name: str, module: nn.Module, pattern: str | None, fed_by: int | None) -> None:
+        """Find out what a module is: a layer, the place of an exact block, or the base's."""
+        own, rules = dict(module.named_parameters(recurse=False)), self.rules
         reason: str | None = None
-        barred = _barred(module, own.get("weight"))
-        unexpected |= {barred} if barred else set()
-        barred = f"skip_layers: {pattern!r}" if pattern else barred
-        if barred is None:
-            known_as, reason = kinds_found[module]
-            if known_as is None and all(id(p) in layers_own for p in own.values()):
-                continue  # another name of a layer's bias, as BERT's head has it
-        keys[module] = known_as = ties.get(module, known_as)
-        kind = KINDS[nn.Linear if known_as is None else known_as]
-        weight, reason = own.get(kind.weight), barred or reason
+        key: Key | None = None
+        weight, unexpected = own.get("weight"), True
+        if pattern:
+            reason, unexpected = f"skip_layers: {pattern!r}", False
+        elif isinstance(module, torch.jit.ScriptModule):
+            reason = "torch.jit has compiled it and runs no hooks; train the plain module"
+        elif weight is not None and weight.numel() == 0:
+            reason = f"its weight is empty: {tuple(weight.shape)}"
+        barred = reason is not None
+        if not barred:
+            (key, reason), unexpected = self.kinds[module], False
+            if key is None and all(id(p) in self.layers_own for p in own.values()):
+                return  # another name of a layer's bias, as BERT's head has it
+        self.keys[module] = key = self.ties.get(module, key)
+        kind = KINDS[nn.Linear if key is None else key]
+        weight = own.get(kind.weight)
         if pattern or getattr(module, "sparse", False):
-            barred_modules.add(module)
+            self.barred.add(module)
         if not barred and rules.max_exact_dim is not None and is_normalisation(module):
             letters = names_of_gain(module)
             after = id(own.get(letters[0]))
-            if after not in exact and add_exact(name, module, after, letters):
-                sharing.setdefault(after, [])
-                continue
-        if reason is None and (weight is None or id(weight) not in owned):
-            if not is_attention(module) and add_exact(name, module, id(module), (kind.bias,)):
-                sharing.setdefault(id(module), [])
-                continue
+            if after not in self.exact and self.add_exact(name, module, after, letters):
+                self.sharing.setdefault(after, [])
+                return
+        if reason is None and (weight is None or id(weight) not in self.owned):
+            if not is_attention(module) and self.add_exact(name, module, id(module), (kind.bias,)):
+                self.sharing.setdefault(id(module), [])
+                return
             reason = "its weight is not in the optimizer's groups"
         if reason is None:
-            locations[module] = rules.locations(name, module, fed_by)
-            wider = kind.with_bias and own.get(kind.bias) is not None and not locations[module]
-            shape = factor_shape(module, wider, known_as)
-            shape = replace(shape, locations=locations[module])
-            reason = _too_large(shape, rules)
-            unexpected |= {reason} if reason else set()
-        if reason is not None:
-            unknown = not barred and known_as is None
-            (leave_alone if unknown and _has_lone(module) else leave)(name, module, reason)
-        # What a compiled module does with its parameters is not known.
-        shared = own.values() if isinstance(module, torch.jit.ScriptModule) else [weight]
-        for p in shared:
-            if p is not None and id(p) in owned:
-                sharing.setdefault(id(p), []).append((name, module))
+            locations = self.locations[module] = rules.locations(name, module, fed_by)
+            wider = kind.with_bias and own.get(kind.bias) is not None and not locations
+            shape = replace(factor_shape(module, wider, key), locations=locations)
+            reason = rules.too_large(shape)
+            unexpected = reason is not None
+        if reason is not None and not barred and key is None and _has_lone(module):
+            for letter, p in own.items():
+                self.leave_alone(f"{name}.{letter}", LONE, reason, p)
+            self.left.add(module)
+        elif reason is not None:
+            self.leave(name, module, reason, unexpected)
+        if weight is not None and id(weight) in self.owned:
+            self.sharing.setdefault(id(weight), []).append((name, module))
 
-    rejected = {row.name for row in left}
-    blocks: list[KroneckerBlock] = []
-    for key, members in sharing.items():
+    def blocks_of(self, key: int) -> list[KroneckerBlock]:
+        """The blocks in the place of a weight: its own, and those of biases that are apart."""
+        members = self.sharing[key]
         if not members:
-            blocks.append(exact[key])
-            continue
-        if key in exact:  # an exact block would not see what the other module does with the gain
-            norm, reason = exact[key], "its weight is tied to a module left to the base"
-            count = sum(p.numel() for p in norm.owned)
-            left.append(LeftToBase(norm.name, type(norm.modules[0]).__name__, reason, count))
-            continue
-        names = [name for name, _ in members]
+            return [self.exact[key]]
+        if key in self.exact:  # an exact block would not see what the other module does with it
+            norm = self.exact[key]
+            self.in_exact.difference_update(map(id, norm.owned))
+            self.leave_alone(norm.name, type(norm.modules[0]).__name__, TIED, *norm.owned)
+            return []
         modules = [module for _, module in members]
-        if any((name or "(model)") in rejected for name in names):
-            if len(members) > 1:
-                for name, module in members:
-                    if (name or "(model)") not in rejected:
-                        leave(name, module, "its weight is tied to a module left to the base")
-            continue
-        kinds = [KINDS[k] for m in modules if (k := keys[m]) is not None]
-        biases = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
-        tied = all(module in ties for module in modules)
-        shapes = {(plain_type(m), cast(Tensor, getattr(m, kinds[0].weight)).shape) for m in modules}
-        if not tied and (len({id(b) for b in biases}) > 1 or len(shapes) > 1):
+        if not self.left.isdisjoint(modules):
             for name, module in members:
-                leave(name, module, "tied weights with separate biases or types")
-            continue
-        biases = [b if b is not None and id(b) in owned else None for b in biases]
-        bias = None if tied else biases[0]
-        frozen = bias is not None and bias.requires_grad and not _trains(modules[0], kinds[0])
-        apart = "doubly factored" if locations[modules[0]] else ""
-        if not kinds[0].with_bias:
+                if module not in self.left:
+                    self.leave(name, module, TIED)
+            return []
+        keys = [self.keys[module] for module in modules]
+        kinds = [KINDS[k] for k in keys if k is not None]
+        first, own = modules[0], kinds[0]
+        found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
+        tied = all(module in self.ties for module in modules)
+        shapes = {(plain_type(m), cast(Tensor, getattr(m, own.weight)).shape) for m in modules}
+        if not tied and (len(set(map(id, found))) > 1 or len(shapes) > 1):
+            for name, module in members:
+                self.leave(name, module, "tied weights with separate biases or types")
+            return []
+        biases = [b if b is not None and id(b) in self.owned else None for b in found]
+        bias, locations = None if tied else biases[0], self.locations[first]
+        thawed = cast(Tensor, getattr(first, own.weight)).requires_grad
+        frozen = bias is not None and bias.requires_grad and not thawed
+        apart = "doubly factored" if locations else ""
+        if not own.with_bias:
             apart = "tied to an embedding" if tied else "multiplied at other positions"
-        if apart or (frozen and not is_attention(modules[0])):
+        blocks: list[KroneckerBlock] = []
+        if apart or (frozen and not is_attention(first)):
             count = len(members) if tied else 1
             for (name, module), each in list(zip(members, biases, strict=True))[:count]:
-                letter = kinds[0].bias
-                if each is None or id(each) in counted:
+                if each is None or id(each) in self.in_exact:
                     continue
-                if add_exact(name, module, id(each), (letter,)):
-                    blocks.append(exact[id(each)])
+                if self.add_exact(name, module, id(each), (own.bias,)):
+                    blocks.append(self.exact[id(each)])
                     bias = None  # also once the weight thaws
                 elif apart:
                     reason = f"its weight is {apart}, and there are no exact blocks"
-                    lone, kind_name = f"{name}.{letter}", type(module).__name__
-                    left.append(LeftToBase(lone, kind_name, reason, each.numel()))
-                    counted.add(id(each))
+                    lone = f"{name}.{own.bias}"
+                    self.leave_alone(lone, type(module).__name__, reason, each)
             bias = None if apart else bias
-        block = known.get(key)
-        if locations[modules[0]]:
+        block, names = self.known.get(key), [name for name, _ in members]
+        if locations:
             if not isinstance(block, DoublyFactoredBlock) or block.modules != modules:
-                count = locations[modules[0]]
-                block = DoublyFactoredBlock(names, modules, count, factor_dtype, triangular)
-        else:
-            found = [keys[module] for module in modules]
-            fits = block is not None and block.modules == modules and block.keys == found
-            if block is None or not fits or block.bias is not bias:
-                block = KroneckerBlock(names, modules, bias, factor_dtype, triangular, found)
-        blocks.append(block)
-    ours = {id(p) for block in blocks for p in (block.weight, block.bias) if p is not None}
-    others: list[GradientBlock] = []
-    if rules.other_matrices != "base":
-        for name, module, p in _matrices(model, set(owned) - ours, barred_modules):
-            made = known.get(id(p))
-            if not isinstance(made, GradientBlock) or made.modules != [module]:
-                most = rules.max_factor_dim
-                made = GradientBlock(name, module, p, most, factor_dtype, triangular)
-            if not _too_large(made.shape, rules):
-                others.append(made)
-    least = MUCH * sum(owned.values()) if rules.other_matrices == "auto" else 0.0
-    if others and sum(block.weight.numel() for block in others) >= least:
-        blocks += others
-        ours |= {id(block.weight) for block in others}
-        for key in ours & counted_in.keys():
-            row = left[counted_in[key]]
-            left[counted_in[key]] = replace(row, parameters=row.parameters - owned[key])
-        left = [row for row in left if row.parameters]
-    strays = sum(size for key, size in owned.items() if key not in counted | ours)
-    if strays:
-        left.append(LeftToBase("(no module)", LONE, "not in a module of the model", strays))
-    return blocks, left
+                block = DoublyFactoredBlock(names, modules, locations, *self.stored)
+        elif (
+            block is None
+            or (block.modules, block.keys) != (modules, keys)
+            or block.bias is not bias
+        ):
+            block = KroneckerBlock(names, modules, bias, *self.stored, keys)
+        return [*blocks, block]
 
-
-def _matrices(
-    model: nn.Module, wanted: set[int], barred: Iterable[nn.Module]
-) -> list[tuple[str, nn.Module, nn.Parameter]]:
-    """The matrices that have no block, by name, but for those of which a barred module has one."""
-    taken = {id(p) for module in barred for p in module.parameters(recurse=False)}
-    found = []
-    for name, module in model.named_modules():
-        for letter, p in module.named_parameters(recurse=False):
-            if id(p) in wanted - taken and is_matrix(p):
-                taken.add(id(p))
-                found.append((f"{name}.{letter}".lstrip("."), module, p))
-    return found
-
-
-def _owned_by_layers(found: Mapping[nn.Module, tuple[Key | None, str | None]]) -> set[int]:
-    """The weights and biases of modules whose kind is known."""
-    named = [(m, KINDS[key]) for m, (key, _) in found.items() if key is not None]
-    tensors = (m._parameters.get(name) for m, kind in named for name in (kind.weight, kind.bias))
-    return {id(p) for p in tensors if p is not None}
+    def with_others(
+        self, blocks: list[KroneckerBlock]
+    ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
+        """The blocks, those of matrices that no rule knows with them, and what is left."""
+        ours = {id(p) for b in blocks for p in (b.weight, b.bias) if p is not None} | self.in_exact
+        others: list[KroneckerBlock] = []
+        if self.rules.other_matrices != "base":
+            taken = ours | {id(p) for m in self.barred for p in m.parameters(recurse=False)}
+            for name, module in self.model.named_modules():
+                for letter, p in module.named_parameters(recurse=False):
+                    if id(p) in self.owned and id(p) not in taken and is_matrix(p):
+                        taken.add(id(p))
+                        block = self.known.get(id(p))
+                        if not isinstance(block, GradientBlock) or block.modules != [module]:
+                            full, most = f"{name}.{letter}".lstrip("."), self.rules.max_factor_dim
+                            block = GradientBlock(full, module, p, most, *self.stored)
+                        others += [] if self.rules.too_large(block.shape) else [block]
+        least = MUCH * sum(self.owned.values()) if self.rules.other_matrices == "auto" else 0.0
+        if sum(block.weight.numel() for block in others) < least:
+            others = []
+        theirs = {id(block.weight) for block in others}
+        counted, left = ours | theirs, []
+        for row, params in self.rows:
+            mine = [key for key in dict.fromkeys(params) if key in self.owned]
+            size = sum(self.owned[key] for key in mine if key not in counted)
+            counted.update(mine)
+            if size or theirs.isdisjoint(mine):
+                left.append(replace(row, parameters=size))
+        strays = sum(size for key, size in self.owned.items() if key not in counted)
+        if strays:
+            left.append(LeftToBase("(no module)", LONE, "not in a module of the model", strays))
+        return [*blocks, *others], left
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -353,27 +356,3 @@ def _has_lone(module: nn.Module) -> bool:
     letters = [letter for letter, _ in module.named_parameters(recurse=False)]
     like_layers = any(letter.startswith(("weight", "bias")) for letter in letters)
     return not (like_layers or is_attention(module) or _is_norm(module))
-
-
-def _trains(module: nn.Module, kind: LayerKind) -> bool:
-    """Whether a module's weight asks for a gradient now."""
-    return cast(Tensor, getattr(module, kind.weight)).requires_grad
-
-
-def _too_large(shape: FactorShape, rules: BlockRules) -> str | None:
-    """Why a layer's factors are too large to be kept; None if they are not."""
-    if rules.max_factor_dim is None:
-        return None
-    largest = max(shape.dim(k) for k in shape.letters if not shape.is_diagonal(k))
-    if largest <= rules.max_factor_dim:
-        return None
-    return f"a factor of {largest} rows exceeds max_factor_dim={rules.max_factor_dim}"
-
-
-def _barred(module: nn.Module, weight: Tensor | None) -> str | None:
-    """Why a module is left to the base, whatever its type; None if there is no reason."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "torch.jit has compiled it and runs no hooks; train the plain module"
-    if weight is not None and weight.numel() == 0:
-        return f"its weight is empty: {tuple(weight.shape)}"
-    return None
