@@ -2544,7 +2544,7 @@ MUTANTS = [
         "the room of packed parameters that is not written back",
         "fosi/pieces.py",
         "                torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
-        "            pass",
+        "                pass",
         "dho2::steps_are_those_of_dense_algebra",
     ),
     _mutant(
