@@ -27,7 +27,7 @@ from second_order.errors import SecondOrderError
 from second_order.fosi.epochs import Accelerating, Divided, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer, PairKeywords
+from second_order.optimizers.dho2 import EigenpairOptimizer, PairKeywords
 from second_order.optimizers.keywords import Rate, settled, signed
 from second_order.options import picked
 from second_order.report import EpochReport
