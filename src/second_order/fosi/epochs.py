@@ -524,7 +524,7 @@ class Accelerating(_Team):
 
     def _help_for_a_step(self) -> None:
         self.training.steps += 1
-        chosen = self.closure.chosen(self.training)
+        chosen = self.closure_now()
         if self.accelerator is not None:
             self.accelerator.help_for_a_step(lambda epoch: chosen)
 
