@@ -172,7 +172,7 @@ def train(task: Task, update: str, seed: int) -> Run | None:
         model,
         base=base,
         epoch_steps=task.epoch_steps,
-        final_update=update,
+        final_update=update,  # type: ignore[arg-type]
         newton_scale=task.newton_scale,
         gradient_averaging=False,
         **options,

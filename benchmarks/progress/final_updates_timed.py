@@ -201,7 +201,7 @@ def trained(task: Task, rule: str, seed: int, settings: dict[str, Any]) -> Run |
         model,
         base=task.base,
         epoch_steps=task.epoch_steps,
-        final_update=rule,
+        final_update=rule,  # type: ignore[arg-type]
         gradient_averaging=False,
         helper_timeout=PATIENCE,
         **settings,

@@ -179,7 +179,7 @@ def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
     uses |= dict.fromkeys((nn.Linear, "linear"), TIED_OUTPUT)
     sharing: dict[int, dict[nn.Module, Key | None]] = {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module._parameters.items()).get("weight")  # ScriptModules have no get()
         if weight is not None:
             sharing.setdefault(id(weight), {})[module] = uses.get(found_kind(module)[0])
     both = {TIED_EMBEDDING, TIED_OUTPUT}

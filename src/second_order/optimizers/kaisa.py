@@ -12,19 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal
 
 import torch
-from torch.optim import Optimizer
 
 from second_order.distributed.assignment import AssignmentCost
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.options import AUTO, KFACOptions, check_dtype
 from second_order.kfac.plan import System, kaisa_plan
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.keywords import Rate, settled, signed
+from second_order.optimizers.keywords import settled, signed, typed
 from second_order.optimizers.kronecker_optimizer import (
-    KFACKeywords,
     KroneckerOptimizer,
     RestOptions,
 )
@@ -38,13 +36,10 @@ from second_order.options import (
 )
 from second_order.planning.fraction import AutoFraction
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 __all__ = ["KAISA"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KAISAOptions:
     """The keywords that KAISA alone has.
 
@@ -82,17 +77,12 @@ class KAISAOptions:
         check_keywords(self)
 
 
-class KAISAKeywords(KFACKeywords, total=False):
-    """The types of ``KAISAOptions``, and of all others."""
-
-    grad_worker_fraction: float | Literal["auto"]
-    factor_exchange: str
-    exchange_dtype: torch.dtype | None
-    assignment: AssignmentCost
-    colocate_factors: bool
+@dataclass(frozen=True, kw_only=True)
+class KAISAKeywords(KAISAOptions, KFACOptions, RestOptions):
+    """The keywords of KAISA."""
 
 
-@signed(RestOptions, KFACOptions, KAISAOptions)
+@signed(KAISAKeywords)
 class KAISA(KroneckerOptimizer):
     """K-FAC on one process or many, around any first-order optimizer.
 
@@ -102,16 +92,7 @@ class KAISA(KroneckerOptimizer):
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
 
-    @overload
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[KAISAKeywords]
-    ) -> None: ...
-
-    @overload  # a base with keywords of its own
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
-    ) -> None: ...
-
+    @typed(KAISAKeywords)
     def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
         values, common = settled(KAISA, keywords)
         options, own = KFACOptions.of(values), picked(KAISAOptions, values)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
-from second_order.kfac.options import AutoSchedule, PerStep, PreconditionerScale
-from second_order.kronecker.fisher import Likelihood
-from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.kronecker.solvers import SolverName
 from second_order.optimizers.base import SecondOrderOptimizer
-from second_order.optimizers.keywords import CommonKeywords
-from second_order.options import AutoInterval, keyword
+from second_order.optimizers.keywords import CommonOptions
+from second_order.options import keyword
 
-__all__ = ["KFACKeywords", "KroneckerOptimizer", "RestOptions"]
+__all__ = ["KroneckerOptimizer", "RestOptions"]
 
 
-@dataclass(frozen=True)
-class RestOptions:
-    """The keywords of a second base.
+@dataclass(frozen=True, kw_only=True)
+class RestOptions(CommonOptions):
+    """The keywords of every optimizer with Kronecker factors, who may have a second base.
 
     Attributes:
         rest: Class of a second base. ``base`` then trains hidden weights alone: weights of modules,
@@ -39,40 +35,6 @@ class RestOptions:
     rest: type[torch.optim.Optimizer] | None = keyword(None)
     rest_layers: Sequence[str] = keyword(())
     rest_kwargs: Mapping[str, Any] | None = keyword(None)
-
-
-class KFACKeywords(CommonKeywords, total=False):
-    """The types of ``RestOptions`` and of ``KFACOptions``, for callers."""
-
-    rest: type[torch.optim.Optimizer] | None
-    rest_layers: Sequence[str]
-    rest_kwargs: Mapping[str, Any] | None
-    damping: AutoSchedule
-    relative_damping: bool
-    preconditioner_scale: PreconditionerScale
-    factor_decay: AutoSchedule | PerStep
-    kl_clip: AutoSchedule | None
-    solver: SolverName
-    inv_update_steps: AutoInterval | None
-    factor_update_steps: AutoInterval | None
-    overhead: float | None
-    fisher: str
-    likelihood: Likelihood
-    kfac_approx: Approximation
-    eigen_refresh: str
-    refresh: str
-    trace_bounds: tuple[float, float]
-    symmetry_aware: bool
-    max_factor_dim: int
-    exact_blocks: bool
-    max_exact_dim: int
-    other_matrices: str
-    skip_layers: Sequence[str]
-    accumulation_steps: int | Literal["auto"]
-    loss_reduction: str
-    factor_dtype: torch.dtype
-    inv_dtype: torch.dtype
-    max_consecutive_failures: int
 
 
 class KroneckerOptimizer(SecondOrderOptimizer):
