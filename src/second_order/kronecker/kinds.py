@@ -207,7 +207,8 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
 
 def _supposed_kind(module: nn.Module) -> Key | None:
     """The kind that a module of an unknown class, or with a forward of its own, may be of."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    own = dict(module._parameters.items())  # those of ScriptModules have no get()
+    weight, bias = (own.get(name) for name in ("weight", "bias"))
     if (
         isinstance(module, torch.jit.ScriptModule)
         or not isinstance(weight, nn.Parameter)

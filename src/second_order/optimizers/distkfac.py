@@ -29,8 +29,7 @@ from second_order.kfac.options import (
 )
 from second_order.kfac.plan import System, distkfac_plan
 from second_order.kfac.solve_async import Background, SolvesOnThreads
-from second_order.kfac.stats_workers import StatsWorker
-from second_order.kfac.with_helpers import with_stats_workers
+from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.keywords import settled, signed, typed
 from second_order.optimizers.kronecker_optimizer import (

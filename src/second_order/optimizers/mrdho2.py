@@ -23,7 +23,7 @@ from typing import Any
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.divided import Divided, Helper, divided_curvature
+from second_order.fosi.epochs import Accelerating, Divided, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.dho2 import EigenpairOptimizer
@@ -120,7 +120,7 @@ class MRDHO2(EigenpairOptimizer):
             ValueError: If there is no batch.
         """
         self._take_shards()
-        if not isinstance(self._curvature, Helper):
+        if not isinstance(self._curvature, Accelerating):
             raise SecondOrderError(
                 f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'accelerator'"
