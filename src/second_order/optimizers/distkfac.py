@@ -31,11 +31,8 @@ from second_order.kfac.plan import System, distkfac_plan
 from second_order.kfac.solve_async import Background, SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.keywords import settled, signed, typed
-from second_order.optimizers.kronecker_optimizer import (
-    KroneckerOptimizer,
-    RestOptions,
-)
+from second_order.optimizers.kaisa import KroneckerOptimizer
+from second_order.optimizers.keywords import RestOptions, settled, signed, typed
 from second_order.options import picked
 from second_order.report import Summary
 

@@ -22,11 +22,8 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import System, dpkfac_plan
 from second_order.kfac.precondition import OwnerHook
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.keywords import settled, signed, typed
-from second_order.optimizers.kronecker_optimizer import (
-    KroneckerOptimizer,
-    RestOptions,
-)
+from second_order.optimizers.kaisa import KroneckerOptimizer
+from second_order.optimizers.keywords import RestOptions, settled, signed, typed
 from second_order.options import check_keywords, keyword, one_of, picked
 
 __all__ = ["DPKFAC"]

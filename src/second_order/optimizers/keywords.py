@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from second_order.optimizers.base import ParamsOrModel
 from second_order.options import keyword
 
-__all__ = ["BaseOptions", "CommonOptions", "Rate", "settled", "signed", "typed"]
+__all__ = ["BaseOptions", "CommonOptions", "Rate", "RestOptions", "settled", "signed", "typed"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,6 +91,25 @@ class CommonOptions(BaseOptions):
     gradient_averaging: str | bool = keyword("auto")
     process_group: Any = keyword(None)
     debug: bool | int = keyword(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestOptions(CommonOptions):
+    """The keywords of every optimizer with Kronecker factors, who may have a second base.
+
+    Attributes:
+        rest: Class of a second base. ``base`` then trains hidden weights alone: weights of modules,
+            of two dimensions or more (of two exactly with ``torch.optim.Muon``). ``rest`` trains
+            embeddings, the output head (the last Linear), norms, biases and lone parameters. None:
+            one base for all.
+        rest_layers: Patterns of modules, as for ``skip_layers``, that ``rest`` trains besides, with
+            all that is inside them.
+        rest_kwargs: Arguments of ``rest`` where the two are to differ, as ``{"lr": 1e-3}``.
+    """
+
+    rest: type[torch.optim.Optimizer] | None = keyword(None)
+    rest_layers: Sequence[str] = keyword(())
+    rest_kwargs: Mapping[str, Any] | None = keyword(None)
 
 
 def typed(
@@ -169,5 +188,4 @@ def settled(optimizer: type, keywords: Mapping[str, Any]) -> tuple[dict[str, Any
     return values, {**common, "base_kwargs": base_kwargs, "own_keywords": [*values, "lr"]}
 
 
-TAKEN = {each.name for each in fields(CommonOptions) if "check" in each.metadata}
-TAKEN |= {"rest", "rest_layers", "rest_kwargs"}
+TAKEN = {each.name for each in fields(RestOptions) if "check" in each.metadata}
