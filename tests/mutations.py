@@ -2543,8 +2543,8 @@ MUTANTS = [
     _mutant(
         "the room of packed parameters that is not written back",
         "fosi/pieces.py",
-        "                torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
-        "                pass",
+        "            torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
+        "            pass",
         "dho2::steps_are_those_of_dense_algebra",
     ),
     _mutant(
