@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order.contract.groups import members_of, trainable, whole_group
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
 from second_order.distributed.roles import Roles, option_of
-from second_order.distributed.rows import rows_of
+from second_order.distributed.shard_layout import layout_of
+from second_order.distributed.world import World
 from second_order.options import check_params
 from second_order.sharded import ddp_under_way, is_dtensor, mesh_ranks, reshard, sharded_params
 
@@ -28,6 +29,7 @@ __all__ = [
     "read_arguments",
     "refuse_ddp_over_helpers",
     "refuse_meta",
+    "tell_of_strangers",
 ]
 
 
@@ -123,6 +125,32 @@ def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
         )
 
 
+def tell_of_strangers(
+    training: Training, params: Sequence[Tensor], base: str, needs_model: bool
+) -> None:
+    """Warn of parameters that are not the model's, and of a launch without a process group."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1 and training.world.group is None:
+        training.warn(
+            f"WORLD_SIZE is {launched}, but no process group is initialised: each process "
+            f"trains alone; call torch.distributed.init_process_group() before making the "
+            f"optimizer"
+        )
+    owned = {id(p) for p in training.model.parameters()}
+    strange = [str(tuple(p.shape)) for p in params if id(p) not in owned]
+    if params and len(strange) == len(params):
+        raise ValueError(
+            f"none of the {len(params)} parameters belongs to "
+            f"model={type(training.model).__name__}, so {training.name} would be no more than "
+            f"{base}; pass the model itself, not a copy of it or another one"
+        )
+    if strange and needs_model:
+        training.warn(
+            f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
+            f"by {base} alone, without curvature: of shapes {', '.join(strange[:10])}"
+        )
+
+
 def check_sharding(model: nn.Module) -> None:
     """Raise TypeError unless FSDP2 has sharded what is sharded of a model, by rows.
 
@@ -169,7 +197,7 @@ def check_mesh(model: nn.Module, world: World) -> None:
                     f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
                     f"process_group= a group of the mesh's"
                 )
-            rows_of(p, world)
+            layout_of(p, world)
 
 
 def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:

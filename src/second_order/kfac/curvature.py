@@ -25,8 +25,8 @@ from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
 from second_order.distributed.roles import whole_models
+from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
     check_saved_factors,
@@ -161,11 +161,6 @@ class KFAC(Curvature):
         """The options, and the layers."""
         return self.layers.description(self._system.said)
 
-    def require_no_growth(self) -> None:
-        """Raise SecondOrderError if the model has grown, and stats workers lack what is new."""
-        if self.helpers is not None:
-            self.helpers.require_no_growth(self.training)
-
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
         self.solves.check_device()
@@ -199,7 +194,13 @@ class KFAC(Curvature):
         self.watch()
 
     def replan(self) -> None:
-        """Look for the model's layers again."""
+        """Look for the model's layers again.
+
+        Raises:
+            SecondOrderError: If the model has grown, and stats workers lack what is new.
+        """
+        if self.helpers is not None:
+            self.helpers.require_no_growth(self.training)
         if not self._closed:
             self.layers.find()
             self._look_at_shards()

@@ -27,6 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
+from second_order.distributed.buckets import pack_by_dtype, take_model
 from second_order.distributed.mailbox import (
     Address,
     Mailbox,
@@ -34,7 +35,6 @@ from second_order.distributed.mailbox import (
     await_goodbyes,
     open_store,
 )
-from second_order.distributed.parcels import pack_by_dtype, take_model
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
@@ -348,9 +348,6 @@ class StatsWorker(Curvature):
         theirs = [t for t, optimized in zip(whole, self.optimized, strict=False) if optimized]
         self.layers.find(theirs or None)
         self._look()
-
-    def require_no_growth(self) -> None:
-        """Follow the workers, which refuse to grow."""
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Raise ValueError: a stats worker's model stays whole."""

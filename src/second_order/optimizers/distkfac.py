@@ -204,16 +204,6 @@ class DistKFAC(KroneckerOptimizer):
         self._take_shards()
         return self._curvature.serve(batches, loss_fn)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; stats workers follow by themselves.
-
-        Raises:
-            SecondOrderError: If the model has grown, and there are stats workers.
-        """
-        if self.__dict__.get("_constructed"):
-            self._curvature.require_no_growth()
-        super().add_param_group(param_group)
-
     def summary(self) -> Summary:
         """A table of every layer, with how old the inverses in use are.
 
