@@ -240,14 +240,14 @@ MUTANTS = [
     ),
     _mutant(
         "heads to owners only",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "heads.append((each.head, None))",
         'heads.append((each.head, layers[block].keeper("A")))',
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
     ),
     _mutant(
         "heads are not summed",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "heads.append((each.head, None))",
         "heads.append((each.head.clone(), None))",
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
@@ -2621,7 +2621,7 @@ MUTANTS = [
     ),
     _mutant(
         "numbers of examples in bfloat16",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "[(world, heads)] + [",
         "[(world.wired(wire), heads)] + [",
         "exchange_dtype::factors_and_decompositions_take_half_the_bytes",
