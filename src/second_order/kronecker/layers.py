@@ -32,33 +32,7 @@ from second_order.kronecker.triangles import (
     write_last_row,
 )
 
-__all__ = [
-    "KINDS",
-    "Approximation",
-    "FactorShape",
-    "Form",
-    "Key",
-    "LayerKind",
-    "PairStatistics",
-    "at_least_one",
-    "embedding_fits",
-    "embedding_gradient",
-    "embedding_statistics",
-    "factor_shape",
-    "gradient_from_matrix",
-    "gradient_to_matrix",
-    "gram",
-    "is_convolution",
-    "key_of",
-    "linear_fits",
-    "linear_gradient",
-    "linear_statistics",
-    "pair_statistics",
-    "reduced",
-    "rows_of_embedding",
-    "symmetric",
-    "unsupported_reason",
-]
+__all__ = ["KINDS", "Approximation", "FactorShape", "PairStatistics", "gram", "is_convolution"]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
 
@@ -260,14 +234,9 @@ Key: TypeAlias = type[nn.Module] | str
 class LayerKind:
     """The rules for one kind of layer.
 
-    Attributes:
-        statistics: Makes the statistics of a pair: see :func:`pair_statistics`.
-        shape: Gives the sizes of a module's factors, with or without the homogeneous coordinate.
-        weight: Name of the weight.
-        bias: Name of the bias.
-        with_bias: Whether the bias is the homogeneous coordinate of A.
-        gradient: Gives a pair's part of the weight's gradient, of the weight's shape.
-        fits: Tells whether a pair has sizes that the layer's can have.
+    ``statistics`` makes those of a pair: see :func:`pair_statistics`. ``shape`` gives the sizes
+    of a module's factors; ``with_bias``: the bias is the homogeneous coordinate of A. ``gradient``
+    gives a pair's part of the weight's gradient, ``fits`` tells whether it can be the layer's.
     """
 
     statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
